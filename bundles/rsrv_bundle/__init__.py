@@ -1,8 +1,7 @@
 """The bundle format: a directory with compiled modules, weights, a manifest and optional Python hooks.
 
-Importing this package loads nothing: each of its names is fetched when it is used, and then numpy is the heaviest of what
-is loaded. `rsrv_bundle.modules` looks into compiled modules and needs jaxlib; `rsrv_bundle.export` writes bundles and
-needs jax.
+Importing this package loads no other module: each name is imported when it is used, and the heaviest import is then
+numpy. `rsrv_bundle.modules` reads compiled modules and needs jaxlib; `rsrv_bundle.export` writes bundles and needs jax.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-#: where the names are at home, by module
+#: module -> names that it defines
 _HOMES = {
     "errors": ("BundleError",),
     "reader": ("find_bundles", "read_bundle"),

@@ -1,4 +1,4 @@
-"""How a model is called by the names of its inputs, and how what it returns gets names. Needs no framework."""
+"""Calls of models with inputs by name, and names for their results. Needs no framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a model returned, flat."""
+    """Results of a model, flattened."""
 
     #: None where the model gave no names
     names: tuple[str, ...] | None
@@ -25,7 +25,7 @@ class Results:
 
     @classmethod
     def of(cls, result: Any) -> Results:
-        """Mappings, dataclasses and named tuples have names, those inside others joined by "_"; None is left out."""
+        """Flatten a result. Mappings, dataclasses and named tuples give names, nested ones joined by "_"; None is left out."""
         if isinstance(result, cls):
             return result
         parts = _parts(result)
@@ -37,13 +37,13 @@ class Results:
         return cls(None, (result,), lone=True)
 
     def convert(self, convert: Callable[[str, Any], Any]) -> Results:
-        """The same, of converted values; `convert` gets how an error calls the value, and the value."""
+        """Return the results with converted values; `convert` gets the value's name for errors, and the value."""
         labels = self.names or tuple(map(str, range(len(self.values))))
         values = (convert(f"outputs: {at}", value) for at, value in zip(labels, self.values, strict=True))
         return Results(self.names, tuple(values), self.lone)
 
     def named(self, given: Sequence[str] | None) -> dict[str, Any]:
-        """By name, in the order of `given`, if there is one. Raises BundleError if the names do not fit."""
+        """Return the values by name, in the order of `given`, if any. Raises BundleError if the names do not fit."""
         if self.names is not None:
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
             if twice:
@@ -67,7 +67,7 @@ class Results:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """The named parts of a container that has names."""
+    """Return the parts of a container with names; None for others."""
     if isinstance(value, Mapping):
         return [(str(name), part) for name, part in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -91,10 +91,11 @@ def _leaves(prefix: str, parts: list[tuple[str, Any]]) -> Iterator[tuple[str, An
 def caller(
     call: Callable[..., Any], names: Sequence[str], like: Callable[..., Any] | None = None
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """A function that calls `call` with inputs of these names: by keyword, and where `call` takes only positional
-    arguments, in the order of `names`.
+    """Return a function that calls `call` with inputs by name.
 
-    like: what has the signature, if `call` itself does not show it. Raises BundleError if `call` has no argument of such a name, or one without a default that has no input.
+    They go by keyword, or in the order of `names` if `call` takes only positional arguments. like: function with the
+    signature, if `call` itself does not show it. Raises BundleError if `call` has no argument of such a name, or an
+    argument without a default that has no input.
     """
     try:
         parameters = inspect.signature(like or call).parameters.values()

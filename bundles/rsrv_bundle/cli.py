@@ -1,4 +1,4 @@
-"""The command `rsrv-bundle`. Light until it knows what it is to do."""
+"""The command `rsrv-bundle`. Each subcommand imports its own modules, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 
-    0: all good, and for `diff` the same. 1: a bundle is broken, or further off than its tolerance; for `diff` they differ.
-    2: wrong usage, no such directory, or no means to look. 130, 143: ended by SIGINT, SIGTERM, without leaving anything behind.
+    0: success, and for `diff` equal bundles. 1: a bundle is broken, or exceeds its tolerance; for `diff` they differ.
+    2: wrong usage, no such directory, or a missing package. 130, 143: ended by SIGINT, SIGTERM, with temporary files removed.
     """
     try:
         with _sigterm_as_exit():
             arguments = parser().parse_args(argv)
             return COMMANDS[arguments.command](arguments)
     except SystemExit as e:
-        # argparse has said what is wrong, or has printed the help; or it was SIGTERM.
+        # From argparse, which has printed an error or the help; or from SIGTERM.
         return int(e.code or 0)
     except KeyboardInterrupt:
         print("rsrv-bundle: interrupted", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Has SIGTERM end what is going on as an exception does, so that temporary directories, with all weights, go."""
+    """Turn SIGTERM into an exception, so that temporary directories, with all weights, are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -58,7 +58,7 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 class UsageError(Exception):
-    """The command cannot do what it was asked for; the message says why."""
+    """The command line cannot be carried out; the message says why."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,9 +123,9 @@ def _add_export(commands: Any) -> None:
     export.add_argument(
         "--working-tree-patch",
         action="store_true",
-        help="store what git has not yet committed; it may hold secrets",
+        help="store the uncommitted changes; they may hold secrets",
     )
-    export.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    export.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -160,30 +160,26 @@ def _add_check(commands: Any) -> None:
         help="compare on these, too: one array per input, whose first axis counts samples",
     )
     _add_tolerance(numerics)
-    numerics.add_argument(
-        "--store", action="store_true", help="write the errors that were found into the manifest"
-    )
+    numerics.add_argument("--store", action="store_true", help="write the measured errors into the manifest")
 
 
 def _add_show(commands: Any) -> None:
-    show = commands.add_parser(
-        "show", help="say what is in a bundle: tensors, sizes, work, weights, provenance"
-    )
+    show = commands.add_parser("show", help="print a bundle's tensors, sizes, work, weights and provenance")
     show.add_argument("directory", metavar="DIR", help="a bundle's directory")
     show.add_argument("--json", action="store_true", help="for programs")
     show.add_argument(
         "--compile",
         action="store_true",
-        help="have the modules compiled here, and show what the compiler says",
+        help="compile the modules here, and show the compiler's figures",
     )
 
 
 def _add_diff(commands: Any) -> None:
     diff = commands.add_parser(
-        "diff", help="say where two bundles differ and which tensors they share; exits as diff(1) does"
+        "diff", help="print the differences of two bundles and their shared tensors; exit status as diff(1)"
     )
     diff.add_argument("a", metavar="A", help="a bundle's directory")
-    diff.add_argument("b", metavar="B", help="another one's")
+    diff.add_argument("b", metavar="B", help="another bundle's directory")
 
 
 def _add_upgrade(commands: Any) -> None:
@@ -201,7 +197,7 @@ def _add_upgrade(commands: Any) -> None:
     upgrade.add_argument(
         "--stablehlo-version", metavar="VERSION", help="e.g. 1.9.0; by default the one that jax exports"
     )
-    upgrade.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    upgrade.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
 def _add_tolerance(options: Any) -> None:
@@ -269,13 +265,13 @@ def _wanted(arguments: argparse.Namespace) -> Comparison:
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
-    """What to compare with: one of KINDS, or `against`, and where it is. Both are empty if there is nothing."""
+    """Return the kind of the model to compare with, or `against`, and its target; both are empty without one."""
     given = [(kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind)) is not None]
     return given[0] if given else ("", "")
 
 
 def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
-    """A function of the inputs, by name, and example inputs, if there are any."""
+    """Return a function of the inputs, by name, and example inputs, if any."""
     from rsrv_bundle.commands.sources import LoadError, load, named
 
     if not kind:
@@ -297,7 +293,7 @@ def _need(package: str, extra: str) -> None:
 
 
 def _directories(*paths: str) -> None:
-    """Raises UsageError for one that is none: nothing can be said about a bundle that is not there."""
+    """Raise UsageError if a path is no directory."""
     for path in paths:
         if not Path(path).is_dir():
             raise UsageError(f"{path}: there is no such directory")

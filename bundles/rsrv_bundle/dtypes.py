@@ -1,4 +1,4 @@
-"""Element types: one table, five spellings.
+"""Element types in five spellings, from one table.
 
 A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name
 that travels on the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor.
@@ -50,13 +50,13 @@ _BY_MLIR = {row.mlir: token for token, row in _TABLE.items()}
 
 
 def itemsize(token: str) -> int:
-    """Bytes per element. Raises KeyError for an unknown token."""
+    """Return the bytes per element. Raises KeyError for an unknown token."""
     return _TABLE[token].itemsize
 
 
 @cache
 def numpy_dtype(token: str) -> np.dtype[Any]:
-    """The numpy dtype of a token. Imports ml_dtypes for bf16 and the 8-bit floats. KeyError if unknown."""
+    """Return the numpy dtype of a token. Imports ml_dtypes for bf16 and the 8-bit floats. KeyError if unknown."""
     row = _TABLE[token]
     if token in _ML_DTYPES:
         import ml_dtypes
@@ -69,41 +69,41 @@ def numpy_dtype(token: str) -> np.dtype[Any]:
 
 
 def token_of(dtype: Any) -> str:
-    """The token of anything that numpy takes as a dtype. Raises KeyError when the format has none for it."""
+    """Return the token of anything that numpy takes as a dtype. Raises KeyError if the format has none for it."""
     return _BY_NUMPY_NAME[np.dtype(dtype).name]
 
 
 def kserve_name(token: str) -> str | None:
-    """The KServe v2 name (`FP32`), None for the 8-bit floats. KeyError if the token is unknown."""
+    """Return the KServe v2 name (`FP32`), None for the 8-bit floats. KeyError if the token is unknown."""
     return _TABLE[token].kserve
 
 
 def triton_type(token: str) -> str | None:
-    """The name in a Triton model configuration (`TYPE_FP32`), None for the 8-bit floats."""
+    """Return the name in a Triton model configuration (`TYPE_FP32`), None for the 8-bit floats."""
     name = _TABLE[token].kserve
     return None if name is None else f"TYPE_{name}"
 
 
 def token_of_kserve(name: str) -> str:
-    """The token of a KServe v2 name, with or without Triton's `TYPE_` in front. KeyError if there is none."""
+    """Return the token of a KServe v2 name, with or without Triton's `TYPE_` in front. KeyError if there is none."""
     return _BY_KSERVE[name.removeprefix("TYPE_")]
 
 
 def safetensors_tag(token: str) -> str:
-    """The name in a safetensors header (`F32`)."""
+    """Return the name in a safetensors header (`F32`)."""
     return _TABLE[token].safetensors
 
 
 def token_of_safetensors(tag: str) -> str:
-    """The token of a safetensors tag. Raises KeyError when the format has none for it."""
+    """Return the token of a safetensors tag. Raises KeyError if the format has none for it."""
     return _BY_SAFETENSORS[tag]
 
 
 def token_of_numpy(name: str) -> str:
-    """The token of a numpy element type by its name (`bfloat16`). Raises KeyError when the format has none for it."""
+    """Return the token of a numpy element type by its name (`bfloat16`). Raises KeyError if the format has none."""
     return _BY_NUMPY_NAME[name]
 
 
 def token_of_mlir(element_type: str) -> str:
-    """The token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
+    """Return the token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
     return _BY_MLIR[element_type]

@@ -1,4 +1,4 @@
-"""What can be wrong with a bundle, said in a way its author can act on."""
+"""Errors of bundles, in words that their author can act on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BundleError(Exception):
 
 
 class TargetError(BundleError):
-    """A bundle cannot be written where it was to be; nothing is wrong with what would be written."""
+    """A bundle cannot be written to its target; the bundle itself is fine."""
 
 
 def mismatch(file: str) -> str:
-    """The problem of a file whose checksum is not the manifest's."""
+    """Return the problem of a file that does not have the manifest's checksum."""
     return (
         f"{file} does not match the manifest: it is being written, or was changed without exporting. Export the "
         "bundle again, and replace bundles by renaming new ones into place"
@@ -34,18 +34,18 @@ def mismatch(file: str) -> str:
 
 
 def os_error(error: OSError) -> str:
-    """The file and what is wrong with it; some have neither, and their text says all."""
+    """Return the file and the error; the error's own text if it has neither."""
     if error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
-#: a report is for a person to read, whatever a bundle is made to say
+#: limits of a report, which a person reads: lines, and characters of a line
 _MAX_LINES, _MAX_LENGTH = 100, 1000
 
 
 class Problems:
-    """Collects broken rules, so that one look at a bundle reports all of them, or the first hundred."""
+    """Broken rules of a bundle: one check reports all of them, or the first hundred."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -61,6 +61,6 @@ class Problems:
             self.lines.append(line)
 
     def raise_if_any(self) -> None:
-        """Raise `BundleError` with everything recorded so far, if there is anything."""
+        """Raise `BundleError` with all recorded problems, if there are any."""
         if self.lines:
             raise BundleError(self.lines)

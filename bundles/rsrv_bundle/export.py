@@ -1,4 +1,4 @@
-"""Exporting a JAX function and its parameters as a bundle, and proving that the bundle agrees."""
+"""Export of a JAX function and its parameters as a bundle, with a check that the bundle agrees."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
 
-#: What a bundle may be lowered for, as jax.export calls it.
+#: platforms of a bundle, by jax.export's names
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What `fn` was made from, where it is not itself what its author wrote."""
+    """Model that `fn` was made from, if the author did not write `fn` itself."""
 
-    #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, in its framework's arrays.
+    #: runs the model without compiling: numpy arrays by name -> results of `fn`, in its framework's arrays
     run: Callable[..., Any]
-    #: Distributions whose versions the provenance tells, beside jax's own.
+    #: distributions that the provenance lists, beside jax's own
     packages: Sequence[str] = ()
-    #: One of these arrays as numpy's; gets what an error shall call it, and the array.
+    #: converts such an array to numpy; gets its name for errors, and the array
     to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
 
     def eager(self, **inputs: Any) -> Results:
-        """Its answers, from numpy arrays by name to numpy arrays."""
+        """Run the model on numpy arrays by name; return numpy arrays."""
         return Results.of(self.run(**inputs)).convert(self.to_numpy)
 
 
@@ -82,26 +82,26 @@ def export_bundle(
     batch_sizes: sizes to compile, in rows; empty for a function without a batch axis.
     out_dir: the bundle's directory; its last part is the model's name.
     batch_axis: of every input, or by input name (0 where a name is missing), or None: no input has one.
-    axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. InputPlan
-        named here do not look at `batch_axis`; other tensors get letters by themselves.
+    axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
+        named here ignore `batch_axis`; other tensors get letters automatically.
     input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
     hooks: a file to copy (Path) or the text (str) of model.py.
-    client_inputs, client_outputs: what clients see if the hooks change it, entries as the manifest writes them.
-    platform: what to lower for: cpu, cuda, rocm or tpu.
+    client_inputs, client_outputs: the clients' tensors if the hooks change them, entries as the manifest writes them.
+    platform: cpu, cuda, rocm or tpu.
     exported_at: a date for the provenance; without it, equal exports give equal bytes.
     max_constant_bytes: limit on the constants inside one module. Arrays that `fn` captures become constants,
         which no two batch sizes share.
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
-    overwrite: replace a bundle that is there. Without it that is an error.
-    code: the function or class whose file's commit the provenance tells; by default `fn`.
-    working_tree_patch: store how the working tree around that file differs from the commit, in files that git tracks,
-        as working_tree.patch, unless that is more than 20 MiB. It goes wherever the bundle goes: look for secrets.
-    original: what the modules are compared with, in place of `jax.jit(fn)`.
+    overwrite: replace an existing bundle. Without it that is an error.
+    code: function or class; the provenance has the commit of its file. Default: `fn`.
+    working_tree_patch: store the uncommitted changes of tracked files around that file as working_tree.patch, unless
+        they exceed 20 MiB. The patch travels with the bundle: check it for secrets.
+    original: the model that the modules are compared with, in place of `jax.jit(fn)`.
 
     Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
-    all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
+    all checks pass. Raises BundleError if `fn` cannot be exported or the modules disagree with it, FileExistsError.
     """
     target = writer.free_target(out_dir, overwrite)
     if platform not in PLATFORMS:
@@ -133,7 +133,7 @@ def export_bundle(
 
     outputs = plan_outputs(inputs, axes or {}, outputs_at)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename; hidden, so that nobody takes it for a bundle.
+    # Beside the target, so that the last step is a rename; hidden, so that it is not taken for a bundle.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
         work = Path(scratch, target.name)
         work.mkdir()
@@ -184,7 +184,7 @@ def export_bundle(
 
 
 def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
-    """What `jax.jit(fn)` answers with these parameters, from numpy arrays by name to numpy arrays."""
+    """Return `jax.jit(fn)` with these parameters as a function from numpy arrays by name to numpy arrays."""
     compiled = jax.jit(fn)
 
     def answer(**inputs: Any) -> Results:
@@ -206,7 +206,7 @@ class _Flat:
         self.inputs = inputs
         self.tree = tree
         self.given = None if output_names is None else tuple(output_names)
-        #: Known after the first call.
+        #: empty before the first call
         self.output_names: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -218,12 +218,12 @@ class _Flat:
         return tuple(named.values())
 
     def jitted(self, leaves: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-        """`fn` with these weights."""
+        """Return `fn` with these weights."""
         compiled = jax.jit(self)
         return lambda *inputs: compiled(*inputs, *leaves)
 
     def eager(self, original: Original) -> Callable[..., tuple[Any, ...]]:
-        """What `fn` was made from, with the same calling convention."""
+        """Return the original model with the same calling convention."""
 
         def direct(*inputs: Any) -> tuple[Any, ...]:
             try:
@@ -232,10 +232,10 @@ class _Flat:
                 raise
             except Exception as e:
                 raise BundleError(
-                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); where only some integers"
-                    " are allowed, give an example input that holds such"
+                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); if it takes only some"
+                    " integers, give an example input with such values"
                 ) from e
-            # Not a failure of the model's, if it is one.
+            # Outside of `try`: a failure here is not the model's.
             converted = Results.of(result).convert(original.to_numpy)
             return tuple(converted.named(self.output_names).values())
 
@@ -249,7 +249,7 @@ def _dtype(token: str) -> Any:
 
 
 def _flatten(params: Any) -> tuple[list[str], list[Array], Any]:
-    """Names, arrays and structure of a parameter tree, in jax's own (sorted, so repeatable) order."""
+    """Return names, arrays and structure of a parameter tree, in jax's own (sorted, so repeatable) order."""
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in paths]
     twice = sorted({name for name in names if names.count(name) > 1})

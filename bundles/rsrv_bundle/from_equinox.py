@@ -1,4 +1,4 @@
-"""Exporting Equinox modules. Needs equinox, beside what rsrv_bundle.export needs."""
+"""Export of Equinox modules. Needs equinox, and the packages that rsrv_bundle.export needs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_equinox(
 
 
 def eager_equinox(model: eqx.Module, *, rows: bool = True) -> Callable[..., Results]:
-    """The model's own answers, from numpy arrays by name to numpy arrays. rows: as for `export_equinox`."""
+    """Return the model, uncompiled, as a function from numpy arrays by name to numpy arrays. rows: see `export_equinox`."""
     return _original(model, rows).eager
 
 

@@ -1,4 +1,4 @@
-"""Exporting Flax NNX modules. Needs flax, beside what rsrv_bundle.export needs."""
+"""Export of Flax NNX modules. Needs flax, and the packages that rsrv_bundle.export needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
     def fn(params: Any, **inputs: Any) -> Any:
         result, (_, streams, after) = run(rngs, params, inputs)
         drawn = _changed(nnx.to_pure_dict(rngs), streams)
-        # Recurrent layers draw the zeros that they begin with.
+        # Recurrent layers draw their initial zeros.
         if drawn and _matters(lambda *arguments: Results.of(run(*arguments)[0]).values, rngs, params, inputs):
             raise BundleError(
                 f"model: {drawn}: draws random numbers that its results depend on; call model.eval() first, or make"
@@ -60,7 +60,7 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
 
 
 def eager_nnx(model: nnx.Module) -> Callable[..., Results]:
-    """The model's own answers, from numpy arrays by name to numpy arrays; the model stays as it is."""
+    """Return the model, uncompiled, as a function from numpy arrays by name to numpy arrays; the model is not changed."""
     return _original(model).eager
 
 
@@ -75,17 +75,17 @@ def _original(model: nnx.Module) -> Original:
 
 
 def _split(model: nnx.Module) -> Any:
-    """Structure, states of random number generators, all other variables."""
+    """Return the structure, the states of random number generators, and all other variables."""
     return nnx.split(model, nnx.RngState, ...)
 
 
 def _copy(state: Any) -> Any:
-    """The same values in other variables: a model that is put together from it can change without changing others."""
+    """Copy the variables: a model that is built from the copies can change without changing others."""
     return jax.tree.map(lambda leaf: leaf, state)
 
 
 def _changed(before: Any, after: Any) -> str:
-    """The path of a variable that is another one now, or an empty text."""
+    """Return the path of a variable that was replaced, or an empty text."""
     old = dict(jax.tree_util.tree_flatten_with_path(before)[0])
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(after))[0]:
         if old.get(path) is not leaf:
@@ -94,7 +94,7 @@ def _changed(before: Any, after: Any) -> str:
 
 
 def _matters(function: Callable[..., tuple[Any, ...]], first: Any, *rest: Any) -> bool:
-    """Whether the results depend on the first argument, when all that they do not need is left out."""
+    """Return whether the results depend on the first argument, after dead code is removed."""
     jaxpr = jax.make_jaxpr(function)(first, *rest).jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return any(used[: len(jax.tree.leaves(first))])

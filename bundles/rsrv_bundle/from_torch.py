@@ -37,11 +37,11 @@ def export_torch(
     """Write `module(**inputs)` as a bundle, checked against the module itself, run eagerly.
 
     module: in evaluation mode (`module.eval()`), on the CPU. The parameters and buffers that it uses are the
-        weights, called as in its state_dict, shared ones once.
+        weights, named as in its state_dict; shared tensors are stored once.
     example_inputs: name of an argument of `forward` -> tensor, array or jax.ShapeDtypeStruct.
     The rest is as for `rsrv_bundle.export.export_bundle`. 64-bit element types need no switch.
 
-    The module is traced at each size by itself, so that nothing in it needs to work for sizes in general. Raises
+    The module is traced at each size separately, so that it need not work for sizes in general. Raises
     BundleError for a module in training mode, one that draws random numbers or changes its buffers, one that
     torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`. torchax registers a device
     with PyTorch, so that afterwards torch.compile and nn.DataParallel do not work in this process.
@@ -65,7 +65,7 @@ def export_torch(
         for variant, size in keys:
             programs.at(inputs.shapes(variant, size))
             traced.step(f"batch size {size}" if inputs.batched else "")
-    # Not left to the caller: PyTorch's integers are 64 bits wide.
+    # PyTorch's integers are 64 bits wide.
     with jax.enable_x64(True):
         return export_bundle(
             programs,
@@ -82,7 +82,7 @@ def export_torch(
 
 
 def eager_torch(module: nn.Module) -> Callable[..., Results]:
-    """The module's own answers, from numpy arrays by name to numpy arrays. Asked in training mode it raises BundleError."""
+    """Return the module as a function from numpy arrays by name to numpy arrays; in training mode it raises BundleError."""
     return _original(_plain(module)).eager
 
 
@@ -90,7 +90,7 @@ def _original(module: nn.Module) -> Original:
     def run(**inputs: Any) -> Any:
         _check_module(module)
         tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
-        # Compiled parts would not get over the device that torchax registers.
+        # Compiled parts would fail on the device that torchax registers.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return caller(module, tuple(inputs), like=module.forward)(tensors)
 
@@ -98,8 +98,10 @@ def _original(module: nn.Module) -> Original:
 
 
 def _torch_programs() -> Any:
-    """The module that knows torchax. Not imported before it is needed, since PyTorch is not the same afterwards. Raises
-    BundleError if torchax is missing, or not made for this PyTorch."""
+    """Import `torch_programs`. Raises BundleError if torchax is missing, or not made for this PyTorch.
+
+    Imported only when it is needed: importing torchax changes PyTorch for the whole process.
+    """
     try:
         from rsrv_bundle import torch_programs
     except (ImportError, AttributeError) as e:
@@ -120,7 +122,7 @@ def _pins() -> str:
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The module that torch.compile was given, whose weights have no prefix; any other as it is."""
+    """Return the module inside a compiled one, whose weights have no prefix; any other module unchanged."""
     if not isinstance(module, torch._dynamo.OptimizedModule):
         return module
     inner = module._orig_mod
@@ -152,12 +154,12 @@ def _check_module(module: nn.Module) -> None:
     if training:
         raise BundleError(
             f"module: is in training mode ({', '.join(training[:3])}); call module.eval() first, so that dropout and"
-            " batch normalisation do what they shall do when serving"
+            " batch normalisation work as in serving"
         )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """All by name, and whether module.cpu() moves them."""
+    """Yield all tensors: name, tensor, and whether module.cpu() moves it."""
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""The hooks file, `model.py`: what it must define, checked without running it."""
+"""Check of the hooks file, `model.py`, without running it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.spec import Kind
 
-#: Kind of bundle -> its hooks and the arguments that each is called with, by position.
+#: kind of bundle -> its hooks -> the positional arguments of each
 HOOKS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
     "model": {"preprocess": ("inputs",), "postprocess": ("outputs",)},
     "meta": {"run": ("inputs", "call")},
@@ -18,11 +18,11 @@ _MAX_BYTES = 1_000_000
 
 
 def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
-    """The hooks that `file` defines at its top level, by assignment, import or `def`.
+    """Return the hooks that `file` defines at its top level, by assignment, import or `def`.
 
-    Raises BundleError if it is no Python, if it defines none of the hooks of a bundle of this kind, or if one can't
-    be called as it will be: a model's are `preprocess(inputs)` and `postprocess(outputs)`, a meta model's is
-    `run(inputs, call)`, which may be an `async def`.
+    Raises BundleError if the file is no Python, if it defines none of the hooks of this kind of bundle, or if a hook
+    cannot be called with its arguments: a model's are `preprocess(inputs)` and `postprocess(outputs)`, a meta model's
+    is `run(inputs, call)`, which may be an `async def`.
     """
     problems = Problems()
     wanted = HOOKS[kind]
@@ -37,7 +37,7 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
             problems.add(file.name, "", f"defines no hook; define {' or '.join(wanted)} as a function")
         for name in found:
             rules = [_wrong_use(name, how, wanted[name]) for other, how in defined if other == name]
-            # With several definitions only running the file would tell which one counts.
+            # Of several definitions, only running the file would show which one counts.
             if all(rules):
                 problems.add(file.name, name, rules[-1])
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
@@ -47,7 +47,7 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
 
 
 def _wrong_use(name: str, definition: ast.AST | None, wanted: tuple[str, ...]) -> str:
-    """Why a hook that is defined like this can't be called; empty if it can, or if only running it would tell."""
+    """Return why a hook with this definition cannot be called; empty if it can, or if only running it would show that."""
     signature = f"{name}({', '.join(wanted)})"
     if isinstance(definition, ast.AsyncFunctionDef) and name != "run":
         return f"must be a plain function; write def {signature}"
@@ -66,7 +66,7 @@ def _wrong_use(name: str, definition: ast.AST | None, wanted: tuple[str, ...]) -
 
 
 def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Every name that is defined, with the function it is bound to where that can be seen."""
+    """Yield every defined name, with its function if the source shows it."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):

@@ -1,4 +1,4 @@
-"""Inputs for running the modules of a bundle: random ones, and what its author gave as examples."""
+"""Inputs for running the modules of a bundle: random arrays, and the author's examples."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Array = np.ndarray[Any, Any]
 def random_inputs(
     bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array] = MappingProxyType({})
 ) -> list[Array]:
-    """One array per executable input; the same for the same arguments in every process.
+    """Return one array per executable input; equal arguments give equal arrays in every process.
 
-    examples: input name -> array. An integer input has only values that its example has, since they are often
-    indices, unless that holds nothing but zeros, as one that was made to tell a shape does.
+    examples: input name -> array. An integer input takes its values from its example, since integers are often
+    indices, unless the example has only zeros, as one that only gives a shape.
     """
     arrays = []
     for index, spec in enumerate(bundle.manifest.inputs):
@@ -38,10 +38,10 @@ def random_inputs(
 def example_inputs(
     bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array]
 ) -> list[Array] | None:
-    """The examples as executable inputs, repeated or cut to the module's sizes; inputs that have none are random.
+    """Return the examples as executable inputs, repeated or cut to the module's sizes; other inputs are random.
 
-    examples: input name -> array. None if none of floats says more than a shape: what has one value everywhere says
-    no more, and makes many models answer nothing but rounding errors.
+    examples: input name -> array. Returns None if no float example has two different values: a constant example
+    gives only a shape, and makes many models return nothing but rounding errors.
     """
     fitting = _fitting(bundle, examples)
     if not any(
@@ -56,7 +56,7 @@ def example_inputs(
 
 
 def row_count(bundle: Bundle, examples: Mapping[str, Array]) -> int:
-    """How many rows the longest example has; 1 without a batch axis, 0 without examples."""
+    """Return the rows of the longest example; 1 without a batch axis, 0 without examples."""
     axes = [spec.batch_axis for spec in bundle.manifest.inputs]
     counts = [
         1 if (axis := axes[index]) is None else example.shape[axis]
@@ -66,7 +66,7 @@ def row_count(bundle: Bundle, examples: Mapping[str, Array]) -> int:
 
 
 def _fitting(bundle: Bundle, examples: Mapping[str, Array]) -> dict[int, Array]:
-    """By the input's index, those with its axes."""
+    """Return the examples with the right number of axes, by the input's index."""
     return {
         index: example
         for index, spec in enumerate(bundle.manifest.inputs)

@@ -1,7 +1,7 @@
-"""Looking into modules in a process that may die of it.
+"""Parsing of modules in a child process, which may crash.
 
 jaxlib's parser is native code. Most modules with a few damaged bytes give an error, one of some hundreds crashes it, and
-one of some thousands keeps it busy for ever. So a process that does nothing else goes first, within limits of memory
+one of some thousands keeps it busy for ever. So a separate process parses each module first, within limits of memory
 and time. It is no sandbox: it runs as the same user.
 """
 
@@ -27,24 +27,24 @@ from rsrv_bundle.products import Precision
 
 #: bytes of address space, of which a good part is jaxlib's own, and more for each byte of a module
 _MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
-#: seconds of CPU time, likewise; and how much longer that may take on a busy machine
+#: seconds of CPU time, likewise; and the wall time allowed on a busy machine, as a multiple
 _SECONDS, _SECONDS_PER_BYTE, _PATIENCE = 5, 1e-6, 4
-#: share of its time that it must have had for a module to be blamed when its patience is over
+#: share of the allowed CPU time that the child must have used before a timeout is the module's fault
 _FAIR = 0.5
-#: how a process ends that somebody else ends: the kernel when there is no memory, or an operator. No parser does that
+#: exit statuses of a process that the kernel (no memory) or an operator killed; no parser ends like this
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-#: seconds in which the process starts and loads jaxlib
+#: seconds in which the process must start and load jaxlib
 _START = 120.0
-#: bytes; no model has a signature as long as that
+#: bytes of a signature; no model has such a long one
 _MAX_ANSWER = 64 << 20
 
 
 class InspectorError(Exception):
-    """The process that looks into modules could not do it, for a reason of the machine: no module is to blame."""
+    """The parsing process failed because of the machine: no module is to blame."""
 
 
 class _Lost(InspectorError):
-    """It did not start, or was killed; another one may fare better."""
+    """The process did not start, or was killed; another process may succeed."""
 
 
 @dataclass(slots=True)
@@ -56,23 +56,23 @@ class _Child:
 
 
 class Inspector:
-    """`rsrv_bundle.modules.signature_of`, in a process that may die of it. For one thread at a time.
+    """`rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
 
-    The process is started when it is needed, and lives until `close`, or until this one ends. One that has met a bad
-    module is replaced, since that may have damaged more than it reported.
+    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module it is
+    replaced, since the module may have damaged more than it reported.
     """
 
     def __init__(self) -> None:
         self._child: _Child | None = None
 
     def start(self) -> None:
-        """Have the process load jaxlib by the time that it is needed; when that cannot be, the next module says so."""
+        """Start the child early, so that it has loaded jaxlib when it is needed; the next module reports a failure."""
         if self._child is None:
             with contextlib.suppress(OSError):
                 self._child = _spawn()
 
     def __call__(self, blob: bytes, file: str) -> Signature:
-        """The signature of a module, which is that of `file`. Raises BundleError, InspectorError."""
+        """Return the signature of a module, the content of `file`. Raises BundleError, InspectorError."""
         try:
             return self._look(blob, file)
         except _Lost:
@@ -101,7 +101,7 @@ class Inspector:
             self.close()
             if lost:
                 raise _Lost(
-                    f"{file}: the process that looks into it {how}: perhaps the machine has too little memory; "
+                    f"{file}: the process that parses it {how}: perhaps the machine has too little memory; "
                     "the module may be good"
                 ) from None
             raise BundleError(f"{file}: {_BLAME.format(how)}") from None
@@ -133,7 +133,7 @@ class Inspector:
         if child is None or not child.ready:
             self.close()
             raise _Lost(
-                "the process that looks into modules does not start; this should say why: "
+                "the process that parses modules does not start; to see why, run "
                 f"{sys.executable} -m {__name__}"
             )
         return child
@@ -159,7 +159,7 @@ _BLAME = "parsing it {}: it is damaged, or was made to do harm"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that should have answered."""
+    """Return how a process without an answer ended."""
     try:
         status = process.wait(10)
     except subprocess.TimeoutExpired:
@@ -170,8 +170,8 @@ def _end(process: subprocess.Popen[bytes]) -> str:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """What a process has had of the processor by now; it may have ended, but not been waited for."""
-    # After the name, which may hold anything, from the third on.
+    """Return the CPU seconds of a process, which may have ended but must not have been waited for."""
+    # The third field and later: they follow the name, which may hold any character.
     fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -181,8 +181,8 @@ def _seconds(nbytes: int) -> float:
 
 
 def main() -> None:
-    """Answer one line of JSON, and the module after it, with one line of JSON, until the other end of stdin closes."""
-    import jaxlib.mlir.dialects.stablehlo  # noqa: F401 - before the limits, and while nobody waits
+    """Answer each line of JSON and the module after it with one line of JSON, until the other end of stdin closes."""
+    import jaxlib.mlir.dialects.stablehlo  # noqa: F401 - before the limits, and before the first module
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def _limit(nbytes: int) -> None:
-    """What the next module may take; the kernel ends this process when it takes more time."""
+    """Set the limits for the next module; the kernel ends this process if it takes more time."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_at_most(hard, _MEMORY + nbytes * _MEMORY_PER_BYTE), hard))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

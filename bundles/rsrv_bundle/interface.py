@@ -26,10 +26,10 @@ OutputsAt = Callable[[int, int], Mapping[str, Value]]
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
-    """The executable inputs, and the sizes they are compiled for."""
+    """Executable inputs, and the sizes that they are compiled for."""
 
     specs: tuple[TensorSpec, ...]
-    #: As the manifest has them, letter -> size; empty without variants.
+    #: as in the manifest, letter -> size; empty without variants
     input_shapes: tuple[Mapping[str, int], ...]
     #: Ascending; empty without a batch axis.
     batch_sizes: tuple[int, ...]
@@ -39,13 +39,13 @@ class InputPlan:
         return any(spec.batch_axis is not None for spec in self.specs)
 
     def keys(self) -> Iterator[tuple[int, int]]:
-        """Every (variant, batch size) to compile; size 1 stands for no batch axis."""
+        """Yield every (variant, batch size) to compile; size 1 stands for no batch axis."""
         for variant in range(max(1, len(self.input_shapes))):
             for size in self.batch_sizes or (1,):
                 yield variant, size
 
     def shapes(self, variant: int, size: int) -> list[tuple[int, ...]]:
-        """The concrete shapes of all inputs."""
+        """Return the concrete shapes of all inputs."""
         sizes = self.input_shapes[variant] if self.input_shapes else {}
         return [
             tuple(
@@ -74,7 +74,7 @@ def plan_inputs(
         letters = axes.get(name)
         if letters is None:
             axis = batch_axis.get(name, 0) if isinstance(batch_axis, Mapping) else batch_axis
-            # Letters that nobody wrote are nobody's variable axes.
+            # Automatic letters are never variable axes.
             specs.append(_spec(name, dtype, shape, _auto_letters(name, len(shape), axis), set()))
         elif len(letters) != len(shape):
             raise BundleError(f"axes: {name}: '{letters}' names {len(letters)} axes, the example has {shape}")
@@ -109,7 +109,7 @@ def plan_outputs(inputs: InputPlan, axes: Mapping[str, str], outputs_at: Outputs
     seen = {key: outputs_at(*key) for key in keys}
     probes = dict(seen)
     if len(inputs.batch_sizes) == 1:
-        # One size cannot tell a batch axis from a fixed one that happens to be as long.
+        # One size cannot distinguish a batch axis from a fixed one of the same length.
         other = inputs.batch_sizes[0] + 1
         try:
             probes.update({(variant, other): outputs_at(variant, other) for variant, _ in keys})
@@ -189,7 +189,7 @@ def _auto_letters(name: str, rank: int, batch_axis: int | None) -> str:
 
 
 def value_of(name: str, dtype: Any, shape: Sequence[int]) -> Value:
-    """The token and shape of an array-like. Raises BundleError for an element type that the format lacks."""
+    """Return the token and shape of an array-like. Raises BundleError for an element type that the format lacks."""
     try:
         token = dtypes.token_of(dtype)
     except (KeyError, TypeError):
@@ -198,7 +198,7 @@ def value_of(name: str, dtype: Any, shape: Sequence[int]) -> Value:
 
 
 def nameless(name: str, dtype: Any) -> BundleError:
-    """What to raise for an element type that the format lacks."""
+    """Return the error for an element type that the format lacks."""
     cure = (
         "; keep real and imaginary parts, e.g. by torch.view_as_real, jax.numpy.real and imag"
         if str(dtype).startswith("complex")

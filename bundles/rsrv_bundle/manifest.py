@@ -1,4 +1,4 @@
-"""Parsing `manifest.yaml`: every rule that the text alone can break.
+"""Parser of `manifest.yaml`: every rule that the text alone can break.
 
 Format versions:
 
@@ -23,7 +23,7 @@ from rsrv_bundle.spec import Kind, Manifest, TensorSpec
 from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
 
 FILE = "manifest.yaml"
-#: The format version of the bundles that are written.
+#: format version of written bundles
 CURRENT = "3.1"
 
 _VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0", "3.1": "3.1"}
@@ -85,14 +85,14 @@ def _version(document: Mapping[str, Any], problems: Problems) -> str | None:
 
 
 class _Parser:
-    """One pass over one manifest."""
+    """Parser of one manifest."""
 
     def __init__(
         self, document: Mapping[str, Any], version: str, name: str, has_hooks: bool, problems: Problems
     ) -> None:
         self.document = document
         self.version = version
-        #: Every key is ours, so one that is not known is an error.
+        #: unknown keys are errors
         self.strict = version != "2.0"
         self.name = name
         self.has_hooks = has_hooks
@@ -139,7 +139,7 @@ class _Parser:
         return len(values) > most
 
     def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
-        """From format 3.0 on, an unknown key is a typing error until proved otherwise."""
+        """Report an unknown key: from format 3.0 on, it is probably a typing error."""
         known = tuple(known)
         for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
             near = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
@@ -246,7 +246,7 @@ class _Parser:
         return tuple(sorted({size for size in sizes if is_positive(size)}))
 
     def meta(self, kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a meta model calls: models of rsrv, and other models of Triton."""
+        """Parse a meta model's callees: models of rsrv, and other models of Triton."""
         meta = self.document.get("meta")
         if kind != "meta":
             if meta is not None and self.strict:
@@ -266,7 +266,7 @@ class _Parser:
         return calls, external
 
     def model_names(self, key: str, value: Any) -> tuple[str, ...]:
-        """Names of other models, each once."""
+        """Parse names of other models, each once."""
         if value is None:
             return ()
         if not isinstance(value, list):

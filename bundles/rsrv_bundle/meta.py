@@ -1,4 +1,4 @@
-"""Writing the bundle of a meta model: no modules, no weights, so no jax either."""
+"""Writer of a meta model's bundle, which has no modules and no weights, and needs no jax."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def write_meta_bundle(
 
     run: a file to copy (Path) or the text (str) of model.py; it is not run.
     calls: names of the models that it may call.
-    client_inputs, client_outputs: what clients send and get, entries as the manifest writes them.
+    client_inputs, client_outputs: the clients' tensors, entries as the manifest writes them.
     out_dir: the bundle's directory; its last part is the model's name.
-    files: name -> text of what model.py finds beside itself.
-    overwrite: replace a bundle that is there. Without it that is an error.
+    files: name -> text of files beside model.py.
+    overwrite: replace an existing bundle. Without it that is an error.
 
     Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
     """

@@ -1,4 +1,4 @@
-"""Compiled modules: what they take and return, and whether that is what the manifest says.
+"""Compiled modules: their signatures, and the check that these agree with the manifest.
 
 A module is a StableHLO portable artifact. This is the one file of the package that looks inside one; it imports
 jaxlib, and jax for running one, when a function needs it and not before.
@@ -39,13 +39,13 @@ _ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+)\.(\d+)\.(\d+)\x00", re.
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a module's `main` takes and returns, in order; and what else is worth knowing of the module."""
+    """Arguments and results of a module's `main`, in order, with the module's digest and precision."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     #: SHA-256, hexadecimal, of the module it was read from
     digest: str = field(default="", compare=False)
-    #: in which it multiplies f32, as it is
+    #: of the unchanged module's f32 products
     precision: Precision = field(default_factory=Precision, compare=False)
 
 
@@ -54,14 +54,14 @@ Look = Callable[[bytes, str], Signature]
 
 
 def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
-    """The module of a (variant, size) as `check_signatures` returns it. Raises KeyError if there is none."""
+    """Return the module's file for a (variant, size) of `check_signatures`. Raises KeyError if there is none."""
     variant, _ = key
     unsuffixed = bundle.modules.get((variant, 0))
     return bundle.modules[key] if unsuffixed is None else unsuffixed
 
 
 def read_module(bundle: Bundle, key: tuple[int, int], signature: Signature) -> bytes:
-    """The module of a (variant, size): the very bytes that `signature` was read from.
+    """Read the module of a (variant, size): the same bytes that `signature` was read from.
 
     Raises BundleError if the file is gone or has changed since.
     """
@@ -88,9 +88,9 @@ def read_signature(file: Path) -> Signature:
 
 
 def signature_of(blob: bytes, file: str) -> Signature:
-    """The signature of a module, which is that of `file`.
+    """Return the signature of a module, the content of `file`.
 
-    Raises BundleError when it is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`,
+    Raises BundleError if it is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`,
     has dynamic shapes, is partitioned over devices, calls into anything but known libraries, or is larger than any
     model. May crash the process, or take for ever, when the bytes are damaged.
     """
@@ -109,7 +109,7 @@ def signature_of(blob: bytes, file: str) -> Signature:
 
 @contextlib.contextmanager
 def parsed(blob: bytes) -> Iterator[Any]:
-    """The MLIR module of an artifact, inside a context of its own. Raises ValueError, in one line, if it is none."""
+    """Parse an artifact inside an MLIR context of its own. Raises ValueError, in one line, if it is none."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
@@ -146,7 +146,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
 
 
 def artifact_version(blob: bytes) -> tuple[int, int, int]:
-    """The StableHLO version that an artifact was written for. Raises ValueError if it is no such artifact."""
+    """Return the StableHLO version that an artifact was written for. Raises ValueError if it is no such artifact."""
     match = _ARTIFACT.match(blob)
     if match is None:
         raise ValueError(
@@ -209,7 +209,7 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
     for (variant, size), file in sorted(bundle.modules.items()):
         try:
             blob = _read(file)
-            # First: the parser would say of a torn module that it is none.
+            # First: the parser would call a torn module no module.
             found = hashlib.sha256(blob).hexdigest()
             if bundle.manifest.sha256.get(file.name, found) != found:
                 raise BundleError(mismatch(file.name))
@@ -312,7 +312,7 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
 
 @dataclass(frozen=True, slots=True)
 class Stripped:
-    """An artifact without debug locations, and what the exporter wants to know about it."""
+    """Artifact without debug locations, and its constants."""
 
     blob: bytes
     #: (bytes, MLIR type) of every constant that is not one value repeated, largest first.
@@ -322,8 +322,8 @@ class Stripped:
 def strip_locations(blob: bytes) -> Stripped:
     """Remove the debug locations of an artifact, at the version it was written for.
 
-    They hold the paths and line numbers of the exporting program, which are nobody's business and would give equal
-    modules different digests. Raises ValueError if `blob` is no artifact.
+    They hold the paths and line numbers of the exporting program, which are private and would give equal modules
+    different digests. Raises ValueError if `blob` is no artifact.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -353,7 +353,7 @@ def strip_locations(blob: bytes) -> Stripped:
 
 
 def _is_splat(constant: Any) -> bool:
-    """Whether a stablehlo.constant is one value repeated."""
+    """Return whether a stablehlo.constant is one value repeated."""
     try:
         value = constant.attributes["value"]
     except TypeError:
@@ -372,14 +372,14 @@ def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
 
 
 def known_version(text: str | None) -> str:
-    """A version of StableHLO that this jaxlib writes: `text`, or what jax.export writes if it is None.
+    """Return a version of StableHLO that this jaxlib writes: `text`, or jax.export's own if it is None.
 
-    Raises ValueError if it writes none such.
+    Raises ValueError if it does not write that version.
     """
     from jaxlib.mlir.dialects import stablehlo
 
     if text is None:
-        # What a reader of four weeks ago knows.
+        # The version of four weeks ago, so that readers of that age know it.
         four_weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_4
         return str(stablehlo.get_version_from_compatibility_requirement(four_weeks))
     oldest, newest = stablehlo.get_minimum_version(), stablehlo.get_current_version()
@@ -392,9 +392,9 @@ def known_version(text: str | None) -> str:
 
 
 def rewritten(blob: bytes, version: str) -> bytes:
-    """An artifact as `version` of StableHLO writes it; the same bytes if it is of that version already.
+    """Rewrite an artifact for `version` of StableHLO; the same bytes if it has that version already.
 
-    Raises ValueError if it is no artifact, or if it does what that version cannot say.
+    Raises ValueError if it is no artifact, or if that version lacks one of its operations.
     """
     from jaxlib.mlir.dialects import stablehlo
 

@@ -1,6 +1,6 @@
-"""Running the modules of a bundle, and comparing what they answer: with each other, and with what they were made from.
+"""Runner of a bundle's modules, and comparison of their results with each other and with the original model.
 
-Needs jax, but for the arithmetic. All modules run on jax's default device, whichever they were lowered for.
+Needs jax, except for the arithmetic. All modules run on jax's default device, even if they were lowered for another.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Rows = Sequence[Array]
 #: module, by its file's name without ".mlir" -> the largest relative error found there
 Errors = dict[str, float]
 
-#: Largest error allowed, relative to the largest magnitude of an output; element types not listed must be equal, unless
-#: somebody gives a tolerance for them.
+#: largest error allowed, relative to the largest magnitude of an output; other element types must be equal, unless the
+#: user gives a tolerance for them
 TOLERANCE: Mapping[str, float] = {
     "f64": 1e-9,
     "f32": 1e-4,
@@ -49,10 +49,10 @@ TOLERANCE: Mapping[str, float] = {
 
 
 class ModuleRunner:
-    """A bundle's modules, each compiled when it is first asked, with the weights as read from the file."""
+    """Modules of a bundle, each compiled when it is first run, with the weights as read from the file."""
 
     def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
-        """Each module is shown to `look` first. Raises BundleError if one disagrees with the manifest."""
+        """Read each module with `look`. Raises BundleError if one disagrees with the manifest."""
         import jax
 
         self.bundle = bundle
@@ -62,7 +62,7 @@ class ModuleRunner:
         self._compiled: dict[Key, Any] = {}
 
     def __call__(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
-        """The declared outputs of a module for executable inputs. Raises BundleError if it cannot be compiled here."""
+        """Run a module; return its declared outputs. Raises BundleError if it cannot be compiled here."""
         import jax
 
         if key not in self._compiled:
@@ -72,16 +72,16 @@ class ModuleRunner:
             return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
 
     def keys(self) -> list[Key]:
-        """By variant, then by size."""
+        """Return the keys by variant, then by size."""
         return sorted(self.signatures)
 
     def sizes(self, variant: int) -> list[int]:
-        """Ascending."""
+        """Return the batch sizes of a variant, ascending."""
         return [size for other, size in self.keys() if other == variant]
 
 
 def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
-    """The jax.stages.Lowered of a module. Raises BundleError if its file has changed, or if this jax cannot."""
+    """Return the jax.stages.Lowered of a module. Raises BundleError if its file has changed, or if jax refuses it."""
     import jax
 
     blob = read_module(bundle, key, signature)
@@ -92,7 +92,7 @@ def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
 
 
 def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
-    """The jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if this machine cannot."""
+    """Return the jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if compiling fails."""
     found = lowered(bundle, key, signature)
     with _as_problem(bundle, key):
         return found.compile()
@@ -103,7 +103,7 @@ def _as_problem(bundle: Bundle, key: Key) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        # The compiler's own; it is long, and its first line says the most.
+        # The compiler's text is long, and its first line says the most.
         why = str(e).partition("\n")[0]
         raise BundleError(
             f"{module_file(bundle, key).name}: cannot be compiled for this machine: {why}"
@@ -111,7 +111,7 @@ def _as_problem(bundle: Bundle, key: Key) -> Iterator[None]:
 
 
 def label(bundle: Bundle, key: Key) -> str:
-    """What a module is called in the manifest's `numerics`: its file's name without the ending."""
+    """Return a module's name in the manifest's `numerics`: its file's name without the suffix."""
     return Path(module_file(bundle, key).name).stem
 
 
@@ -146,10 +146,10 @@ def compare(
 
 
 class Judge:
-    """Keeps the largest errors that were found, and a line for each that is beyond its tolerance."""
+    """Largest errors of a comparison, with a line for each that exceeds its tolerance."""
 
     def __init__(self, bundle: Bundle, tolerance: Mapping[str, float], source: str = "fn") -> None:
-        """`source` is what the lines call what the bundle was made from."""
+        """Take the name of the original model in the lines as `source`."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
@@ -157,33 +157,33 @@ class Judge:
         self._absolute = self._relative = 0.0
         #: kind of comparison -> errors
         self.errors: dict[str, Errors] = {}
-        #: (variant, output) -> nothing but infinities and NaNs so far, and in which module that was first
+        #: (variant, output) without a finite value so far -> the first such module
         self._hollow: dict[tuple[int, str], Key | None] = {}
 
     def source(self, key: Key, found: Sequence[Any], expected: Sequence[Any]) -> None:
-        """A module's outputs against those of what it was made from."""
+        """Compare a module's outputs with the original model's."""
         for absolute, relative in self._compare(
             "source", key, found, expected, f"differs from {self.called} by"
         ):
             self._absolute, self._relative = max(self._absolute, absolute), max(self._relative, relative)
 
     def bucket(self, key: Key, found: Rows, expected: Rows, smallest: int) -> None:
-        """The same rows at two batch sizes."""
+        """Compare the same rows at two batch sizes."""
         self._compare("buckets", key, found, expected, f"differs from that of batch size {smallest} by")
 
     def neighbours(self, key: Key, found: Rows, expected: Rows) -> None:
-        """A row beside zeros, and beside others."""
+        """Compare rows beside zeros with the same rows beside others."""
         because = f"the rows of a batch are different requests, so {self.called} must treat them apart"
         self._compare(
             "rows", key, found, expected, "its first row changes when the other rows do, by", because
         )
 
     def places(self, key: Key, found: Rows, expected: Rows) -> None:
-        """The same rows in another order."""
+        """Compare the same rows in another order."""
         self._compare("rows", key, found, expected, "a row changes with its place in the batch, by")
 
     def raise_if_any(self) -> None:
-        """Raises BundleError with what was found, and with the outputs of which no finite value was compared."""
+        """Raise BundleError with the errors, and with the outputs of which no finite value was compared."""
         for (_, name), key in self._hollow.items():
             if key is not None:
                 self.problems.add(
@@ -195,7 +195,7 @@ class Judge:
         self.problems.raise_if_any()
 
     def numerics(self) -> dict[str, Any]:
-        """As the manifest stores it."""
+        """Return the errors as the manifest stores them."""
         found: dict[str, Any] = {}
         if "source" in self.errors:
             found = {"max_abs_error": self._absolute, "max_rel_error": self._relative}
@@ -224,7 +224,7 @@ class Judge:
             both.append((absolute, relative))
             errors[name] = max(errors.get(name, 0.0), relative)
             allowed = self.tolerance.get(spec.dtype, 0.0)
-            # An infinite one is no number for the manifest, whatever is allowed.
+            # An infinite error is no number for the manifest, even if the tolerance allows it.
             if not (np.isfinite(relative) and relative <= allowed):
                 known = spec.dtype in self.tolerance
                 limit = (
@@ -248,11 +248,11 @@ def _silent(_: str) -> None:
 def check_buckets(
     run: ModuleRunner, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
 ) -> None:
-    """Ask the same rows at every batch size, and in one at other places and beside zeros.
+    """Run the same rows at every batch size, and at one size in another order and beside zeros.
 
-    done: is called with a module's name when it has been asked.
-    pools: variant -> rows. What a row's neighbours are, where in the batch it is and how large that is, is decided by
-    which other requests there happen to be. Without a batch axis nothing is.
+    done: is called with a module's name after its runs.
+    pools: variant -> rows. On a server, other requests decide a row's neighbours, its place in the batch and the batch
+    size. Without a batch axis there is nothing to compare.
     """
     if not run.bundle.manifest.batched:
         return
@@ -278,9 +278,9 @@ def check_source(
     judge: Judge,
     done: Callable[[str], None] = _silent,
 ) -> None:
-    """Every module against `source`, which gets executable inputs as the largest module of the variant does.
+    """Compare every module with `source`, which gets executable inputs as the largest module of the variant does.
 
-    done: is called with a module's name when it has been asked.
+    done: is called with a module's name after its runs.
     """
     for variant, rows in pools.items():
         sizes = run.sizes(variant)
@@ -292,15 +292,15 @@ def check_source(
 
 
 def answers(run: ModuleRunner, key: Key, rows: Rows) -> list[Array]:
-    """What a module answers to these rows, in as many executions as it takes."""
+    """Return a module's results for these rows, in as many executions as necessary."""
     return in_batches(run.bundle, key[1], rows, lambda inputs: run(key, inputs))
 
 
 def in_batches(bundle: Bundle, size: int, rows: Rows, ask: Callable[[list[Array]], Rows]) -> list[Array]:
-    """Ask in batches of `size` rows, the last one filled up with zeros, as the server does.
+    """Run in batches of `size` rows, the last one padded with zeros, as the server does.
 
-    Returns one array per output, first axis counts the rows; of an output without a batch axis each row has the one of
-    its batch.
+    Returns one array per output, whose first axis counts the rows; for an output without a batch axis, each row has
+    its batch's value.
     """
     inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
     step = size if bundle.manifest.batched else 1
@@ -334,7 +334,7 @@ def _cut(rows: Rows, count: int) -> list[Array]:
 
 
 def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyType({})) -> dict[int, Rows]:
-    """For each variant as many rows as its largest module takes; the same ones in every process.
+    """Return for each variant as many random rows as its largest module takes; the same in every process.
 
     examples: as `random_inputs` takes them.
     """
@@ -345,7 +345,7 @@ def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyT
 
 
 def example_rows(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[int, Rows]:
-    """For each variant the examples' own rows, at most as many as its largest module takes; empty if they say nothing.
+    """Return for each variant the examples' rows, at most as many as its largest module takes; empty if they are constant.
 
     examples: as `example_inputs` takes them.
     """
@@ -365,8 +365,10 @@ def _as_rows(bundle: Bundle, inputs: Sequence[Array]) -> Rows:
 
 
 def difference(got: Array, want: Array) -> tuple[float, float]:
-    """(largest absolute difference, that divided by the largest magnitude of `want`); infinite where only one of
-    the two is finite, or their infinities or NaNs differ. Integers that are not equal never give 0."""
+    """Return the largest absolute difference, and the same relative to the largest magnitude of `want`.
+
+    Infinite if only one of two values is finite, or if their infinities or NaNs differ. Unequal integers never give 0.
+    """
     if got.size == 0:
         return 0.0, 0.0
     a, b = got.astype(np.float64), want.astype(np.float64)

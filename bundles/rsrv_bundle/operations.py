@@ -1,4 +1,4 @@
-"""What a module's operations may be, and how many: a few kilobytes can ask much of a compiler."""
+"""Limits on a module's operations: a few kilobytes can keep a compiler busy for ever."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from rsrv_bundle.errors import Problems
 
-# What a bundle may ask the compiler to call. Everything else, above all a callback into the exporting process, reads
-# memory that no check here can see.
+# Functions that a module may call. All others, above all a callback into the exporting process, read memory that no
+# check here can see.
 _CUSTOM_CALLS = re.compile(
     r"(lapack|cusolver|cublas|cuhybrid|hipsolver|hipblas|hiphybrid)_\w+|(cu|hip)_(threefry2x32|lu_pivots_to_permutation)\w*"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer"
     r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-# What a few kilobytes can ask the compiler for: functions that call functions that call functions are inlined, and
-# a tensor costs no more to write down for being large.
+# A few kilobytes can describe huge modules: nested calls of functions are inlined, and a large tensor takes no more
+# text than a small one.
 _MAX_OPERATIONS = 1_000_000
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 2**40
-# Operation -> its attribute that names a function.
+# operation -> its attribute that names a function
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 def check_operations(module: Any, file: str, problems: Problems) -> None:
-    """Whether the module holds only what is allowed, and not more than a compiler can bear."""
-    #: function -> its operations, and how often it calls which other
+    """Report operations that are not allowed, and more of them than a compiler can handle."""
+    #: function -> its number of operations, and of calls by callee
     functions: dict[str, tuple[int, Counter[str]]] = {}
     for function in module.body.operations:
         calls: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def check_operations(module: Any, file: str, problems: Problems) -> None:
 
 
 def _check_function(function: Any, file: str, calls: Counter[str], problems: Problems) -> int:
-    """How many operations it has; `calls` gets the functions that it calls."""
+    """Return the number of operations; count the called functions in `calls`."""
     from jaxlib.mlir import ir
 
     count = 0
@@ -88,9 +88,9 @@ def _depth(operation: Any) -> int:
 
 
 def _inlined(name: str, functions: Mapping[str, tuple[int, Mapping[str, int]]], known: dict[str, int]) -> int:
-    """Operations of a function when what it calls is put in its place, as the compiler does."""
+    """Return the number of operations of a function after inlining, as the compiler does it."""
     if name not in known:
-        known[name] = _MAX_OPERATIONS + 1  # for as long as it is looked into: what calls itself is endless
+        known[name] = _MAX_OPERATIONS + 1  # until it is counted: a recursive function is endless
         count, calls = functions.get(name, (0, {}))
         known[name] = count + sum(
             times * _inlined(callee, functions, known) for callee, times in calls.items()

@@ -1,4 +1,4 @@
-"""Modules changed so that they multiply f32 in the precision that is wanted, and checked as they are compiled."""
+"""Change of modules so that they multiply f32 in the requested precision, with a check of the result."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Treatment = Literal["keep", "strip", "pin"]
 
 
 def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
-    """The module to be compiled, and what is in it; the same bytes, unparsed, if nothing has to change.
+    """Return the module to compile, and its products; the same bytes, unparsed, if there is nothing to change.
 
-    `blob` is a module in which `signature_of` has `seen` that, and `file` the name of its file. Raises BundleError if
+    `blob` is a module whose products `signature_of` has `seen`, and `file` the name of its file. Raises BundleError if
     `pin` leaves a product of f32 that is not in f32.
     """
     if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
@@ -30,7 +30,7 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
                 if not repeats:
                     changed.update(done)
             blob = _written(module)
-        # Not what was to be written: what the compiler will read.
+        # Read back: the compiler's input counts.
         with parsed(blob) as module:
             precision = precision_of(module)
             left = _not_in_f32(module) if treatment == "pin" else ""
@@ -50,13 +50,13 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
 
 
 def product(n: int) -> tuple[bytes, Signature]:
-    """A module that multiplies two square matrices of f32 as the hardware does by default."""
+    """Return a module that multiplies two square matrices of f32 in the hardware's default precision."""
     import jax
     import jax.export
     import jax.numpy as jnp
 
     square: Any = jax.ShapeDtypeStruct  # has no types
-    # Said outright: the process may have another default.
+    # Given explicitly: the process may have another default.
     default = jax.lax.Precision.DEFAULT
     exported = jax.export.export(jax.jit(lambda x, y: jnp.matmul(x, y, precision=default)))(
         *[square((n, n), jnp.float32)] * 2
@@ -68,14 +68,14 @@ def product(n: int) -> tuple[bytes, Signature]:
 def _written(module: Any) -> bytes:
     from jaxlib.mlir.dialects import stablehlo
 
-    # Whoever compiles it reads with the same library, whichever version it was exported for. Sharding attributes
-    # are of another dialect.
+    # The compiler reads it with the same library, so the exported version does not matter. Sharding attributes are of
+    # another dialect.
     version = stablehlo.get_current_version()
     return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
 
 
 def _not_in_f32(module: Any) -> str:
-    """The products of f32 that may be computed in less, by name; empty if there are none."""
+    """Return the products of f32 that may have a lower precision, by name; empty if there are none."""
     left = Counter(
         operation.name for operation, _ in products(module) if kind_of(operation) in ("hardware", "tf32")
     )
@@ -83,7 +83,7 @@ def _not_in_f32(module: Any) -> str:
 
 
 def _change(operation: Any, treatment: Treatment) -> list[str]:
-    """Do to an operation what is to be done; returns the changes, as `Precision` names them."""
+    """Apply the treatment to an operation; return the changes, as `Precision` names them."""
     kind = kind_of(operation)
     if kind == "tf32":
         if treatment == "strip":

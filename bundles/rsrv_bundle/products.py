@@ -1,4 +1,4 @@
-"""In what precision a module multiplies f32, operation by operation.
+"""Precision of a module's f32 products, operation by operation.
 
 On a GPU with TF32 the compiler may round the operands of such products to 10 bits of mantissa, unless the module says
 otherwise. It can say so for each operation: by an algorithm, or by a precision for each operand.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-#: what multiplies its first two operands, and says how precisely in an attribute, or, the einsum, not at all
+#: operations that multiply their first two operands, with the precision in an attribute, or, the einsum, nowhere
 _PRODUCTS = frozenset(
     {
         "stablehlo.dot_general",
@@ -23,18 +23,18 @@ _PRODUCTS = frozenset(
         "chlo.ragged_dot",
     }
 )
-#: how jax exports a chlo.ragged_dot, which the compiler makes of it again
+#: composite that jax exports for a chlo.ragged_dot, and that the compiler turns back into it
 COMPOSITE = "stablehlo.composite"
 RAGGED = "chlo.ragged_dot"
-#: what multiplies in a library, whose precision nothing in a module decides
+#: operations that multiply in a library, with a precision that nothing in a module sets
 _UNGOVERNABLE = frozenset({"stablehlo.custom_call", "stablehlo.cholesky", "stablehlo.triangular_solve"})
-#: custom calls that say where tensors lie, or are computed element by element, and multiply nothing
+#: custom calls that place tensors or work element by element, and multiply nothing
 _HARMLESS = re.compile(
     r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer|ApproxTopK"
     r"|mhlo\.(erf|topk)"
 )
 _SEEN = _PRODUCTS | _UNGOVERNABLE | {COMPOSITE}
-#: complex ones are computed as products of their parts
+#: complex numbers are multiplied as products of their parts
 _F32 = frozenset({"f32", "complex<f32>"})
 
 Kind = Literal["f32", "tf32", "hardware", "algorithm"]
@@ -42,13 +42,13 @@ Kind = Literal["f32", "tf32", "hardware", "algorithm"]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How many operations of a module, as it is compiled, multiply f32 in which precision; and what was changed."""
+    """Numbers of a compiled module's operations that multiply f32, by precision, and of changed operations."""
 
-    #: in f32, whatever the hardware has
+    #: in f32 on all hardware
     f32: int = 0
     #: in TF32, by an algorithm
     tf32: int = 0
-    #: as the hardware does by default
+    #: in the hardware's default precision
     hardware: int = 0
     #: by another algorithm, which the exporter chose
     algorithm: int = 0
@@ -56,20 +56,20 @@ class Precision:
     pinned: int = 0
     #: given an f32 algorithm for a TF32 one
     rewritten: int = 0
-    #: rid of a TF32 algorithm
+    #: with a TF32 algorithm removed
     stripped: int = 0
-    #: operations on f32 that compute in a library, by name and target: nothing here decides how
+    #: operations on f32 in a library, by name and target: the module does not set their precision
     ungovernable: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For people: the counts that are not 0, by their names here."""
+        """Return the counts above 0 with their names, for people."""
         counts = {key: count for key, count in asdict(self).items() if key != "ungovernable"}
         shown = ", ".join(f"{key} {n}" for key, n in (*counts.items(), *self.ungovernable.items()) if n)
         return f"products of f32: {shown or 'none'}"
 
 
 def precision_of(module: Any) -> Precision:
-    """What is in a parsed module."""
+    """Count the products of a parsed module."""
     kinds: Counter[str] = Counter()
     ungovernable: Counter[str] = Counter()
 
@@ -79,16 +79,16 @@ def precision_of(module: Any) -> Precision:
             target = operation.attributes["call_target_name"].value if "custom" in name else ""
             if any(map(_is_f32, operation.operands)) and not _HARMLESS.fullmatch(target):
                 ungovernable[f"{name.partition('.')[2]} {target}".strip()] += 1
-        # Of a TF32 algorithm only the repetition tells, which has to be treated.
+        # A repetition counts only if it has a TF32 algorithm, which must be treated.
         elif (kind := kind_of(operation)) is not None and not (repeats and kind in ("f32", "hardware")):
             kinds[kind] += 1
     return Precision(**kinds, ungovernable=dict(sorted(ungovernable.items())))
 
 
 def products(module: Any) -> Iterator[tuple[Any, bool]]:
-    """Every operation, in all functions and regions, that may multiply f32.
+    """Yield every operation, in all functions and regions, that may multiply f32, and whether it repeats another one.
 
-    And whether it repeats another one: what a ragged product may be decomposed into is in the module beside it.
+    A ragged product's decomposition repeats it: it is in the module beside the product.
     """
     from jaxlib.mlir import ir
 
@@ -108,7 +108,7 @@ def products(module: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def kind_of(operation: Any) -> Kind | None:
-    """In what precision it multiplies f32, as the module says; None: it does not multiply f32, nor in TF32."""
+    """Return the precision in which the operation multiplies f32; None if it does not multiply f32, nor in TF32."""
     if operation.name in _UNGOVERNABLE:
         return None
     if operation.name == COMPOSITE and operation.attributes["name"].value != RAGGED:
@@ -129,7 +129,7 @@ def _is_f32(value: Any) -> bool:
 
 
 def _algorithm(operation: Any) -> list[str]:
-    """The types of its operands and of their sum, if it says by which algorithm they are multiplied."""
+    """Return the types of the operands and of their sum, if the operation names an algorithm."""
     from jaxlib.mlir.dialects import stablehlo
 
     if operation.name != "stablehlo.dot_general" or "algorithm" not in operation.attributes:
@@ -158,7 +158,7 @@ def _precisions(operation: Any) -> list[str]:
 
 
 def holder(operation: Any) -> Any:
-    """The attributes among which its precision is."""
+    """Return the attributes that hold the operation's precision."""
     attributes = operation.attributes
     if operation.name != COMPOSITE:
         return attributes

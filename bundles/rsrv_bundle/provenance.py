@@ -1,4 +1,4 @@
-"""Where a bundle came from: versions and the exporting program's commit."""
+"""Provenance of a bundle: versions of packages, and the exporting program's commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: what a patch is stored as, beside the manifest
+#: file with the patch, beside the manifest
 PATCH_FILE = "working_tree.patch"
 MAX_PATCH_BYTES = 20 * 2**20
 _TIMEOUT_SECONDS = 30
@@ -19,9 +19,9 @@ _TIMEOUT_SECONDS = 30
 def collect(
     code: Any, *, platform: str, stablehlo: str, exported_at: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Provenance of an export of `code`, a function or class. Never raises; what can't be found out is left out.
+    """Return the provenance of an export of `code`, a function or class. Never raises; unknown facts are left out.
 
-    The same program in the same environment gives the same result: the date is there only if it is given.
+    The same program in the same environment gives the same result: there is a date only if it is given.
     """
     facts: dict[str, Any] = {"exporter": "rsrv_bundle.export", "platform": platform, "stablehlo": stablehlo}
     for package in ("rsrv", "jax", "jaxlib", "numpy", *packages):
@@ -36,14 +36,15 @@ def collect(
 
 
 def working_tree_patch(code: Any) -> bytes | None:
-    """How the files that git tracks around that of `code` differ from the commit that `collect` tells; empty if they do
-    not. None where that can't be found out, or is larger than MAX_PATCH_BYTES. Never raises.
+    """Return the uncommitted changes of tracked files around `code`, relative to the commit of `collect`.
+
+    Empty without changes; None if they are unknown, or larger than MAX_PATCH_BYTES. Never raises.
     """
     source = _tracked(code)
     if source is None:
         return None
     try:
-        # Into a file: nobody knows how large it gets.
+        # Into a file: its size is unknown.
         with tempfile.TemporaryFile() as patch:
             command = [
                 "git",
@@ -73,7 +74,7 @@ def _git(code: Any) -> dict[str, Any]:
         commit = _run(source, "rev-parse", "HEAD")
         return {
             "git_commit": commit,
-            # As working_tree_patch: what the file imports makes the model, too.
+            # The whole repository, as in working_tree_patch: the file's imports are part of the model, too.
             "git_dirty": bool(_run(source, "status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.SubprocessError):
@@ -81,7 +82,7 @@ def _git(code: Any) -> dict[str, Any]:
 
 
 def _tracked(code: Any) -> Path | None:
-    """The file of a function or class, if git tracks it; else a commit of the repository around it says nothing."""
+    """Return the file of a function or class if git tracks it; otherwise the repository's commit means nothing."""
     try:
         name = inspect.getsourcefile(inspect.unwrap(code))
         source = None if name is None else Path(name).resolve()

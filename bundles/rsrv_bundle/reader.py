@@ -1,4 +1,4 @@
-"""Reading a bundle: which files it has, and whether they agree with its manifest.
+"""Reader of bundles: find their files, and check that they agree with the manifest.
 
 Everything is checked that needs no compiler; `rsrv_bundle.modules` looks inside the modules.
 """
@@ -33,9 +33,9 @@ _MAX_HOLES = 2**30
 
 
 def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
-    """The bundles right below `root`, by name: its directories that hold a manifest.yaml.
+    """Return the bundles right below `root`, by name: its directories that hold a manifest.yaml.
 
-    One that cannot be looked into counts: reading it says why. Raises OSError if `root` can not be listed.
+    An unreadable directory counts: reading it reports the reason. Raises OSError if `root` cannot be listed.
     """
     return sorted(
         entry for entry in Path(root).iterdir() if may_be_bundle(entry.name) and _has_manifest(entry)
@@ -43,15 +43,15 @@ def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def may_be_bundle(name: str) -> bool:
-    """Whether a directory of this name is looked into.
+    """Return whether a directory of this name may be a bundle.
 
-    Hidden ones are not, since that is where unfinished copies are made, nor is what a file system keeps in its root.
+    Hidden ones are not, since unfinished copies are made there, nor is a file system's lost+found.
     """
     return not name.startswith(".") and name != "lost+found"
 
 
 def may_be_name(name: str) -> bool:
-    """Whether a model can be called so, and its bundle's directory, as NAME_RULE says."""
+    """Return whether a model and its bundle's directory can have this name; see NAME_RULE."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -70,7 +70,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     them; `WeightsFile.read_all` and `check_signatures` compare them then. Raises BundleError with all the problems that
     were found.
     """
-    # Not resolved: the name is the one that the user gave, also when it is a link to a versioned directory.
+    # Not resolved: the name is the given one, even if it is a link to a versioned directory.
     directory = Path(os.path.abspath(path))
     name = directory.name
     problems = Problems()
@@ -109,13 +109,13 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
         file = files.get(weights_file.FILE)
         if file is not None:
             reverse = manifest.format_version == "2.0"
-            # Before the header is read: what comes in between shows when the file is opened.
+            # Before the header is read: a change in between shows when the file is opened.
             stamp = weights_file.stamp(file.stat())
             own = Problems()
             weights = weights_file.read_weights(file, reverse=reverse, problems=own)
             listed = manifest.sha256.get(file.name)
             if own.lines and listed is not None and _sha256(file, file.name) != listed:
-                # Which rules a torn file breaks tells its author nothing.
+                # The rules that a torn file breaks would not help its author.
                 own.lines = [mismatch(file.name)]
             problems.lines += own.lines
         elif manifest.format_version == "2.0":
@@ -144,7 +144,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
 
 
 def checksums(bundle: Bundle) -> dict[str, str]:
-    """The SHA-256 of the weights and of every module, by file name, as they are now.
+    """Return the SHA-256 of the weights and of every module, by file name, as they are now.
 
     Raises BundleError if a file is gone, or if the manifest has another checksum of it.
     """
@@ -156,15 +156,15 @@ def checksums(bundle: Bundle) -> dict[str, str]:
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:
-    """The SHA-256, hexadecimal, of each file's content by its name. Raises BundleError if one is gone."""
+    """Return the SHA-256, hexadecimal, of each file's content by its name. Raises BundleError if one is gone."""
     return {file.name: _sha256(file, file.name) for file in files}
 
 
 def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
-    """Relative POSIX name -> path of every regular file, without Python's caches.
+    """Return relative POSIX name -> path of every regular file, without Python's caches.
 
-    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever. Raises
-    BundleError if there are too many.
+    Links must stay inside the bundle. Devices and pipes are refused: opening one can block for ever. Raises
+    BundleError if there are too many files.
     """
     root = directory.resolve()
     files: dict[str, Path] = {}
@@ -174,7 +174,7 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
         folder = folders.pop()
         try:
             with os.scandir(folder) as found:
-                # One more than allowed: however many there are, that is too many.
+                # One more than allowed is too many: no need to count the others.
                 paths = [Path(entry.path) for entry in islice(found, _MAX_ENTRIES - entries + 1)]
         except OSError as e:
             problems.add(folder.relative_to(directory).as_posix(), "", f"cannot be listed: {e.strerror}")
@@ -196,7 +196,7 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
 
 
 def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
-    """What a directory entry must not be, empty if it is well; and its mode."""
+    """Return the rule that a directory entry breaks, empty if none; and its mode."""
     if not relative.isprintable():
         return "has a name that cannot be printed; rename it", 0
     if relative.count("/") > _MAX_DEPTH:
@@ -223,9 +223,9 @@ def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
 
 
 def _holes(path: Path, size: int) -> int:
-    """Bytes of a file that are nowhere on the disk, counted as far as they are allowed.
+    """Return the bytes of holes in a file, counted up to the limit.
 
-    They cost whoever wrote them nothing, and whoever reads them as much as others.
+    A hole costs its writer nothing, and its reader as much as other bytes.
     """
     holes = at = 0
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -255,7 +255,7 @@ def _read_manifest(path: Path, problems: Problems) -> bytes:
 def _find_modules(
     manifest: Manifest, files: Mapping[str, Path], problems: Problems
 ) -> dict[tuple[int, int], Path]:
-    """(variant, batch size) -> file.
+    """Return (variant, batch size) -> file.
 
     For each prefix, `model` or `model.v{i}`: if any `<prefix>.b{N}.mlir` exists, these are the modules, every
     declared size must be among them, sizes that are not declared count as well, and `<prefix>.mlir` is ignored.
@@ -298,7 +298,7 @@ def _find_modules(
 
 
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
-    """The checksums are those of the weights and of the modules: all of them, and no others."""
+    """Report missing and superfluous checksums: the weights and every module have one, and no other file."""
     for name in sorted(names - manifest.sha256.keys()):
         rule = "is missing; format 3.1 has the SHA-256 of the weights and of every module: export the bundle again"
         problems.add(manifest_file.FILE, f"sha256.{name}", rule)
@@ -308,7 +308,7 @@ def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> No
 
 
 def _digest(files: Mapping[str, Path], known: Mapping[str, str]) -> str:
-    """One hash over names and contents; each content is hashed apart, so no file can pass for two.
+    """Return one hash over names and contents; each content is hashed separately, so no file can pass for two.
 
     `known`: the SHA-256 of files that need not be read. Raises BundleError if a file is gone.
     """

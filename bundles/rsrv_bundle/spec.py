@@ -1,4 +1,4 @@
-"""The bundle as data: what a manifest and the files beside it say, after every rule has been checked.
+"""The bundle as data: the content of a manifest and of the files beside it, after every rule has been checked.
 
 All shapes here are in row-major order, as numpy, StableHLO and the wire have them, whichever format version the
 bundle is written in. Nothing in this file reads a file.
@@ -49,16 +49,16 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `manifest.yaml` says."""
+    """Content of `manifest.yaml`."""
 
     #: "2.0", "3.0" or "3.1".
     format_version: str
     description: str
     kind: Kind
-    #: What the modules take and return; may be empty for a meta model.
+    #: tensors of the modules; may be empty for a meta model
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    #: What clients send and get when the hooks change it; None when it is what the modules take and return.
+    #: tensors of the clients if the hooks change them; None if they are those of the modules
     client_inputs: tuple[TensorSpec, ...] | None
     client_outputs: tuple[TensorSpec, ...] | None
     #: Rows, ascending, no duplicates; may be empty (one module of a fixed size).
@@ -67,31 +67,31 @@ class Manifest:
     input_shapes: tuple[tuple[int, ...], ...]
     #: Names of the bundles that a meta model may call, in the manifest's order.
     meta_calls: tuple[str, ...]
-    #: Free form.
+    #: free form
     provenance: Mapping[str, Any]
-    #: What was measured on the written bundle: max_abs_error and the like, or such numbers by module. From format 3.0 on; may
-    #: be empty.
+    #: measurements of the written bundle: max_abs_error and the like, or such numbers by module; from format 3.0 on; may
+    #: be empty
     numerics: Mapping[str, float | Mapping[str, float]]
     #: File name -> SHA-256, hexadecimal, of its content: of the weights and of every module in format 3.1, else empty.
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
-    #: Whether clients may address a model that meta models call; those that none calls they may anyway.
+    #: clients may address the model even if meta models call it; other models are always public
     public: bool = False
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:
-        """What a client sends."""
+        """Tensors that a client sends."""
         return self.inputs if self.client_inputs is None else self.client_inputs
 
     @property
     def wire_outputs(self) -> tuple[TensorSpec, ...]:
-        """What a client gets."""
+        """Tensors that a client gets."""
         return self.outputs if self.client_outputs is None else self.client_outputs
 
     @property
     def rows_first(self) -> bool:
-        """Whether every tensor of clients has its batch axis first: then Triton can gather requests."""
+        """True if every client tensor has its batch axis first: then Triton can gather requests."""
         return all(spec.batch_axis == 0 for spec in (*self.wire_inputs, *self.wire_outputs))
 
     @property
@@ -101,7 +101,7 @@ class Manifest:
 
     @property
     def batched(self) -> bool:
-        """Whether the executable inputs have a batch axis (all of them have, or none)."""
+        """True if the executable inputs have a batch axis (all of them have, or none)."""
         return any(spec.batch_axis is not None for spec in self.inputs)
 
 
@@ -123,12 +123,12 @@ class Bundle:
     weights: tuple[WeightSpec, ...]
     #: SHA-256, hexadecimal, over every file's relative name and content; empty if it was not asked for.
     digest: str
-    #: Which file `weights` describes, as `rsrv_bundle.weights.stamp` says it; empty if there is none.
+    #: `rsrv_bundle.weights.stamp` of the file that `weights` describes; empty if there is none
     weights_stamp: tuple[int, ...] = ()
 
     @property
     def summed_files(self) -> tuple[Path, ...]:
-        """The weights and every module: what format 3.1 has the checksums of."""
+        """Files with checksums in format 3.1: the weights and every module."""
         weights = () if self.weights_file is None else (self.weights_file,)
         return (*dict.fromkeys(self.modules.values()), *weights)
 
@@ -139,16 +139,16 @@ class Bundle:
 
     @property
     def variants(self) -> int:
-        """How many sets of input sizes the bundle is compiled for; 1 without `input_shapes`."""
+        """Number of sets of input sizes that the bundle is compiled for; 1 without `input_shapes`."""
         return max(1, len(self.manifest.input_shapes))
 
     def output_names(self, count: int) -> tuple[str, ...]:
-        """Names of `count` results of a module: the declared ones, then `output_{k}` for results beyond them."""
+        """Return names for `count` results of a module: the declared ones, then `output_{k}` for results beyond them."""
         declared = [spec.name for spec in self.manifest.outputs[:count]]
         return (*declared, *(f"output_{k}" for k in range(len(declared), count)))
 
     def input_shape(self, index: int, variant: int, rows: int) -> tuple[int, ...]:
-        """The concrete shape of executable input `index` for a variant and a batch of `rows` rows.
+        """Return the concrete shape of executable input `index` for a variant and a batch of `rows` rows.
 
         Raises IndexError for an input or a variant that does not exist.
         """
@@ -166,10 +166,10 @@ class Bundle:
         return tuple(dims)
 
     def variant_of(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
-        """Which variant executable inputs of these shapes select: an exact match or None.
+        """Return the variant that executable inputs of these shapes select: an exact match or None.
 
-        Only the variable axes decide. Fixed axes are for the caller to compare. None also when the number of
-        inputs or a rank is wrong.
+        Only the variable axes decide; the caller compares the fixed axes. None also if the number of inputs or a rank
+        is wrong.
         """
         specs = self.manifest.inputs
         if len(shapes) != len(specs) or any(

@@ -1,4 +1,4 @@
-"""Parsing the tensor entries of a manifest: name, element type, axis letters and sizes."""
+"""Parser of a manifest's tensor entries: name, element type, axis letters and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Report = Callable[[str, str], None]
 
 
 def is_positive(value: Any) -> TypeGuard[int]:
-    """Whether a parsed value is a size: a whole number from 1 to MAX_EXTENT, and not a boolean."""
+    """Return whether a parsed value is a size: a whole number from 1 to MAX_EXTENT, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_EXTENT
 
 

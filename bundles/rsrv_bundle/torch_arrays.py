@@ -1,4 +1,4 @@
-"""Between numpy's arrays and PyTorch's tensors, element types that numpy lacks included."""
+"""Conversion between numpy arrays and PyTorch tensors, including element types that numpy lacks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rsrv_bundle.interface import nameless
 
 Array = np.ndarray[Any, Any]
 
-#: Where torch's name for an element type is another than numpy's.
+#: numpy's name of an element type -> torch's, where they differ
 _NAMES = {"bool_": "bool"}
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """PyTorch's name for an element type that the format has."""
+    """Return PyTorch's name for an element type of the format."""
     name = np.dtype(dtype).name
     found = getattr(torch, _NAMES.get(name, name))
     assert isinstance(found, torch.dtype)
@@ -26,14 +26,14 @@ def dtype_of(dtype: Any) -> torch.dtype:
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """A copy of `array`."""
-    # As bytes: neither knows all of the other's element types.
+    """Return a copy of `array` as a tensor."""
+    # As bytes: neither library knows all of the other's element types.
     flat = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
     return flat.view(dtype_of(array.dtype)).reshape(array.shape)
 
 
 def to_numpy(name: str, value: Any) -> Array:
-    """A copy of a tensor. Raises BundleError, calling it `name`, for what is none or has a type that the format lacks."""
+    """Return a copy of a tensor as an array. Raises BundleError with its `name` for other types."""
     if not isinstance(value, torch.Tensor):
         raise BundleError(f"{name}: is a {type(value).__name__}; it must be a tensor")
     kind = str(value.dtype).removeprefix("torch.")

@@ -29,13 +29,13 @@ from rsrv_bundle.torch_arrays import Array, to_numpy
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves PyTorch's settings, and its users' screens, as they are."""
+    """Restore PyTorch's settings afterwards, and suppress its warnings."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    # Fused attention is one operation, which torchax does not take apart.
+    # Fused attention is one operation, which torchax does not decompose.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            # About their own insides; what is wrong with a module is an error.
+            # Their warnings are about their internals; problems of a module are errors.
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -47,25 +47,25 @@ with _quiet():
     from torchax.export import JaxInterpreter
     from torchax.ops import jaten, ops_registry  # noqa: F401 - jaten fills the registry
 
-#: Whose lines say nothing to somebody with a model.
+#: folders whose lines are left out of error messages: they do not help the model's author
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
-#: They have no result. The first PyTorch keeps in order by tokens.
+#: operations without a result; PyTorch keeps the first in order by tokens
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
-#: Before the names of all that belongs to the module, which is traced inside another.
+#: prefix of the module's names, since it is traced inside another module
 _PREFIX = "module."
-#: A tensor by what it is: memory, and how it is looked at. Those equal in all share their weight.
+#: identity of a tensor: memory, offset, shape and strides; tensors with equal identity share their weight
 Identity = tuple[Any, ...]
-#: What an argument of a graph gets: a weight, by its name; an array that is none; an input, by its position; None: unused.
+#: value of a graph's argument: the name of a weight, a constant array, the position of an input, or None if unused
 Argument = str | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModule:
-    """The module at one set of input shapes."""
+    """Module traced at one set of input shapes."""
 
     graph: Any
     arguments: tuple[Argument, ...]
-    #: The structure of the results; its values are not used.
+    #: structure of the results; its values are not used
     results: Results
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
@@ -89,13 +89,13 @@ def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]
 
 
 class TracedModules:
-    """`module(**inputs)` as `fn(weights, **inputs)`, traced anew for each set of shapes, and once."""
+    """`module(**inputs)` as `fn(weights, **inputs)`, traced once for each set of shapes."""
 
     def __init__(self, module: torch.nn.Module, inputs: Mapping[str, torch.dtype]) -> None:
-        """inputs: their names and element types. Raises BundleError for names that the module does not take."""
+        """Take the inputs' names and element types. Raises BundleError for names that the module does not take."""
         self._module = module
         self._inputs = dict(inputs)
-        #: Of several names for one tensor the first.
+        #: identity of a tensor -> the first of its names
         self._names: dict[Identity, str] = {}
         for name, tensor in chain(
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -105,14 +105,14 @@ class TracedModules:
         self._programs: dict[tuple[tuple[int, ...], ...], TracedModule] = {}
 
     def at(self, shapes: Sequence[tuple[int, ...]]) -> TracedModule:
-        """The module at these input shapes. Raises BundleError."""
+        """Return the module at these input shapes. Raises BundleError."""
         key = tuple(shapes)
         if key not in self._programs:
             self._programs[key] = self._trace(key)
         return self._programs[key]
 
     def weights(self) -> dict[str, Any]:
-        """All that the programs up to now use, by name."""
+        """Return the weights that the traced modules use, by name."""
         return {name: to_numpy(name, tensor) for name, tensor in sorted(self._tensors.items())}
 
     def __call__(self, weights: Mapping[str, Any], **inputs: Any) -> Results:
@@ -158,7 +158,7 @@ class TracedModules:
             try:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
-                # Written down in forward.
+                # A tensor that `forward` creates.
                 return to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
         self._tensors.setdefault(known, tensor)
@@ -166,7 +166,7 @@ class TracedModules:
 
 
 def _decompositions() -> Any:
-    """PyTorch's own, and torchax's for what is left then, as torchax.export does in two passes."""
+    """Return PyTorch's decompositions, and torchax's for the rest, as torchax.export does in two passes."""
     table = torch.export.default_decompositions()
     for target, way in decompositions.DECOMPOSITIONS.items():
         if target not in table:
@@ -181,12 +181,12 @@ def _identity(name: str, tensor: torch.Tensor) -> Identity:
 
 
 class _Served(torch.nn.Module):
-    """The module with positional inputs and a flat tuple of results, so that nothing is left to be matched up later."""
+    """Module with positional inputs and a flat tuple of results, which need no matching later."""
 
     def __init__(
         self, module: torch.nn.Module, names: tuple[str, ...], note: Callable[[Results], None]
     ) -> None:
-        """note: is told the structure of the results; what a traced forward sets as an attribute is undone."""
+        """Call `note` with the structure of the results; tracing undoes attributes that `forward` sets."""
         super().__init__()
         self.module = module
         self.names = names
@@ -205,15 +205,15 @@ class _Served(torch.nn.Module):
 
 
 class _Interpreter(JaxInterpreter):  # type: ignore[misc]
-    """torchax's, which gives each value the element type that PyTorch gives it."""
+    """torchax's interpreter, with PyTorch's element type for each value."""
 
     def __init__(self, graph: Any) -> None:
         super().__init__(graph)
-        # It would put its own text behind that of an error.
+        # It would append its own text to an error.
         self.extra_traceback = False
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # What a served model gives where PyTorch raises is not a number, or means nothing.
+        # Where PyTorch raises, a served model returns NaN or a meaningless number.
         if target is with_effects:
             return None, None
         return None if target in _ASSERTIONS else super().call_function(target, args, kwargs)
@@ -232,7 +232,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
 
 
 def _check(exported: Any, inputs: Sequence[str]) -> None:
-    """Refuse what a served model cannot do. Raises BundleError with a line for each."""
+    """Refuse operations that a served model cannot do. Raises BundleError with a line for each."""
     problems = []
     names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
     for spec in exported.graph_signature.output_specs:
@@ -262,23 +262,23 @@ def _check(exported: Any, inputs: Sequence[str]) -> None:
 
 
 def _is_ruled_by_values(node: Any) -> bool:
-    """Whether a result's shape, or a number taken out of a tensor, is known only when it runs."""
+    """Return whether a result's shape, or a number from a tensor, is known only at run time."""
     results = pytree.tree_leaves(node.meta.get("val"))
     numbers = [each for each in results if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)]
     extents = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
-    # What is then reckoned with such sizes needs no line of its own.
+    # Arithmetic on such sizes needs no line of its own.
     counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in str(node.target)
     return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 
 def _is_assertion(node: Any) -> bool:
-    """Whether it asks if a matrix could be inverted, indices are within bounds or the like."""
+    """Return whether the operation asserts that a matrix could be inverted, that indices are in bounds or the like."""
     return (node.args[1] if node.target is with_effects else node.target) in _ASSERTIONS
 
 
 def _known(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
-        # Python's own arithmetic is fine; what else there is takes functions, and jax has its own of these.
+        # Python's own arithmetic works; the others take functions, and jax has its own versions.
         return not isinstance(target, torch._ops.HigherOrderOperator)
     registry = ops_registry.all_aten_ops
     found = registry.get(target) or registry.get(target.overloadpacket)
@@ -286,7 +286,7 @@ def _known(target: Any) -> bool:
 
 
 def _where(node: Any) -> str:
-    """The line of the user's program that a node came from, and the part of the module."""
+    """Return the line of the user's program that a node came from, and the part of the module."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     frames = [(file, line) for file, line in frames if _is_users(file)]
     parts = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
@@ -302,7 +302,7 @@ def _is_users(file: str) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """The kind of an error and its first line; others follow in the traceback."""
+    """Return the type of an error and its first line; the traceback has the others."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 

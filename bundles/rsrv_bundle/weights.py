@@ -1,4 +1,4 @@
-"""`weights.safetensors`: checking the header of an untrusted file, and loading what it describes.
+"""`weights.safetensors`: check the header of an untrusted file, and load its tensors.
 
 The file is 8 bytes of header length (little endian), a JSON header, and one buffer of tensor bytes. No tensor is
 read before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
@@ -38,12 +38,12 @@ Bytes = npt.NDArray[np.uint8]
 MAX_HEADER_BYTES = 10_000_000
 _MAX_NAME = 4096
 _MAX_RANK = 64
-#: Bytes that are read at once where no weight lies.
+#: bytes of a read outside of weights
 _CHUNK = 2**20
 
 
 class TensorKey(NamedTuple):
-    """What a tensor is, wherever it comes from: equal keys, equal tensors. The server keeps each key once."""
+    """Identity of a tensor: equal keys mean equal tensors. The server stores each key once."""
 
     #: as `content_digest` has it
     digest: str
@@ -54,7 +54,7 @@ class TensorKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One checked entry of the header."""
+    """Checked entry of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Stored:
 
 
 def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[WeightSpec, ...]:
-    """The weights of a file in argument order. Every broken rule goes to `problems`.
+    """Read the header: the weights in argument order. Every broken rule goes to `problems`.
 
     `reverse` says that the file records shapes in reverse (format 2.0). Tensors that `argument_order` does not
     list are ignored. The result is whole only if nothing was added to `problems`.
@@ -104,7 +104,7 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
-    """All that comes before the buffer, and the file's bytes. ValueError names the broken rule."""
+    """Read the bytes before the buffer; return them and the file's size. ValueError names the broken rule."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -122,7 +122,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
 
 
 def _parse_header(raw: bytes) -> dict[str, Any]:
-    """The tensors' entries, by name. ValueError names the broken rule."""
+    """Parse the tensors' entries, by name. ValueError names the broken rule."""
     if not raw.startswith(b"{", 8):
         raise ValueError("header does not start with '{'")
     try:
@@ -186,7 +186,7 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Problems) -> None:
-    """Tensors must tile the buffer: an overlap aliases two weights, a hole can hide anything."""
+    """Check that the tensors tile the buffer: an overlap aliases two weights, a hole can hide data."""
     position = 0
     for name, entry in sorted(stored.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
@@ -201,10 +201,10 @@ def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Proble
 
 
 def _second_opinion(header: bytes, size: int, problems: Problems) -> None:
-    """The format's own library must accept the file as well: it is the reader everyone else uses.
+    """Check that the safetensors library accepts the file, too, as other readers use it.
 
-    `header` is how the file starts, `size` its bytes. The library maps what it is given, and the mapping of a file
-    that somebody truncates kills the process. So it gets a file of its own, with a hole for the tensors.
+    `header` is the start of the file, `size` its bytes. The library maps the file, and the mapping of a file that is
+    truncated kills the process. So the library gets a copy with a hole for the tensors.
     """
     import safetensors
 
@@ -243,7 +243,7 @@ def _argument_order(
 
 
 def stamp(found: os.stat_result) -> tuple[int, ...]:
-    """Tells a file from another one of its name, and from itself when it was written to."""
+    """Return a value that differs for another file of the same name, and after each write."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -252,14 +252,14 @@ def _new(nbytes: int) -> Bytes:
 
 
 class WeightsFile:
-    """The weights file of a bundle, held open: a name that is given to another file, or to none, changes nothing.
+    """Weights file of a bundle, held open: renaming or removing it changes nothing.
 
-    Read into memory rather than mapped: a mapping of a file that somebody truncates kills the process. Weights may
-    be read by several threads at once, but not while the file is closed.
+    Read into memory rather than mapped: a mapping of a truncated file kills the process. Several threads may read
+    weights at once, but not while the file is closed.
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        """Raises BundleError if the file is gone or has changed since the bundle was read."""
+        """Open the file. Raises BundleError if it is gone or has changed since the bundle was read."""
         self._weights = bundle.weights
         self._reverse = bundle.manifest.format_version == "2.0"
         self._sum = bundle.manifest.sha256.get(FILE)
@@ -281,11 +281,11 @@ class WeightsFile:
             )
         if stamp(self._opened) != bundle.weights_stamp:
             self.close()
-            # Its tensors may lie elsewhere, and other modules belong to it.
+            # The tensors may have moved, and other modules may belong to them.
             raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
 
     def read_all(self, new: Callable[[int], Bytes] = _new) -> Iterator[tuple[int, Bytes]]:
-        """Every weight once, in the file's order: its index, and its bytes as `read_into` has them, in memory of `new`.
+        """Yield every weight once, in the file's order: its index, and its bytes as in `read_into`, in memory of `new`.
 
         The same pass compares the file's checksum with the manifest's, if that has one. So what is yielded counts only
         when the iteration has ended; until the next step it must not be changed. Raises BundleError if the file does not
@@ -297,7 +297,7 @@ class WeightsFile:
                 yield index, self._read(index, new)
             return
         whole, position = hashlib.sha256(), 0
-        # On a thread of its own: whoever is given the weights hashes each of them, which takes as long.
+        # On a thread of its own: the caller hashes each weight, which takes as long.
         with ThreadPoolExecutor(1) as thread:
             for index in order:
                 weight = self._weights[index]
@@ -312,7 +312,7 @@ class WeightsFile:
             raise BundleError(mismatch(FILE))
 
     def _skip(self, hash_: Callable[[memoryview], object], position: int, end: int) -> None:
-        """Hash bytes that are no weight: the header, and tensors that are no argument."""
+        """Hash bytes outside of weights: the header, and tensors that are no argument."""
         while position < end:
             raw = np.empty(min(_CHUNK, end - position), np.uint8)
             self._fill(raw, position)
@@ -336,14 +336,14 @@ class WeightsFile:
         else:
             raw = np.empty(weight.nbytes, np.uint8)
             unchanged = self._fill(raw, weight.offset)
-            # As whole numbers of that size, which numpy moves without holding the interpreter's lock.
+            # As integers of that size, which numpy moves without holding the interpreter's lock.
             word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
             out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
         if not unchanged and content_digest(out) != digest:
             raise changed_since_loaded()
 
     def _fill(self, out: Bytes, offset: int) -> bool:
-        """Read bytes of the file; whether it is as it was when it was opened."""
+        """Read bytes of the file. Returns whether the file is unchanged since it was opened."""
         rest = out.data
         try:
             while rest and (count := os.preadv(self._fd, [rest], offset)):
@@ -351,21 +351,21 @@ class WeightsFile:
             now = os.fstat(self._fd)
         except OSError as e:
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
-        # Asked after reading: what was written before or meanwhile shows.
+        # Checked after the reading: earlier and concurrent writes show.
         then = self._opened
         if rest:
             raise changed_since_loaded()
         return (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
 
     def close(self) -> None:
-        """Further calls do nothing."""
+        """Close the file; further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def changed_since_loaded() -> BundleError:
-    """The error for weights that are not any more what they were when the file was opened."""
+    """Return the error for weights that have changed since the file was opened."""
     return BundleError(
         f"{FILE}: was written to since the model was loaded; reload the model, "
         "and replace bundles by renaming new ones into place"
@@ -373,19 +373,19 @@ def changed_since_loaded() -> BundleError:
 
 
 def as_array(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """The bytes of a weight as a read-only array, without a copy."""
+    """Return the bytes of a weight as a read-only array, without a copy."""
     array = raw.view(dtypes.numpy_dtype(dtype)).reshape(shape)
     array.flags.writeable = False
     return array
 
 
 def content_digest(raw: Bytes) -> str:
-    """SHA-256, hexadecimal, of a weight's bytes, row-major, as the modules take it."""
+    """Return the SHA-256, hexadecimal, of a weight's bytes, row-major, as the modules take it."""
     return hashlib.sha256(raw.data).hexdigest()
 
 
 def tensor_keys(bundle: Bundle) -> list[TensorKey]:
-    """What each weight is, in argument order; one of them is in memory at a time.
+    """Return the identity of each weight, in argument order; one weight is in memory at a time.
 
     Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """
@@ -397,7 +397,7 @@ def tensor_keys(bundle: Bundle) -> list[TensorKey]:
 
 
 def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
-    """The weights in argument order, row-major, contiguous and read-only, as the modules take them.
+    """Load the weights in argument order, row-major, contiguous and read-only, as the modules take them.
 
     Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """

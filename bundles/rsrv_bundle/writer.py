@@ -1,4 +1,4 @@
-"""Writing the parts of a bundle that need no compiler."""
+"""Writer of the parts of a bundle that need no compiler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
-    """What a manifest says, as one of the present format writes it, with the checksums `sha256`."""
+    """Return a manifest as a document of the present format, with the checksums `sha256`."""
     document: dict[str, Any] = {"format_version": CURRENT}
     if manifest.description:
         document["description"] = manifest.description
@@ -72,9 +72,9 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
 
 
 def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
-    """Put measured numbers into a manifest of format 3.0 or later; what else is in it, comments too, stays as it is.
+    """Put measured numbers into a manifest of format 3.0 or later; its other content, comments included, stays.
 
-    The manifest is replaced at once, so that nobody reads half of it. Raises OSError.
+    The manifest is replaced atomically: no reader sees half of it. Raises OSError.
     """
     from ruamel.yaml import YAML
 
@@ -91,7 +91,7 @@ def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
-    """A tensor as a manifest writes it."""
+    """Return a tensor as a manifest writes it."""
     dims = {
         letter: size
         for axis, (letter, size) in enumerate(zip(spec.letters, spec.dims, strict=True))
@@ -131,9 +131,10 @@ def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]
 
 
 def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The absolute path of a bundle that is to be written, checked before there is any work.
+    """Return the absolute path of a bundle to write, checked before any work is done.
 
-    Raises FileExistsError if it is there and shall stay, TargetError if it has no model's name, or a file is in the way.
+    Raises FileExistsError if it exists and must not be replaced, TargetError if its name is no model's, or if a file
+    is in the way.
     """
     target = Path(os.path.abspath(out_dir))
     if not may_be_name(target.name):
@@ -145,7 +146,7 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
 
 
 def put_in_place(work: Path, target: Path, aside: Path) -> None:
-    """Rename the finished directory `work` to `target`; what was there goes to `aside`, on the same file system.
+    """Rename the finished directory `work` to `target`; an old one goes to `aside`, on the same file system.
 
     A reader sees the old bundle, for an instant none, then the new one. Raises TargetError if a file is in the way.
     """
@@ -155,7 +156,7 @@ def put_in_place(work: Path, target: Path, aside: Path) -> None:
             target.rename(aside)
         work.rename(target)
     except BaseException:
-        # Interrupted, too: what lies aside is deleted soon.
+        # Interrupts included: the folder aside is deleted soon.
         if aside.exists() and not target.exists():
             shutil.move(aside, target)
         raise

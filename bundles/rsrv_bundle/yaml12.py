@@ -1,4 +1,4 @@
-"""Reading YAML without YAML 1.1's traps.
+"""Reader of YAML without YAML 1.1's traps.
 
 In YAML 1.1 the words n, y, no, on and off are booleans, and they are legal shape strings and axis letters here.
 ruamel.yaml in its pure safe mode speaks YAML 1.2, where they are text.
@@ -37,7 +37,7 @@ def load(data: bytes) -> Any:
 
     class Constructor(SafeConstructor):
         def flatten_mapping(self, node: Any) -> Any:
-            # They belong to YAML 1.1, and a few of them, each merging the one before, expand without bound.
+            # Merge keys belong to YAML 1.1, and a few of them, each merging the one before, expand without bound.
             for key, _ in node.value:
                 if key.tag == "tag:yaml.org,2002:merge":
                     raise ConstructorError(
@@ -58,7 +58,7 @@ def load(data: bytes) -> Any:
 
 
 def _open_brackets(data: bytes) -> int:
-    """The most brackets open at once, those in quoted text included.
+    """Return the largest number of open brackets, brackets in quoted text included.
 
     The parser takes seconds for a few thousand before it gives up, so they are counted first.
     """
@@ -76,7 +76,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Plain:
-    """Copies a parsed document into plain data, within a budget of nodes."""
+    """Copy of a parsed document as plain data, within a budget of nodes."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -100,7 +100,7 @@ class _Plain:
         if isinstance(value, datetime.date):
             return value.isoformat()
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-            # It could not even be shown: Python refuses to write long ones in decimal.
+            # Its value cannot be printed: Python refuses to write long integers in decimal.
             raise ValueError(f"holds a number of {value.bit_length()} bits; {_MAX_BITS} are allowed")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"holds the number {value}; only finite numbers are allowed")

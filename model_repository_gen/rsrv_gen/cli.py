@@ -1,4 +1,4 @@
-"""The command rsrv-gen: bundles in, a Triton model repository out. Light until it knows what it is to do."""
+"""The command rsrv-gen: bundles in, a Triton model repository out. `--help` loads nothing else."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from rsrv.command import add_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 1 when a bundle is broken or, with --check, something would change."""
+    """Run the command. Returns 0, or 1 if a bundle is broken or, with --check, if anything would change."""
     options = parser().parse_args(argv)
     from rsrv_gen import run
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="rsrv-gen",
-        description="Writes a Triton model repository: one Python-backend model for each bundle.",
+        description="Write a Triton model repository: one Python-backend model for each bundle.",
         epilog="Serve it with: tritonserver --model-repository=GEN --model-control-mode=explicit "
         "--load-model=* --exit-on-error=false",
     )
@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--link",
         choices=("hard", "copy", "symlink"),
-        help="how the bundles' files come into GEN, else as lifecycle.link says. hard (default): large ones are shared, or copied where that can't "
-        "be; never rewrite such a file in place, but write a new one and rename it. copy: nothing is shared. "
+        help="how the bundles' files come into GEN; default: lifecycle.link. hard: large files are hard links, or copies where the file system has no "
+        "links; never rewrite such a file in place, but write a new one and rename it. copy: no file is shared. "
         "symlink: one link to the bundle, for development",
     )
     top.add_argument(
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; leave with 1 if anything would change or is broken",
+        help="write nothing; exit with 1 if anything would change or is broken",
     )
     add_version(top)
     return top

@@ -1,4 +1,4 @@
-"""Meta models among their callees: which calls can't work, and who calls whom. Pure."""
+"""Calls of meta models: find the ones that cannot work, and the callers of each model. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rsrv_bundle.errors import Problems
 
 
 def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-    """Meta model -> what is wrong with the models that it names; only those with something wrong.
+    """Return the problems of meta models with the models that they name, by meta model.
 
-    `bundles` are all good bundles of a run by name, `broken` the names of the others.
+    `bundles` are all valid bundles by name, `broken` the names of the others.
     """
     found = {}
     for name, bundle in bundles.items():
@@ -30,27 +30,27 @@ def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Ma
 
 def _wrong_call(callee: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
     if callee in broken:
-        return f"calls '{callee}', whose bundle is broken; mend that one first"
+        return f"calls '{callee}', and that bundle is broken; fix it first"
     if callee not in bundles:
         near = difflib.get_close_matches(callee, [*bundles, *broken], n=1)
         hint = f" (did you mean '{near[0]}'?)" if near else ""
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
         return f"calls '{callee}', which is no bundle here{hint}; {rule}"
     if bundles[callee].manifest.kind == "meta":
-        return f"calls '{callee}', which is itself a meta model; list the models that it calls"
+        return f"calls '{callee}', which is a meta model; list the models that it calls"
     return ""
 
 
 def _wrong_external(name: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
     if name in bundles and bundles[name].manifest.kind == "meta":
-        return f"'{name}' is itself a meta model; list the models that it calls"
+        return f"'{name}' is a meta model; list the models that it calls"
     if name in bundles or name in broken:
         return f"'{name}' is a bundle here; move it to meta.calls"
     return ""
 
 
 def callers(calls: Mapping[str, Collection[str]]) -> Mapping[str, tuple[str, ...]]:
-    """Callee -> the meta models that call it, by name; `calls` has it the other way round."""
+    """Return callee -> its meta models, sorted, from `calls`: meta model -> its callees."""
     found: dict[str, list[str]] = {}
     for meta in sorted(calls):
         for callee in calls[meta]:

@@ -1,4 +1,4 @@
-"""Which models a repository has, and what the directory of each holds. Pure: nothing is read or written."""
+"""The plan of a model repository: its models, and the contents of each one's directory. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rsrv_gen.metas import callers
 CONFIG_FILE = "config.pbtxt"
 VERSION = "1"
 BUNDLE_FOLDER = f"{VERSION}/bundle"
-#: A meta model's directory has the bundles of its callees here, by name.
+#: folder of a meta model's directory with the bundles of its callees, by name
 CALLS_FOLDER = f"{VERSION}/calls"
 
 MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
@@ -25,46 +25,46 @@ __all__ = ["TritonPythonModel"]
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
 #: How a bundle's files come into the repository. `hard` shares the large files, which costs no space and survives the
-#: removal of the bundle, and copies the small ones; `copy` is for a repository that shall share nothing with the
-#: bundles; `symlink` is one link to the whole bundle: what happens to the bundle happens to the model, half done too.
+#: removal of the bundle, and copies the small ones; `copy` shares no file with the bundles; `symlink` is one link to
+#: the whole bundle: every change of the bundle changes the model at once, half-finished changes included.
 LinkMode = Literal["hard", "copy", "symlink"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """The content is that of this file."""
+    """Content of a file, which is linked or copied."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFolder:
-    """The content is this folder, by a symbolic link."""
+    """Folder that a symbolic link leads to."""
 
     path: Path
 
 
 Content = bytes | SourceFile | SourceFolder
-#: Path relative to the model's directory -> content. Folders come into being with their files.
+#: path relative to the model's directory -> content; folders are created with their files
 ModelPlan = Mapping[PurePosixPath, Content]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceBundle:
-    """A good bundle."""
+    """Valid bundle with the list of its files."""
 
     bundle: Bundle
-    #: All its files, relative to it.
+    #: relative to the bundle
     files: Sequence[PurePosixPath]
 
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlan:
-    """What a repository holds."""
+    """Contents of a repository."""
 
-    #: Model name -> its directory; models come before the metas that may call them.
+    #: model name -> its directory; models come before the metas that may call them
     models: Mapping[str, ModelPlan]
-    #: Model that clients can't address -> the metas that call it. It may have a directory or none.
+    #: model that clients cannot address -> the metas that call it; it may have a directory or none
     internal: Mapping[str, tuple[str, ...]]
 
 
@@ -75,10 +75,10 @@ def plan_repository(
     mode: LinkMode = "hard",
     transport: Transport = "direct",
 ) -> RepositoryPlan:
-    """The repository of these bundles, each of which may be served: what metas call is among them.
+    """Plan the repository of these bundles, which include the callees of the metas among them.
 
-    `kept` are the metas that are not made anew, because they stay as they are or are broken, with their callees: these are
-    as internal as what the others call.
+    `kept` are the metas that are not written again, because they stay as they are or are broken, with their callees.
+    Their callees are internal, too.
     """
     calls = {name: source.bundle.manifest.meta_calls for name, source in sources.items()}
     internal = {
@@ -95,7 +95,7 @@ def plan_repository(
 
 
 def _may_be_internal(bundle: Bundle) -> bool:
-    """A meta model may not: only a broken one would call it."""
+    """Return False for a meta model: only a broken one would call it."""
     return bundle.manifest.kind == "model" and not bundle.manifest.public
 
 
@@ -106,10 +106,10 @@ def plan_model(
     internal: bool = False,
     mode: LinkMode = "hard",
 ) -> ModelPlan:
-    """One model's directory. Raises ConfigError.
+    """Plan one model's directory. Raises ConfigError.
 
-    The callees of a meta model are carried whichever way it calls them: so a change of one of them is a change of
-    the meta model, which is what makes Triton load it anew.
+    A meta model carries its callees for both transports: a change of a callee then changes the meta model's
+    directory, and Triton loads it again.
     """
     bundle = source.bundle
     meta = bundle.manifest.kind == "meta"
@@ -122,16 +122,16 @@ def plan_model(
     }
     for callee in callees:
         plan |= _bundle_files(callee, PurePosixPath(CALLS_FOLDER, callee.bundle.name), mode)
-    # An empty file where Python wants to make a folder for its compiled files: a new file in the version's folder
-    # is a change to Triton's poll mode, which would load every model a second time just after the first.
-    # Python takes it in its stride and keeps the compiled code in memory only.
+    # An empty file where Python would make a folder for its compiled files: Triton's poll mode takes a new file in
+    # the version's folder for a change, and would load every model a second time just after the first.
+    # Python then keeps the compiled code in memory only.
     code = {path.parent for path in plan if path.suffix == ".py"}
     plan |= {parent / "__pycache__": b"" for parent in code}
     return plan
 
 
 def _bundle_files(source: SourceBundle, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
-    """A bundle, in this folder."""
+    """Plan the bundle's files below this folder."""
     path = source.bundle.path
     if mode == "symlink":
         return {folder: SourceFolder(path)}

@@ -1,4 +1,4 @@
-"""What the command rsrv-gen does."""
+"""The command rsrv-gen: plan the repository, carry the plan out, and report a line for each model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what the command line says; returns the exit status, as `cli.main`."""
+    """Bring the repository up to date. Returns the exit status, as `cli.main`."""
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
         settings = _with_places(load_settings(text, str(options.config or SETTINGS_FILE)), options)
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         with opened as writer:
             for name in writer.lost if writer else ():
                 _complain(
-                    f"{name}: a server ended while it loaded this version; the one before is not kept any more"
+                    f"{name}: a server ended while it loaded this version; the previous version is no longer kept"
                 )
             run = _Generator(options.output, options, writer)
             run.models(sources, settings)
@@ -48,19 +48,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_places(settings: Settings, options: argparse.Namespace) -> Settings:
-    """The settings with how the repository is made and, unless they say it, where its bundles are."""
+    """Return the settings with the link mode and, unless they name them, the folders of the bundles."""
     given = [Path(os.path.abspath(path)) for path in options.bundles]
     if not settings.lifecycle.bundles:
         file = options.output / SETTINGS_FILE
         keep = file.is_file() and not options.prune
         recorded = _recorded(file.read_text(encoding="utf-8"))["bundles"] if keep else []
-        # One that is not there is more likely a slip of the pen than a disk that comes later.
+        # A missing folder is more likely a typing error than a disk that is mounted later.
         new = [path for path in given if path.is_dir() and not _covered(path, recorded)]
         old = [path for path in recorded if path in new or not _covered(path, new)]
         settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
     for path in given:
         if path.is_dir() and not _covered(path, settings.lifecycle.bundles):
-            _complain(f"{path} will not be watched: lifecycle.bundles names other places")
+            _complain(f"{path} will not be watched: lifecycle.bundles names other folders")
     return _with_lifecycle(settings, link=options.link) if options.link else settings
 
 
@@ -69,7 +69,7 @@ def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
 
 
 def _recorded(text: str) -> dict[str, Any]:
-    """From where and how a repository with these settings was made, whatever the environment says."""
+    """Return the folders and the link mode of the repository with these settings; the environment does not count."""
     try:
         section = LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
     except (YamlError, TypeError, ValidationError):
@@ -86,7 +86,7 @@ def _complain(first: str, *more: str) -> None:
 
 
 class _Generator:
-    """One run over a repository: decides for each model, does it unless this is a check, and reports a line."""
+    """Carry out the planned actions, unless this is a check, and report a line for each model."""
 
     def __init__(
         self, repository: Path, options: argparse.Namespace, writer: RepositoryWriter | None
@@ -95,14 +95,14 @@ class _Generator:
         self._options = options
         self._writer = writer
         self.changes = 0
-        #: Names of the models that could not be written.
+        #: models that could not be written
         self.failed: set[str] = set()
 
     def models(self, sources: Sources, settings: Settings) -> None:
         def stays(name: str) -> str:
             if not self._options.prune:
                 return "its bundle was not given; --prune removes it"
-            # A path without bundles may be a disk that is not mounted, no reason to remove its models.
+            # A path without bundles may be a disk that is not mounted: its models stay.
             return "not all of the given paths hold bundles" if sources.unusable else ""
 
         planned = steps(
@@ -112,11 +112,11 @@ class _Generator:
             transport=settings.meta.transport,
             stays=stays,
         )
-        # Each has a step.
+        # Each has an action.
         names = our_models(self._repository) | sources.good.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
-                # What a link leads to may have changed without a step.
+                # The target of a symbolic link may change without an action.
                 written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
                 if not (written and step.plan is not None and self._is_torn(step.name, sources)):
                     self._carry_out(step)
@@ -142,18 +142,18 @@ class _Generator:
             case "new" | "changed" if plan is not None:
                 self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):
-                print(f"kept       {name} (not every model that is to carry it could be written)")
+                print(f"kept       {name} (a meta model that shall carry it could not be written)")
             case "removed":
                 self._change("removed", name, lambda writer: writer.remove(name), step.note)
             case _:
                 print(f"{step.verb:<10} {name}{step.note}")
 
     def settings(self, settings: Settings) -> None:
-        """The effective settings, beside the models."""
+        """Write the effective settings beside the models."""
         file = self._repository / SETTINGS_FILE
         present = file.read_text(encoding="utf-8") if file.is_file() else None
         if self._options.check and present is not None:
-            # Where the bundles lie may differ from machine to machine: what is made of them is what counts.
+            # The folders of the bundles may differ from machine to machine; only the resulting models count.
             settings = _with_lifecycle(settings, **_recorded(present))
         text = dump_settings(settings)
         if present == text:
@@ -168,7 +168,7 @@ class _Generator:
             if self._writer is not None:
                 act(self._writer)
         except OSError as error:
-            # One model that can't be written must not keep the others from it.
+            # A model that cannot be written must not stop the others.
             self.failed.add(name)
             _complain(f"{name}: {error}")
         else:

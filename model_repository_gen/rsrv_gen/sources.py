@@ -1,4 +1,4 @@
-"""Finding and reading the bundles that rsrv-gen was given. Reads, and writes nothing."""
+"""The bundles below the given paths: find, read and verify them. Writes nothing."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rsrv_gen import config
 from rsrv_gen.metas import unusable_metas
 from rsrv_gen.plan import SourceBundle
 
-#: The settings beside the models; a model can't have this name.
+#: file with the settings beside the models; no model can have this name
 SETTINGS_FILE = "rsrv.yaml"
 
 
 @dataclass
 class Sources:
-    """What the command line's paths came to."""
+    """Bundles below the given paths, valid and broken."""
 
-    #: Model name -> its bundle, which can be served, and the models that it calls as well.
+    #: model name -> bundle that can be served, as can the models that it calls
     good: dict[str, SourceBundle] = field(default_factory=dict)
-    #: Model name -> why it can't be served.
+    #: model name -> reasons why it cannot be served
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Meta model among these -> the models that it would call, as far as its manifest can be read.
+    #: broken meta model -> the models that it would call, as far as its manifest can be read
     broken_calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Paths that hold no bundle at all: part of the input is not known.
+    #: paths without any bundle: part of the input is unknown
     unusable: list[str] = field(default_factory=list)
 
 
 def read_sources(paths: Iterable[Path]) -> Sources:
-    """Reads every bundle below the paths; a path is a bundle, or a directory of bundles."""
+    """Read every bundle below the paths; a path is a bundle, or a directory of bundles."""
     sources = Sources()
     places: dict[str, list[Path]] = {}
     for path in paths:
-        # Absolute, but links stay: the directory's name is the model's name, also when it is a link.
+        # Absolute, but links stay: the directory's name is the model's name, even if it is a link.
         place = Path(os.path.abspath(path))
         try:
             found = [place] if (place / "manifest.yaml").is_file() else find_bundles(place)
@@ -68,11 +68,11 @@ def _read(name: str, places: Sequence[Path]) -> SourceBundle:
         raise BundleError(f"{name} is the name of the settings file; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
-    # The digest would read every weight; nothing here needs it.
+    # No digest: it would read every weight.
     bundle = read_bundle(places[0], digest=False)
     if bundle.manifest.kind == "meta" and bundle.hooks is not None:
         check_hooks(bundle.hooks, "meta")
-    # Rendered here only to learn whether Triton would take it: no meta model may count on one that it refuses.
+    # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
     return SourceBundle(bundle, bundle_files(bundle.path))
 
@@ -105,8 +105,7 @@ def verify(name: str, sources: Sources) -> None:
 
 
 def read_unverified(name: str, sources: Sources) -> str:
-    """A digest of the weights and modules that have no checksums, of the same bundles; empty if there are none.
-
+    """Return a digest of the weights and modules without checksums, of the same bundles; empty if there are none.
     Raises BundleError if a file is gone.
     """
     unverified = [bundle for bundle in _made_of(name, sources) if not bundle.manifest.sha256]
@@ -120,7 +119,7 @@ def _made_of(name: str, sources: Sources) -> list[Bundle]:
 
 
 def bundle_files(bundle: Path) -> list[PurePosixPath]:
-    """Every file of a bundle that was read, relative to it, without Python's caches."""
+    """Return every file of a bundle, relative to it, without Python's caches."""
     files: list[PurePosixPath] = []
     for parent, folders, names in os.walk(bundle):
         folders[:] = sorted(folder for folder in folders if folder != "__pycache__")

@@ -1,6 +1,6 @@
-"""What is kept beside a model repository: new versions until they are whole, old ones until nobody may want them back.
+"""Folders beside a model repository: new versions until they are complete, old ones until no rollback is possible.
 
-Not in it, because Triton takes every folder there for a model, hidden ones too.
+They are not inside the repository: Triton takes every folder there for a model, hidden ones included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rsrv_gen.plan import VERSION
 
-#: Beside what a model has replaced; no model's name has a "~".
+#: file beside a replaced version that says which version replaced it; no model's name has a "~"
 _RECORD = "put~"
 
 _AT_FDCWD = -100
@@ -26,7 +26,7 @@ _RENAME_EXCHANGE = 2
 
 
 def version_of(folder: Path) -> tuple[int, int] | None:
-    """What tells a model's directory from every other that was or will be in its place; None when there is none."""
+    """Return a value that no earlier or later directory in the model's place has; None if there is no directory."""
     try:
         status = (folder / VERSION).stat()
     except OSError:
@@ -36,9 +36,9 @@ def version_of(folder: Path) -> tuple[int, int] | None:
 
 
 class Replaced:
-    """A model that was put, and what was in its place before: one of both has to go.
+    """New version of a model, and the version that it replaced: one of both must be removed.
 
-    It outlasts the process that put it: then `unfinished` finds it.
+    The pair survives the process that installed it: `unfinished` finds it.
     """
 
     def __init__(self, repository: Path, name: str, aside: SwapFolder, version: object) -> None:
@@ -48,13 +48,13 @@ class Replaced:
         self._version = version
 
     def forget(self) -> None:
-        """Removes what was there before."""
+        """Remove the replaced version."""
         self._aside.remove()
 
     def undo(self) -> bool:
-        """Puts back what was there before, if only nothing. False if somebody has changed the model since.
+        """Restore the replaced version, or no version. Returns False if the model has changed meanwhile.
 
-        Raises OSError if that can't be done; what was there before stays aside then.
+        Raises OSError if that is impossible; the replaced version is kept then.
         """
         with locked(self._target.parent):
             ours = version_of(self._target) == self._version
@@ -67,12 +67,12 @@ class Replaced:
         return ours
 
     def leave(self) -> None:
-        """Leaves it to others to end this."""
+        """Leave the decision to the next process."""
         self._aside.leave()
 
 
 def unfinished(repository: Path) -> dict[str, Replaced]:
-    """What was put by processes that ended before they could forget or undo it, by model. Now it is the caller's.
+    """Return the replacements of processes that ended before they decided, by model; the caller decides now.
 
     Waits until no rsrv-gen works on the repository.
     """
@@ -83,7 +83,7 @@ def unfinished(repository: Path) -> dict[str, Replaced]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps all others out who do so."""
+    """Hold the folder's exclusive lock."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -93,10 +93,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class SwapFolder:
-    """A directory on the repository's file system that is no model's. It is locked for as long as somebody uses it."""
+    """Directory on the repository's file system for versions out of place; locked while a process uses it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, if somebody else uses it."""
+        """Raise OSError if another process uses it."""
         self.path = path
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -111,7 +111,7 @@ class SwapFolder:
         return cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
 
     def install(self, name: str, repository: Path) -> Replaced:
-        """Exchanges the directory `name` in here, which is whole, with the model."""
+        """Exchange the complete directory `name` in this folder with the model."""
         new, target = self.path / name, repository / name
         version = version_of(new)
         (self.path / _RECORD).write_text(json.dumps([name, version]))
@@ -122,7 +122,7 @@ class SwapFolder:
         return Replaced(repository, name, self, version)
 
     def remove(self) -> None:
-        # First: with it, the half that a crash leaves would count as a model.
+        # First: with the record, the part that a crash leaves would count as a model.
         with suppress(OSError):
             (self.path / _RECORD).unlink()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -133,24 +133,23 @@ class SwapFolder:
 
 
 def _where_aside(repository: Path) -> tuple[Path, str]:
-    """A folder, and how names in it start that belong to this repository."""
-    # A mount point's parent is another file system, and a rename does not cross it. Then a hidden folder inside
-    # must do, though a polling Triton complains in its log for the moment that it is there.
-    # Nor can a folder be made in a parent that belongs to somebody else.
+    """Return the folder for swap folders, and the prefix of the names of this repository's."""
+    # A mount point's parent is another file system, and a rename does not cross it; another user's parent takes no
+    # folder. Then a hidden folder inside must do, though a polling Triton logs an error while it exists.
     foreign = repository.parent.stat().st_dev != repository.stat().st_dev
     inside = foreign or not os.access(repository.parent, os.W_OK)
     return repository if inside else repository.parent, f".{repository.name}.rsrv-gen-"
 
 
 def clear_away(repository: Path) -> list[Replaced]:
-    """Removes what a crash left aside; the repository is locked. Returns what somebody may want back."""
+    """Remove the remains of crashes from the locked repository. Returns the replacements that can be undone."""
     found: list[Replaced] = []
     place, prefix = _where_aside(repository)
     for left in place.glob(f"{prefix}*"):
         try:
             aside = SwapFolder(left)
         except OSError:
-            continue  # somebody uses it
+            continue  # another process uses it
         for spare in left.glob(".*"):
             name = spare.name.removeprefix(".")
             target = repository / name
@@ -164,11 +163,11 @@ def clear_away(repository: Path) -> list[Replaced]:
 
 
 def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
-    """Leaves it to the next server which version stays; names of the models for which that can't be."""
+    """Leave the choice of the version to the next server. Returns the models whose old version had to go."""
     lost = []
     for put in puts:
         if _where_aside(repository)[0] == repository:
-            # No server would start: it would take what is kept for a model that can't be loaded.
+            # No server would start: it would take the kept version for a model that cannot be loaded.
             put.forget()
             lost.append(put.name)
         else:
@@ -177,7 +176,7 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
 
 
 def _recorded(aside: Path) -> tuple[str, tuple[int, int] | None]:
-    """Which model was put in the place of what is there, and its version; of one that was not finished, None."""
+    """Return the model that replaced this folder's, and its version; None as version if it is incomplete."""
     try:
         name, (inode, changed) = json.loads((aside / _RECORD).read_text())
     except (OSError, ValueError, TypeError):
@@ -186,11 +185,11 @@ def _recorded(aside: Path) -> tuple[str, tuple[int, int] | None]:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchanges two directories, in one step where the kernel and the file system can."""
+    """Exchange two directories, atomically where the kernel and the file system can."""
     if _rename_exchange(one, other):
         return
     # For a moment `other` does not exist; a Triton that polls just then unloads the model and loads it again. After a
-    # crash in this moment the next rsrv-gen puts it back, which knows it by the dot.
+    # crash in this moment the next rsrv-gen restores it, and finds it by the dot.
     spare = one.with_name(f".{one.name}")
     other.rename(spare)
     try:
@@ -202,7 +201,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _rename_exchange(one: Path, other: Path) -> bool:
-    """False when it can't be done here in one step."""
+    """Exchange atomically. Returns False if the kernel or the file system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     try:
         renameat2 = library.renameat2

@@ -1,4 +1,4 @@
-"""What a repository lacks of its bundles, and bringing it up to date: for the command, and for a running server."""
+"""Comparison of a repository with its bundles, and its update: for the command, and for a running server."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rsrv_gen.write import (
     our_models,
 )
 
-#: `foreign`: somebody else's directory has the name. `internal`: there is no directory, because metas carry the model.
+#: `foreign`: a directory that rsrv-gen did not make has the name. `internal`: no directory, because metas carry the model.
 Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAction:
-    """What is to be done with one model of a repository."""
+    """Planned action for one model of a repository."""
 
     name: str
     verb: Verb
-    #: Of a model that is to be there.
+    #: None if the model gets no directory
     plan: ModelPlan | None = None
-    #: What there is to say beside the name: empty, or " (...)".
+    #: text behind the name: empty, or " (...)"
     note: str = ""
-    #: The metas that carry a model without a directory. If it goes because they do, they have to be in place first.
+    #: metas that carry a model without a directory; they must be in place before its directory is removed
     carriers: tuple[str, ...] = ()
 
 
@@ -49,10 +49,10 @@ def steps(
     stays: Callable[[str], str],
     only: Collection[str] | None = None,
 ) -> Iterator[PlannedAction]:
-    """What would make the repository what its bundles say, in the order in which it has to be done.
+    """Yield the actions that bring the repository up to date, in their order.
 
-    `stays` says of a model without a bundle why it is not removed; empty: it is. `only` these models are looked at,
-    None: all. Reads, and writes nothing; each step is decided when it is asked for.
+    `stays` returns why a model without a bundle is not removed; empty: it is removed. `only` limits the models that
+    are compared; None: all. Writes nothing; each action is decided when it is requested.
     """
     kept, go = {}, []
     for name in sorted(our_models(repository) - set(sources.good)):
@@ -63,7 +63,7 @@ def steps(
             go.append(name)
     calls = {name: carried(repository / name) for name in kept}
     for meta, called in sources.broken_calls.items():
-        # What clients have already stays theirs; nothing else becomes public because a meta model broke.
+        # A public model stays public; no other becomes public because a meta model broke.
         hidden = [name for name in called if not is_public(repository / name)]
         calls[meta] = [*calls.get(meta, ()), *hidden]
     plan = plan_repository(sources.good, calls, mode=link, transport=transport)
@@ -75,7 +75,7 @@ def steps(
         if wanted(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
             yield PlannedAction(name, _verb(repository / name, model, link), model, note)
-    # Only now: to a Triton that polls, the metas are there before their callees go.
+    # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
         if wanted(name) and name not in plan.models:
             yield _without_directory(repository / name, metas)
@@ -91,7 +91,7 @@ def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
     try:
         current = is_current(folder, plan, link)
     except OSError:
-        current = False  # writing it will say why
+        current = False  # writing it reports the reason
     if current:
         return "unchanged"
     if is_foreign(folder):
@@ -100,7 +100,7 @@ def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
 
 
 def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
-    """A model that its metas carry, and that Triton does not know."""
+    """Plan the action for a model that only its metas carry."""
     called = f"called by {', '.join(metas)}"
     if not is_ours(folder):
         return PlannedAction(folder.name, "internal", note=f" ({called})", carriers=metas)
@@ -109,7 +109,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 
 
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
-    """What the line of a model says beside its name: what a meta model carries, and which metas alone call it."""
+    """Return the text behind a model's name: the callees that it carries, or the metas that alone call it."""
     if calls := source.bundle.manifest.meta_calls:
         return f" (carries {', '.join(calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
@@ -117,33 +117,33 @@ def _note(source: SourceBundle, metas: Sequence[str]) -> str:
 
 @dataclass
 class Update:
-    """What was done to a repository, and what is left to do when that has been loaded."""
+    """Result of an update, and the work that remains when the new versions are loaded."""
 
-    #: Models that were written: each can be taken back.
+    #: models that were written; each can be undone
     put: dict[str, Replaced] = field(default_factory=dict)
-    #: Models that were as their bundles say.
+    #: models that equal their bundles
     unchanged: set[str] = field(default_factory=set)
-    #: Models to remove, with the metas that have to be in place before.
+    #: models to remove -> metas that must be in place before
     go: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Models without a bundle that stay all the same.
+    #: models without a bundle that are kept
     kept: set[str] = field(default_factory=set)
-    #: Models that are not in order: their bundles, or what stands in their place. All of them, asked for or not.
+    #: all models with a broken bundle, or with a foreign directory in their place -> reason
     broken: dict[str, str] = field(default_factory=dict)
-    #: Models that are not served because a broken meta model would call them: when it goes, they come.
+    #: models that are not served because a broken meta model would call them; without it, they are
     hidden: set[str] = field(default_factory=set)
-    #: Models that could not be written, with the reason.
+    #: models that could not be written -> reason
     failed: dict[str, str] = field(default_factory=dict)
-    #: Models that were left as they are because a file does not match its bundle's manifest, with the reason.
+    #: models left as they are because a file does not match its bundle's manifest -> reason
     torn: dict[str, str] = field(default_factory=dict)
-    #: Models that were left as they are until a second reading finds the same in them, with what the first one found.
+    #: models left as they are until a second reading finds the same -> digest of the first reading
     unsure: dict[str, str] = field(default_factory=dict)
-    #: Models that were left as they are because a bundle that they are made of is not ready to be read.
+    #: models left as they are because one of their bundles is not ready to be read
     later: set[str] = field(default_factory=set)
-    #: Places below which no bundles were found, with the reason.
+    #: reasons why folders have no bundles
     unusable: list[str] = field(default_factory=list)
 
     def join(self, second: Update) -> None:
-        """Add what was done with the models that were unsure."""
+        """Add the result of a second pass over the unsure models."""
         self.put |= second.put
         self.unchanged |= second.unchanged
         self.go |= second.go
@@ -169,20 +169,20 @@ def update(
     later_than: Mapping[str, int] | None = None,
     first: Mapping[str, str] | None = None,
 ) -> Update:
-    """Writes those of the named models (None: all) that are not as their bundles below `roots` say.
+    """Write the named models (None: all) that differ from their bundles below `roots`.
 
-    With a model, those are looked at that are made of its bundle or stand in for it: metas, and what they call.
-    Nothing is removed: `remove` does that when the others have been loaded. `ready` says whether a bundle may be read
-    now; it is asked before and again after it has been read. `take` says whether a model may be written, which is asked
-    once, just before; either may put it off. With `write` False, what would be written is in
+    A named model brings the models that depend on its bundle: the metas that carry it, and their callees.
+    No model is removed: `remove` does that after the others have been loaded. `ready` says whether a bundle may be read
+    now; it is called before and again after the reading. `take` says whether a model may be written; it is called once,
+    just before. Either may postpone the model. With `write` False, models that would be written are in
     `Update.failed`. `later_than` as in `RepositoryWriter.put`.
 
-    What would be written is read before. A model with a file that does not match its manifest is in `Update.torn`. Files
-    without checksums are read twice if `first` is given, some time apart: it is empty at the first reading, which ends in
-    `Update.unsure`, and that at the second one, which looks at these models only.
+    Each model is verified before it is written. A model with a file that does not match its manifest is in `Update.torn`.
+    If `first` is given, files without checksums are read twice, some time apart: `first` is empty at the first reading,
+    whose digests are in `Update.unsure`; the second call gets these as `first`, and compares these models only.
     """
     sources = read_sources(roots)
-    # What is being copied is broken for the moment, and nobody's fault.
+    # A bundle that is being copied looks broken for a moment; it is no error.
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update(broken=broken, unusable=sources.unusable)
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
@@ -193,7 +193,7 @@ def update(
         if step.verb in ("new", "changed", "unchanged") and not all(map(ready, made_of)):
             done.later.add(step.name)
             continue
-        # A link to a folder is equal whatever is in the folder: that is for whoever saw it change to say.
+        # A link to a folder is equal even if the folder has changed: the names say that.
         followed = link == "symlink" and names is not None and not set(names).isdisjoint(made_of)
         match step.verb:
             case "unchanged" if not followed:
@@ -223,7 +223,7 @@ def update(
 
 
 def _is_whole(name: str, sources: Sources, first: Mapping[str, str] | None, done: Update) -> bool:
-    """Whether a model may be written, as far as its files tell; notes in `done` why it may not."""
+    """Return whether the model's files are complete; note in `done` why they are not."""
     try:
         verify(name, sources)
         found = "" if first is None else read_unverified(name, sources)
@@ -240,7 +240,7 @@ def _is_whole(name: str, sources: Sources, first: Mapping[str, str] | None, done
 
 
 def remove(repository: Path, name: str, link: LinkMode) -> None:
-    """Removes a model that rsrv-gen made, if it is there. Raises OSError."""
+    """Remove a model that rsrv-gen made, if it exists. Raises OSError."""
     with open_repository(repository, link) as writer:
         if is_ours(repository / name):
             writer.remove(name)
@@ -260,7 +260,7 @@ def _calls(name: str, sources: Sources) -> Sequence[str]:
 
 
 def _touched(names: Collection[str], sources: Sources, repository: Path) -> set[str]:
-    """These models, the metas that carry one of them, and what these call or called: it may have become internal."""
+    """Return these models, the metas that carry one of them, and all callees of these: they may become internal."""
     known = {*sources.good, *our_models(repository)}
     calls = {name: {*_calls(name, sources), *carried(repository / name)} for name in known}
     touched = {*names, *(meta for meta, called in calls.items() if not called.isdisjoint(names))}

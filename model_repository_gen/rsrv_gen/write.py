@@ -1,7 +1,7 @@
-"""Bringing a model repository to its planned state. All that rsrv-gen writes is written here.
+"""Writer of a model repository. rsrv-gen writes files only here.
 
-Triton may be running on the repository, so a model's directory changes in one step: the new one is built aside
-and then exchanged with the old one, which stays aside until nobody may want it back.
+Triton may be running on the repository, so a model's directory changes in one step: the new one is built in a swap
+folder and then exchanged with the old one, which stays there until no rollback is possible.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rsrv_gen.plan import (
 )
 from rsrv_gen.staging import Replaced, SwapFolder, clear_away, leave_open, locked
 
-#: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
+#: bytes; smaller files are always copied: a manifest that is edited in place must not change the served model
 LINK_BYTES = 2**20
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether rsrv-gen made this model's directory."""
+    """Return whether rsrv-gen made this model's directory."""
     try:
         with (folder / CONFIG_FILE).open() as file:
             return not folder.is_symlink() and file.readline() == MARK + "\n"
@@ -43,37 +43,37 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_public(folder: Path) -> bool:
-    """Whether clients can address the model in this directory, which rsrv-gen made."""
+    """Return whether clients can address the model in this directory, which rsrv-gen made."""
     return is_ours(folder) and f'key: "{INTERNAL}"' not in (folder / CONFIG_FILE).read_text("utf-8")
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether there is something that rsrv-gen did not make, and so never replaces or removes."""
+    """Return whether rsrv-gen did not make this file or folder, and so never replaces or removes it."""
     return os.path.lexists(folder) and not is_ours(folder)
 
 
 def our_models(repository: Path) -> set[str]:
-    """Names of the models in the repository that rsrv-gen made."""
+    """Return the names of the models in the repository that rsrv-gen made."""
     if not repository.is_dir():
         return set()
     return {entry.name for entry in repository.iterdir() if is_ours(entry)}
 
 
 def carried(folder: Path) -> list[str]:
-    """Names of the callees whose bundles a meta model's directory has."""
+    """Return the names of the callees in a meta model's directory."""
     calls = folder / CALLS_FOLDER
     return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
 
 
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
-    """Whether the directory holds exactly what is planned.
+    """Return whether the directory holds exactly the planned files.
 
-    Hard links are equal without being read, unless they are younger than the directory: then somebody has rewritten
-    the file in place.
+    Hard links are equal without being read, unless they are younger than the directory: then the file was rewritten
+    in place.
     """
     if not is_ours(folder):
         return False
-    # It takes files of the same size and time for the same as before.
+    # The cache takes files of the same size and time for unchanged.
     filecmp.clear_cache()
     written = (folder / CONFIG_FILE).stat().st_mtime_ns
     present: set[PurePosixPath] = set()
@@ -99,10 +99,10 @@ def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> b
 
 
 def touch(folder: Path, later_than: int = 0) -> int:
-    """Makes Triton take an unchanged model for a changed one, so that it loads it anew.
+    """Make Triton load an unchanged model again. Returns the new time of model.py, nanoseconds.
 
-    Triton loads a model anew if its newest file is newer than the newest one was. So model.py gets a time that is
-    after all of these and after `later_than`, whatever the clock says; returned in nanoseconds.
+    Triton loads a model again if its newest file is newer than the newest one was. So model.py gets a time after all
+    of these and after `later_than`, even if the clock is behind.
     """
     stamp = max(time.time_ns(), later_than + 1, newest(folder) + 1)
     os.utime(folder / VERSION / "model.py", ns=(stamp, stamp))
@@ -110,35 +110,35 @@ def touch(folder: Path, later_than: int = 0) -> int:
 
 
 def newest(folder: Path) -> int:
-    """When the newest file or folder was modified, in nanoseconds; 0 if there is none."""
+    """Return the time of the newest file or folder, nanoseconds; 0 if there is none."""
     times = [0]
     for parent, _, names in os.walk(folder, followlinks=True):
         for path in (parent, *(os.path.join(parent, name) for name in names)):
-            # What a link leads to may be gone, or go just now.
+            # The target of a link may be missing, or be removed just now.
             with suppress(OSError):
                 times.append(os.stat(path).st_mtime_ns)
     return max(times)
 
 
 class RepositoryWriter:
-    """Changes one repository. Made by `open_repository`, which keeps all others out."""
+    """Writer of one repository. Made by `open_repository`, which holds the lock."""
 
     def __init__(self, repository: Path, mode: LinkMode, aside: Path, lost: Sequence[str]) -> None:
         self._repository = repository
         self._mode: LinkMode = mode
         self._aside = aside
-        #: Models that a server was to load when it ended, and whose version before that is not kept any more.
+        #: models that a server was loading when it ended, and that lost their previous version
         self.lost = lost
 
     def put(self, name: str, plan: ModelPlan, later_than: int = 0) -> Replaced:
-        """Creates a model, or replaces one that rsrv-gen made. Its newest file is later than that, as in `touch`."""
+        """Create a model, or replace one that rsrv-gen made. Its newest file is later than `later_than`; see `touch`."""
         target = self._own(name)
         kept = SwapFolder.new(self._repository)
         try:
             new = kept.path / name
             for path, content in plan.items():
                 self._write(new / path, content)
-            # Linked files have times of their own. What is younger than this one was rewritten later.
+            # Linked files have times of their own. A file that is younger than this one was rewritten later.
             config = new / CONFIG_FILE
             written = max(config.stat().st_mtime_ns, newest(new))
             os.utime(config, ns=(written, written))
@@ -149,15 +149,15 @@ class RepositoryWriter:
             raise
 
     def remove(self, name: str) -> None:
-        """Removes a model that rsrv-gen made."""
+        """Remove a model that rsrv-gen made."""
         target = self._own(name)
-        # Out of sight in one step, so that Triton never sees half of it.
+        # Moved away in one step, so that Triton never sees half of it.
         gone = self._aside / name
         target.rename(gone)
         shutil.rmtree(gone)
 
     def put_file(self, name: str, text: str) -> None:
-        """Creates or replaces a file in the repository's root."""
+        """Create or replace a file in the repository's root."""
         new = self._aside / name
         new.write_text(text, encoding="utf-8")
         new.replace(self._repository / name)
@@ -184,7 +184,7 @@ class RepositoryWriter:
 
 @contextmanager
 def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWriter]:
-    """Creates the repository if need be and waits until no other rsrv-gen works on it."""
+    """Create the repository if it is missing, and wait until no other rsrv-gen works on it."""
     repository = repository.absolute()
     repository.mkdir(parents=True, exist_ok=True)
     with locked(repository), ExitStack() as stack:
@@ -195,7 +195,7 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
 
 
 def being_written(repository: Path) -> bool:
-    """Whether an rsrv-gen is at work on it."""
+    """Return whether an rsrv-gen holds the repository's lock."""
     handle = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -207,12 +207,12 @@ def being_written(repository: Path) -> bool:
 
 
 def _may_link(source: Path, mode: LinkMode) -> bool:
-    """Whether the file shall be shared with the bundle rather than copied."""
+    """Return whether the file is shared with the bundle rather than copied."""
     return mode == "hard" and source.stat().st_size >= LINK_BYTES
 
 
 def _hard_link(source: Path, target: Path) -> bool:
-    """Tries to link; False when the file systems differ or do not allow it."""
+    """Make a hard link. Returns False if the file systems differ or do not allow it."""
     try:
         target.hardlink_to(source)
     except OSError as error:

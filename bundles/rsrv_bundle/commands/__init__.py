@@ -1,1 +1,1 @@
-"""What the commands of `rsrv-bundle` do. `rsrv_bundle.cli` reads their options; nothing else of the package needs these."""
+"""The commands of `rsrv-bundle`, one module each. `rsrv_bundle.cli` parses their options; no other module needs them."""

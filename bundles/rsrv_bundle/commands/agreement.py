@@ -1,4 +1,4 @@
-"""What `rsrv-bundle check --numerics` does with one bundle."""
+"""`rsrv-bundle check --numerics`: run a bundle's modules and compare their results."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ Source = Callable[..., Any]
 
 
 class SourceError(Exception):
-    """What the bundle is compared with failed, or answered something else: the bundle is not to blame."""
+    """The model that the bundle is compared with failed, or returned other tensors: the bundle is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is to be compared, and how close it has to be."""
+    """Inputs, source and tolerances of a comparison."""
 
     source: Source | None = None
     #: as `samples.rows_of` takes them
     samples: Mapping[str, Array] | None = None
-    #: executable input -> array or the like; `numerics.example_inputs` says what for. Where there is no sample, random
-    #: integers are of its values
+    #: executable input -> array or the like, for `numerics.example_inputs`; without samples, random integers take its
+    #: values
     examples: Mapping[str, Any] = field(default_factory=dict)
     #: replaces entries of TOLERANCE
     tolerance: Mapping[str, float] = field(default_factory=dict)
-    #: write what was found into the manifest
+    #: write the measured errors into the manifest
     store: bool = False
 
 
 def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
     """Run a bundle's modules on random inputs and on the samples. Returns a line per module.
 
-    Raises BundleError with a line for each module and output that is beyond its tolerance; then nothing is stored. Raises
+    Raises BundleError with a line for each module and output that exceeds its tolerance; then nothing is stored. Raises
     SourceError, OSError.
     """
     if bundle.manifest.kind == "meta":
@@ -92,7 +92,7 @@ def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
 
 
 def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
-    """Those that numpy can read. It has no bf16 of PyTorch's, and nothing of what only tells a shape."""
+    """Return the examples that numpy can read: not PyTorch's bf16, and not mere shapes."""
     arrays = {}
     for name, value in examples.items():
         with suppress(TypeError, RuntimeError):
@@ -100,7 +100,7 @@ def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-#: kind of comparison -> what its largest error is one of, in the order in which it is told
+#: kind of comparison -> words behind its largest error, in the order of the report
 _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",
@@ -109,7 +109,7 @@ _WORDS = {
 
 
 def _lines(run: ModuleRunner, judge: Judge) -> list[str]:
-    """One for each module that was compared with anything."""
+    """Return a line for each module that was compared."""
     lines = []
     for name in (label(run.bundle, key) for key in run.keys()):  # noqa: SIM118 - not a mapping
         errors = {kind: judge.errors.get(kind, {}).get(name) for kind in _WORDS}
@@ -120,7 +120,7 @@ def _lines(run: ModuleRunner, judge: Judge) -> list[str]:
 
 
 def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
-    """The source with the calling convention of a module."""
+    """Return the source with the calling convention of a module."""
     inputs = [spec.name for spec in bundle.manifest.inputs]
     outputs = [spec.name for spec in bundle.manifest.outputs]
 
@@ -129,7 +129,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             found = source(**dict(zip(inputs, arrays, strict=True)))
         except Exception as e:
             cure = (
-                "; where only some integers are allowed, give an example input that holds such behind the model, or --samples"
+                "; if it takes only some integers, give an example input with such values behind the model, or --samples"
                 if any(spec.dtype[0] in "iu" for spec in bundle.manifest.inputs)
                 else ""
             )

@@ -1,4 +1,4 @@
-"""What `rsrv-bundle check` does."""
+"""`rsrv-bundle check`: check every rule of the format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rsrv_bundle.spec import Bundle
 
 
 def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison | None = None) -> int:
-    """Prints a line per bundle, or per broken rule; returns the exit status, as `cli.main`.
+    """Print a line per bundle, or per broken rule; return the exit status, as `cli.main`.
 
-    numerics: what to compare by running the modules, if anything.
+    numerics: comparison that runs the modules, if any.
     """
     if signatures and find_spec("jaxlib") is None:
         message = "jaxlib is not installed; install 'rsrv[runtime]', or pass --no-signatures"
@@ -39,7 +39,7 @@ def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison 
                 for problem in e.problems:
                     print(f"{directory}: {problem}")
             except (InspectorError, SourceError) as e:
-                # It may be good or not, and the next one will fare no better.
+                # The bundle may be good or not, and the next one would meet the same error.
                 print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
                 return 2
             except OSError as e:
@@ -49,7 +49,7 @@ def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison 
 
 
 def _check_one(bundle: Bundle, look: Look | None) -> str:
-    """A summary of a good bundle. Raises BundleError with the problems of all the checks that could be made."""
+    """Return a summary of a valid bundle. Raises BundleError with the problems of all checks."""
     problems: list[str] = []
     if bundle.hooks is not None:
         try:

@@ -1,4 +1,4 @@
-"""What there is to say about a bundle, as data: for `rsrv-bundle show`, and with `--json` for programs."""
+"""Description of a bundle as data: for `rsrv-bundle show`, and with `--json` for programs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatu
 from rsrv_bundle.reader import HOOKS_FILE, list_files
 from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
 
-#: "stablehlo": XLA's count over the module as it is stored; "compiled": over what this machine's compiler made of it, with
-#: the memory it takes; "none": nothing is counted.
+#: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
+#: its memory; "none": no count
 Costs = Literal["stablehlo", "compiled", "none"]
-#: how many of the largest weights are named
+#: number of the largest weights that are listed
 _LARGEST = 5
 
 
 def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str, Any]:
-    """What the page shows, of plain types. Each module is shown to `look`; without jax nothing is counted.
+    """Return the content of the page, in plain types. `look` reads each module; without jax no work is counted.
 
     Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
     """
@@ -95,7 +95,7 @@ def _bytes(value: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _cost(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: Costs) -> dict[str, Any]:
-    """Of one execution: floating-point operations, bytes read and written, and the memory for what is in between."""
+    """Return one execution's floating-point operations, bytes read and written, and bytes of scratch memory."""
     if costs == "none":
         return {}
     from rsrv_bundle.numerics import compiled, lowered
@@ -132,7 +132,7 @@ def _weights(weights: tuple[WeightSpec, ...]) -> dict[str, Any]:
 
 
 def _other_files(bundle: Bundle) -> dict[str, int]:
-    """Name -> bytes of what neither the format nor the hooks' file is."""
+    """Return name -> bytes of the files that neither the format nor the hooks define."""
     known = {FILE, HOOKS_FILE, weights_file.FILE, *(file.name for file in bundle.modules.values())}
     files = list_files(bundle.path, Problems())
     return {name: path.stat().st_size for name, path in sorted(files.items()) if name not in known}

@@ -1,4 +1,4 @@
-"""What two bundles have in common, and where they differ: for `rsrv-bundle diff`."""
+"""Differences and shared tensors of two bundles: for `rsrv-bundle diff`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rsrv_bundle.spec import Bundle, Manifest, TensorSpec
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
 
-#: one in a bundle's weights: (its name, what it is, bytes)
+#: weight of a bundle: (name, identity, bytes)
 Tensor = tuple[str, TensorKey, int]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightDifferences:
-    """How the weights of two bundles, A and B, are related."""
+    """Shared and different weights of two bundles, A and B."""
 
-    #: (in A, its names in B): the same tensor, which a server that has both keeps once
+    #: (in A, its names in B): the same tensor, which a server with both bundles stores once
     shared: tuple[tuple[Tensor, tuple[str, ...]], ...]
     #: (in A, in B): the same name, another tensor
     changed: tuple[tuple[Tensor, Tensor], ...]
     only_a: tuple[Tensor, ...]
     only_b: tuple[Tensor, ...]
-    #: bytes of all that both need, each bundle's counted in full
+    #: bytes of both bundles' weights together
     total: int
-    #: bytes of the tensors that this takes, and of those that both have
+    #: bytes of the distinct tensors, and of the shared ones
     distinct: int
     common: int
 
 
 def relate(a: list[Tensor], b: list[Tensor]) -> WeightDifferences:
-    """Tensors are the same if they are for the server: type, shape and content decide, not the name."""
+    """Compare by type, shape and content, as the server does, not by name."""
     keys_a, keys_b = ({key: nbytes for _, key, nbytes in side} for side in (a, b))
     named_b = {tensor[0]: tensor for tensor in b if tensor[1] not in keys_a}
     names_b: dict[TensorKey, list[str]] = {}
@@ -58,7 +58,7 @@ def relate(a: list[Tensor], b: list[Tensor]) -> WeightDifferences:
 
 
 def weights_of(bundle: Bundle) -> list[Tensor]:
-    """The weights in argument order. Raises BundleError if the file has changed since it was read."""
+    """Return the weights in argument order. Raises BundleError if the file has changed since it was read."""
     return [
         (weight.name, key, weight.nbytes)
         for weight, key in zip(bundle.weights, tensor_keys(bundle), strict=True)
@@ -66,7 +66,7 @@ def weights_of(bundle: Bundle) -> list[Tensor]:
 
 
 def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
-    """A line for each thing that one manifest says and the other does not, however it is written."""
+    """Return a line for each difference of meaning between two manifests."""
     lines = [
         f"{name}: {one!r} in A, {other!r} in B"
         for name, one, other in (
@@ -123,7 +123,7 @@ def _mapping(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
 
 
 def file_differences(a: Bundle, b: Bundle) -> list[str]:
-    """A line for each file whose bytes are not the same, weights and manifest aside."""
+    """Return a line for each file whose bytes differ, except the weights and the manifest."""
     digests = [_digests(bundle) for bundle in (a, b)]
     lines = []
     for name in sorted({**digests[0], **digests[1]}):

@@ -23,7 +23,7 @@ _BATCH = frozenset("nb")
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Writes the bundle and prints a line, or one per problem; returns the exit status, as `cli.main`."""
+    """Write the bundle and print a line, or one per problem; return the exit status, as `cli.main`."""
     [(kind, target)] = [(kind, text) for kind in KINDS if (text := getattr(arguments, kind)) is not None]
     try:
         inputs = parse_inputs(arguments.input, arguments.input_shape, batched=bool(arguments.batch_sizes))
@@ -31,7 +31,7 @@ def export(arguments: argparse.Namespace) -> int:
         if arguments.input and source.examples:
             raise ValueError(f"--input: {target} gives example inputs; leave one of the two out")
         if not arguments.input and not source.examples:
-            raise ValueError(f"--input: {target} gives no example inputs; say what the inputs are")
+            raise ValueError(f"--input: {target} gives no example inputs; describe the inputs")
         if arguments.hooks is not None and not arguments.hooks.is_file():
             raise ValueError(f"--hooks {arguments.hooks}: is no file")
         if arguments.out_dir.exists() and not arguments.overwrite:
@@ -65,9 +65,9 @@ def export(arguments: argparse.Namespace) -> int:
         return 1
     except OSError as e:
         return _trouble(os_error(e))
-    except Exception:  # noqa: BLE001 - the model's own, and where it happened says more than any word here
+    except Exception:  # noqa: BLE001 - the model's own: its traceback says the most
         traceback.print_exc()
-        print(f"{target}: cannot be traced; the last lines above say why", file=sys.stderr)
+        print(f"{target}: cannot be traced; see the last lines above", file=sys.stderr)
         return 1
     error = bundle.manifest.numerics.get("max_rel_error")
     close = "not run here" if error is None else f"at most {error:.3g} from the model"
@@ -85,19 +85,19 @@ def _trouble(message: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParsedInputs:
-    """Keywords of `export_bundle`."""
+    """Arguments of `export_bundle` about the inputs."""
 
-    #: Zeros: they only tell shapes.
+    #: zeros: they only give shapes
     examples: Mapping[str, np.ndarray[Any, Any]]
     axes: Mapping[str, str]
     input_shapes: Sequence[Mapping[str, int]]
 
 
 def parse_inputs(inputs: Sequence[str], input_shapes: Sequence[str], *, batched: bool) -> ParsedInputs:
-    """inputs: `NAME=TYPE[SIZE,...]`, where a size is a number, `n` or `b` for the batch axis, or the letter of an axis
-    that varies; without a batch axis there is one in front if `batched`. input_shapes: `LETTER=SIZE,...`.
+    """Parse `--input` and `--input-shape`. Raises ValueError naming the wrong one.
 
-    Raises ValueError saying what is wrong with which.
+    inputs: `NAME=TYPE[SIZE,...]`, where a size is a number, `n` or `b` for the batch axis, or the letter of an axis
+    that varies; an input without a batch axis gets one in front if `batched`. input_shapes: `LETTER=SIZE,...`.
     """
     variants = [_variant(text) for text in input_shapes]
     parts = [_input(text, batched) for text in inputs]
@@ -111,7 +111,7 @@ def parse_inputs(inputs: Sequence[str], input_shapes: Sequence[str], *, batched:
             int(size) if size.isdigit() else variants[0].get(size, 1) if variants else 1 for size in sizes
         ]
         examples[name] = np.zeros(shape, dtypes.numpy_dtype(dtype))
-        # Letters that nobody wrote are nobody's variable axes.
+        # Automatic letters are never variable axes.
         free = (letter for letter in LETTERS if letter not in taken)
         axes[name] = "".join(next(free) if size.isdigit() else size for size in sizes)
     if len(examples) < len(inputs):

@@ -1,4 +1,4 @@
-"""What `rsrv-bundle show`, `diff` and `upgrade` do, and print."""
+"""`rsrv-bundle show`, `diff` and `upgrade`, with their output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rsrv_bundle.reader import read_bundle
 
 
 def show(directory: str, *, json: bool, compiled: bool) -> int:
-    """Prints a page about a bundle; returns the exit status, as `cli.main`."""
+    """Print a page about a bundle; return the exit status, as `cli.main`."""
 
     def work() -> int:
         with closing(Inspector()) as look, _about(directory):
@@ -36,7 +36,7 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
 
 
 def diff(a: str, b: str) -> int:
-    """Prints where two bundles differ and what they share; returns 0 if they are the same, 1 if not, 2 for trouble."""
+    """Print the differences and shared tensors of two bundles; return 0 if they are equal, 1 if not, 2 on an error."""
 
     def work() -> int:
         with _about(a):
@@ -56,21 +56,21 @@ def diff(a: str, b: str) -> int:
         if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
             print("weights: the arguments are in another order")
         print(
-            f"weights: {amount(related.total)} together, {amount(related.common)} are in both; a server that has both"
-            f" keeps {amount(related.distinct)}"
+            f"weights: {amount(related.total)} together, {amount(related.common)} are in both; a server with both"
+            f" stores {amount(related.distinct)}"
         )
         if one.digest == other.digest:
             print("the same")
             return 0
         if not lines and orders[0] == orders[1]:
-            print("they say the same, written otherwise")
+            print("the same content, written differently")
         return 1
 
     return _told(work, broken=2)
 
 
 def weight_lines(related: WeightDifferences) -> list[str]:
-    """A line per tensor: `=` both have it, `~` it changed, `-` only A has it, `+` only B has it."""
+    """Return a line per tensor: `=` both have it, `~` it changed, `-` only A has it, `+` only B has it."""
     lines = []
     for tensor, names in related.shared:
         other = "" if tensor[0] in names else f", in B {', '.join(names)}"
@@ -89,7 +89,7 @@ def _text(tensor: Tensor) -> str:
 
 
 def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: bool) -> int:
-    """Writes a bundle anew and prints what became of it; returns the exit status, as `cli.main`."""
+    """Write a bundle in the present format and print a line; return the exit status, as `cli.main`."""
 
     def work() -> int:
         from rsrv_bundle.commands.upgrading import upgrade as write
@@ -113,7 +113,7 @@ def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
 
 
 def _told(work: Callable[[], int], *, broken: int) -> int:
-    """Do the work; what goes wrong is printed, and is the exit status: `broken` for what is wrong with a bundle."""
+    """Do the work, print its error, and return the exit status: `broken` for a problem of a bundle."""
     try:
         return work()
     except (InspectorError, TargetError) as e:
@@ -129,7 +129,7 @@ def _told(work: Callable[[], int], *, broken: int) -> int:
 
 @contextmanager
 def _about(directory: str) -> Iterator[None]:
-    """Says whose the problems are."""
+    """Put the directory before each problem."""
     try:
         yield
     except TargetError:

@@ -1,4 +1,4 @@
-"""Given samples as rows for a bundle's modules: read from a file, and through the bundle's own hook."""
+"""Samples from a file as rows for a bundle's modules, through the bundle's own hook."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Array = np.ndarray[Any, Any]
 
 
 def read_samples(file: Path) -> dict[str, Array]:
-    """The arrays of an .npz file, by name. Raises OSError, ValueError if it is none, holds Python objects or no sample."""
+    """Read the arrays of an .npz file, by name. Raises OSError, ValueError for Python objects or no samples."""
     with file.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
     with np.load(file, allow_pickle=False) as found:
         samples = {name: found[name] for name in found.files}
-    # What was not compared must not look like something that agrees.
+    # An empty comparison must not look like an agreement.
     if not samples:
         raise ValueError("holds no array")
     for name, array in samples.items():
@@ -33,12 +33,11 @@ def read_samples(file: Path) -> dict[str, Array]:
 
 
 def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Array]]:
-    """Samples as executable inputs: variant -> one array per input, whose first axis counts rows.
+    """Return samples as executable inputs: variant -> one array per input, whose first axis counts rows.
 
     samples: input name -> array; its first axis counts samples, the others are the tensor's without its batch axis.
-    What clients send goes through the bundle's `preprocess`, one sample a request; that runs the bundle's code. The
-    executable inputs are taken as they are. Raises BundleError if the names, types or shapes are neither's, or if the
-    hook fails.
+    Client inputs go through the bundle's `preprocess`, one sample a request; that runs the bundle's code. Executable
+    inputs are taken as they are. Raises BundleError if the names, types or shapes fit neither, or if the hook fails.
     """
     preprocess = None
     specs = bundle.manifest.inputs
@@ -67,7 +66,7 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
 
 
 def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[Array]:
-    """The samples in the order of the specs, of which they have the names and the types."""
+    """Return the samples in the order of the specs. Raises BundleError if their names or types differ."""
     names = [spec.name for spec in specs]
     if set(names) != set(samples):
         raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
@@ -75,7 +74,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
     typed = []
     for spec in specs:
         array, wanted = samples[spec.name], dtypes.numpy_dtype(spec.dtype)
-        # What numpy has no name for it stores as bytes.
+        # numpy stores types without a name of its own as bytes.
         if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize:
             array = array.view(wanted)
         if array.dtype != wanted:
@@ -88,7 +87,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
 
 
 def _hook(file: Path) -> Any:
-    # The server's own: what loads there loads here.
+    # The server's own loader: a file that loads there loads here.
     from rsrv.stub.hooks import load_hooks
 
     try:
@@ -108,7 +107,7 @@ def _hook(file: Path) -> Any:
 
 
 def _executable(bundle: Bundle, request: Mapping[str, Array]) -> tuple[int, list[Array]]:
-    """The variant of a request and its rows."""
+    """Return the variant of a request and its rows."""
     specs = bundle.manifest.inputs
     missing = [spec.name for spec in specs if spec.name not in request]
     if missing:

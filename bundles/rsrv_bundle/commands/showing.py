@@ -1,4 +1,4 @@
-"""What `rsrv-bundle show` prints: a page about a bundle, as plain text."""
+"""Page about a bundle, as plain text, for `rsrv-bundle show`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-#: where the figures of a module's work come from
+#: kind of count -> source of the figures of a module's work
 _COUNTED = {
     "stablehlo": "FLOPs and bytes moved: XLA's count for one execution, over the module as it is stored, before"
-    " optimisation.\nA loop whose end is not known counts once.",
+    " optimisation.\nA loop of unknown length counts once.",
     "compiled": "FLOPs, bytes moved and scratch memory: the compiler's own account of one execution, for this machine's"
-    " device.\nA loop whose end is not known counts once.",
+    " device.\nA loop of unknown length counts once.",
     "none": "FLOPs and bytes moved are not counted; with jax they are.",
 }
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page of what `describing.describe` found. Text from the bundle cannot steer a terminal."""
+    """Return the page of a description from `describing.describe`. Text from the bundle cannot control a terminal."""
     return "\n".join(_lines(found)).rstrip() + "\n"
 
 
@@ -52,7 +52,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
-    """Nothing if there are no rows; their columns are aligned, numbers to the right."""
+    """Yield a title and its rows with aligned columns; nothing without rows."""
     if not rows:
         return
     yield ""
@@ -61,7 +61,7 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -
 
 
 def table(rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
-    """Lines of aligned columns; those of numbers only are aligned to the right. `head`: the first row is one."""
+    """Yield lines of aligned columns; columns of numbers are aligned to the right. `head`: the first row is a heading."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     body = rows[1:] if head else rows
@@ -79,7 +79,7 @@ def _tensors(specs: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def shape(spec: Mapping[str, Any]) -> str:
-    """`[n, h=28, w=any]`: the batch axis by its letter, the others with their size."""
+    """Return `[n, h=28, w=any]`: the batch axis by its letter, the others with their size."""
     axes = [
         letter if axis == spec["batch_axis"] else f"{letter}={'any' if size == -1 else size}"
         for axis, (letter, size) in enumerate(zip(spec["shape"], spec["dims"], strict=True))
@@ -95,7 +95,7 @@ def _variants(variants: Iterable[Mapping[str, int]]) -> list[tuple[str, ...]]:
 
 
 def _modules(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A column for what at least one module has."""
+    """Return a row per module, with a column for each figure that at least one module has."""
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "batch_size": ("rows", str),
         "bytes": ("size", amount),
@@ -136,7 +136,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def amount(count: int, unit: str = "B", step: int = 1024) -> str:
-    """`1.5 KiB`, or with steps of 1000 and no unit `1.5 k`: three digits and what they count."""
+    """Return three digits with prefix and unit: `1.5 KiB`, or with steps of 1000 and no unit `1.5 k`."""
     size, prefix = float(count), ""
     for prefix in ("", *("KMGTP" if step == 1024 else "kMGTP")):
         if size < step or prefix == "P":
@@ -148,5 +148,5 @@ def amount(count: int, unit: str = "B", step: int = 1024) -> str:
 
 
 def printable(text: str) -> str:
-    """On one line, without what would steer a terminal."""
+    """Return the text on one line, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

@@ -1,6 +1,6 @@
-"""Models by where they are in Python programs, for the command line: `package.module:factory`.
+"""Models that the command line names as `package.module:factory`.
 
-Imports what it is asked for, and no framework before.
+Imports a framework only for a model of that framework.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: Mapping[str, str] = {
     "torch": "a PyTorch module",
 }
 
-#: what is missing -> what has it
+#: missing package -> extra that installs it
 _EXTRAS = {
     "jax": "rsrv[export]",
     "flax": "rsrv[export-flax]",
@@ -33,27 +33,26 @@ _EXTRAS = {
 
 
 class LoadError(Exception):
-    """There is no model to be had; the message says why. `__cause__`, if there is one, is what the program raised."""
+    """The model cannot be loaded; the message says why. `__cause__`, if any, is the program's exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model as its author wrote it."""
+    """Model as its author wrote it."""
 
-    #: Gets numpy arrays by input name; returns what the model returns, as numpy arrays, or `calling.Results` of them.
+    #: numpy arrays by input name -> the model's results as numpy arrays, or `calling.Results` of them
     eager: Callable[..., Any]
     #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
     export: partial[Any]
-    #: What the factory gave; empty if it gave none.
+    #: the factory's example inputs; empty without any
     examples: Mapping[str, Any]
 
 
 def load(kind: str, target: str) -> LoadedModel:
-    """The model that `target`, `package.module:name`, names: a model, or a function without arguments that makes it.
+    """Load the model that `target`, `package.module:name`, names: a model, or a function without arguments that makes it.
 
-    kind: one of KINDS. With `jax` the model is a pair of function and parameters. It may come as a tuple, with the
-    example inputs, by name, as the last part. Modules in the working directory count, as with `python -m`.
-    Raises LoadError.
+    kind: one of KINDS. With `jax` the model is a pair of function and parameters. A tuple may have the example
+    inputs, by name, as its last part. Modules in the working directory count, as with `python -m`. Raises LoadError.
     """
     found = named(target)
     try:
@@ -72,7 +71,7 @@ def load(kind: str, target: str) -> LoadedModel:
         raise _missing(target, e) from None
     except (ImportError, AttributeError) as e:
         extra = _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
-        raise LoadError(f"{target}: what exports it fails: {type(e).__name__}: {e}; install '{extra}'") from e
+        raise LoadError(f"{target}: its exporter fails: {type(e).__name__}: {e}; install '{extra}'") from e
     # An object does not know its file.
     code = (
         found
@@ -83,7 +82,7 @@ def load(kind: str, target: str) -> LoadedModel:
 
 
 def named(target: str) -> Any:
-    """What `package.module:name` names; modules in the working directory count. Raises LoadError."""
+    """Import the object `package.module:name`; modules in the working directory count. Raises LoadError."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise LoadError(f"'{target}': write package.module:factory")
@@ -106,7 +105,7 @@ def _missing(target: str, error: ModuleNotFoundError) -> LoadError:
 
 
 def _is_model(kind: str, value: Any) -> bool:
-    """Whether it is one already; a class is not, it makes one."""
+    """Return whether the value is a model; a class is not, it makes one."""
     if kind == "jax":
         return isinstance(value, tuple) and len(value) >= 2 and callable(value[0])
     home, name = {
@@ -117,7 +116,7 @@ def _is_model(kind: str, value: Any) -> bool:
     return isinstance(value, getattr(import_module(home), name))
 
 
-#: The model's own answers, and its exporter.
+#: the model as a function, and its exporter
 _Front = tuple[Callable[..., Any], Callable[..., Any]]
 
 

@@ -1,4 +1,4 @@
-"""Rewriting a bundle in the present format, and its modules for another version of StableHLO: `rsrv-bundle upgrade`."""
+"""`rsrv-bundle upgrade`: a bundle in the present format, with its modules for another version of StableHLO."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def upgrade(
     """Write the bundle in `directory` as `out_dir`, in the present format and for `stablehlo`, and return it as read back.
 
     stablehlo: version of the portable artifacts, e.g. "1.9.0".
-    overwrite: replace a bundle that is there. Without it that is an error.
-    look: each module, old and new, is shown to it before it is compiled.
+    overwrite: replace an existing bundle. Without it that is an error.
+    look: reads each module, old and new, before it is compiled.
 
-    Every module is run on random inputs before and after, and the answers have to be equal, bit by bit. Tensors that
-    `argument_order` does not list, and keys of the manifest that this format does not know, are left behind. Nothing
-    appears at `out_dir` unless all is well. Raises BundleError, FileExistsError,
-    TargetError if the one is inside of the other.
+    Every module is run on random inputs before and after, and the results must be equal bit by bit. Tensors that
+    `argument_order` does not list, and keys of the manifest that this format does not know, are dropped. Nothing
+    appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError, TargetError if one directory is
+    inside the other.
     """
     target = writer.free_target(out_dir, overwrite)
     if Path(directory).resolve() in target.resolve().parents:
-        raise TargetError(f"{out_dir}: is inside of {directory}, which would be copied into itself")
+        raise TargetError(f"{out_dir}: is inside {directory}, which would be copied into itself")
     old = read_bundle(directory)
     before = ModuleRunner(old, look) if old.modules else None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def upgrade(
 
 
 def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
-    """Replace what is written otherwise now, in a copy of the bundle."""
+    """Rewrite the modules, the weights and the manifest of a copy of the bundle in the present format."""
     versions = set()
     for file in set(old.modules.values()):
         blob = file.read_bytes()

@@ -1,6 +1,8 @@
 """rsrv.yaml: every setting, typed. Environment variables `RSRV_<SECTION>__<KEY>` win over the file.
 
-The runtime and the generator read this; the stubs never do (they learn what they need at registration).
+The runtime, the control process, the gateway and the generator read it. Stubs never do: registration gives them their
+settings. The sections stand together because a user reads the file as a whole, and because no part may import the
+others: the generator needs all of them.
 """
 
 import io
@@ -22,36 +24,36 @@ class SettingsError(Exception):
 
 
 class SchedulerSection(Section):
-    """Which model runs next, and how long requests may queue."""
+    """Order of models on the device, and limits of queues."""
 
     discipline: Literal["fair", "fifo", "edf"] = Field(
         "fair",
-        description="Which model gets the device. fair: device time in proportion to the models' weights; "
-        "fifo: the oldest request's; edf: the soonest deadline's, and requests that cannot make theirs end at once.",
+        description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the model "
+        "of the oldest request; edf: the model with the earliest deadline, and requests that cannot meet theirs end at once.",
     )
     depth: int | None = Field(
         None,
         ge=1,
         le=8,
-        description="Executions given to the device at once; it runs them one after the other. null: 2 on a device "
-        "that works beside the CPU, so that it has the next one when one ends; 1 on a CPU.",
+        description="Executions given to the device at once; it runs them one after the other. null: 2 on a device that "
+        "works beside the CPU, so that it is never idle between two executions; 1 on a CPU.",
     )
     max_queue_depth: int = Field(
-        1024, ge=1, description="Requests of one model that may wait; one more is refused (QUEUE_FULL)."
+        1024, ge=1, description="Requests of one model that may wait; further ones are refused (QUEUE_FULL)."
     )
     launch_ahead_ms: float = Field(
         2.0,
         ge=0,
         allow_inf_nan=False,
-        description="With a depth above 1, the next execution is given to the device this long before the running "
-        "one is expected to end; until then requests may still join it.",
+        description="With a depth above 1, the device gets the next execution this long before the expected end of the "
+        "running one; until then requests may still join it.",
     )
     meta_concurrency: int = Field(
         2,
         ge=1,
         le=64,
-        description="Runs of meta models that call others which are under way at once; the others wait, at most until "
-        "their deadline. A run holds memory, not the device, while it does something between its calls.",
+        description="Concurrent runs of meta models that call others; further runs wait, at most until their deadline. "
+        "Between its calls a run holds memory, not the device.",
     )
     residency_factor: float = Field(
         4.0,
@@ -62,12 +64,12 @@ class SchedulerSection(Section):
     )
     eviction: Literal["lru", "cost"] = Field(
         "lru",
-        description="Whose weights give way among models that nobody waits for. lru: the least recently used; "
-        "cost: those whose bytes save the least time of loading, by how often the model was asked for of late.",
+        description="Which idle weights are evicted. lru: the least recently used; cost: the weights whose bytes save the "
+        "least loading time, by how often the model was requested recently.",
     )
 
 
-#: keys of the scheduler's section that a running runtime takes new values for
+#: keys of the scheduler's section that can be changed while the runtime runs
 CHANGEABLE = (
     "discipline",
     "depth",
@@ -78,7 +80,7 @@ CHANGEABLE = (
 )
 
 
-#: in what precision models multiply f32
+#: precision in which models multiply f32
 Numerics = Literal["auto", "f32", "tf32"]
 
 
@@ -90,11 +92,12 @@ class RuntimeSection(Section):
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
-        description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
+        description="Folder with compiled executables, kept for the next start. Write access to it allows to run code. "
+        "null: none.",
     )
     numerics: Numerics = Field(
         "auto",
-        description="In what precision models multiply f32. auto: as their modules say, else as the hardware likes, "
+        description="Precision in which models multiply f32. auto: as their modules say, otherwise the hardware's default, "
         "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on "
         "hardware with TF32. docs/exporting.md has more.",
     )
@@ -107,33 +110,31 @@ class RuntimeSection(Section):
     )
     preallocate: bool = Field(
         True,
-        description="Take that share when the runtime starts, so that nobody else can, and so that no allocation "
+        description="Take that share when the runtime starts, so that no other process can, and so that no allocation "
         "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
     )
     weight_memory: Literal["jax", "driver"] = Field(
         "jax",
-        description="Whose memory weights lie in on a GPU. jax: its allocator's, where a transfer waits for the "
-        "executions launched before it; driver: CUDA's own, with a stream for transfers, and without preallocation. "
-        "docs/scheduler.md compares.",
+        description="Allocator of weights on a GPU. jax: jax's own, where a transfer waits for the executions launched "
+        "before it; driver: CUDA's, with a stream for transfers, and without preallocation. docs/scheduler.md compares them.",
     )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,
-        description="Device bytes that weights may take; more are kept on the host and loaded on demand, and "
-        "scheduler.eviction says who gives way. null: what the device's memory leaves; no limit on a CPU.",
+        description="Device bytes that weights may take; other weights stay on the host and are loaded on demand, and "
+        "scheduler.eviction decides which are evicted. null: what the device's memory leaves; no limit on a CPU.",
     )
     shared_host_weights: bool = Field(
         False,
-        description="Whether the runtimes of several GPUs of a node share one host copy of the weights, in /dev/shm, "
-        "which must hold them all (a container's --shm-size).",
+        description="Share one host copy of the weights among the runtimes of several GPUs of a machine, in /dev/shm, "
+        "which must hold all of them (a container's --shm-size). The runtimes must run as the same user.",
     )
     watchdog_s: float | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="An execution that has not ended after this time, or after a hundred times what it is expected to "
-        "take, if that is longer, hangs: the runtime ends, and the next one does not load that model. null: executions "
-        "may take as long as they like.",
+        description="Limit of an execution: this time, or a hundred times the expected time if that is longer. Beyond it "
+        "the runtime ends, and the next one does not load that model. null: no limit.",
     )
 
     @model_validator(mode="after")
@@ -144,87 +145,86 @@ class RuntimeSection(Section):
 
 
 class StubSection(Section):
-    """How the processes inside Triton answer."""
+    """The processes inside Triton."""
 
     in_place_ms: float = Field(
         4.0,
         ge=0,
-        description="Executions shorter than this are waited for inside execute(), which costs less CPU; longer "
-        "ones are answered by other threads, which lets more requests reach the queue meanwhile. 0: never wait.",
+        description="A stub waits inside execute() for executions shorter than this, which costs less CPU; other threads "
+        "answer longer ones, so that more requests reach the queue meanwhile. 0: never wait.",
     )
     hook_timeout_s: float | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="A hook that has not returned after this time hangs: all requests of its model that wait get an "
-        "error, and the stub's process ends, to be loaded anew. null: hooks may take as long as they like.",
+        description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and the stub's "
+        "process ends and is loaded again. null: no limit.",
     )
     memory_limit_bytes: int | None = Field(
         None,
         ge=2**26,
         description="Private memory that a stub's process may take beyond what it has when its model is ready; a hook "
-        "that wants more fails. Only stubs with hooks have a limit. null: half of what the machine or the container has.",
+        "that needs more fails. Only stubs with hooks have a limit. null: half the memory of the machine or the container.",
     )
 
 
-#: how a meta model's calls of rsrv's models travel
+#: transport of a meta model's calls of rsrv's models
 Transport = Literal["direct", "bls"]
 
 
 class MetaSection(Section):
-    """How meta models call other models."""
+    """Calls of meta models."""
 
     transport: Transport = Field(
         "direct",
-        description="How calls of rsrv's models travel. direct: to the runtime, tensors by reference, and Triton does "
+        description="Transport of calls of rsrv's models. direct: to the runtime, with tensors by reference, and Triton does "
         "not know those models; bls: through Triton, which then counts and traces them. The repository is laid out for "
         "one of them: run rsrv-gen again after a change.",
     )
 
 
 class LifecycleSection(Section):
-    """How the set of models changes."""
+    """Changes of the set of models."""
 
     mode: Literal["dynamic", "static", "explicit"] = Field(
         "dynamic",
-        description="Who changes which models are served. dynamic: whoever changes the bundles, which are watched; "
-        "static: nobody; explicit: an external control plane, through Triton's repository API, and it alone moves "
-        "weights to the device and away (a request for a model that is not there is refused, NOT_RESIDENT).",
+        description="What changes the set of served models. dynamic: changes of the bundles, which are watched; static: "
+        "nothing; explicit: an external control plane, through Triton's repository API, which alone moves weights to the "
+        "device and away (a request for a model that is not resident is refused, NOT_RESIDENT).",
     )
     bundles: list[Path] = Field(
         default_factory=list,
-        description="Where the bundles are that the repository was made of: what rsrv-gen was given. These are watched.",
+        description="Folders with the repository's bundles, as rsrv-gen got them. They are watched.",
     )
     link: Literal["hard", "copy", "symlink"] = Field(
-        "hard", description="How the bundles' files come into the repository: rsrv-gen's --link."
+        "hard", description="Links or copies of the bundles' files in the repository: rsrv-gen's --link."
     )
     look_s: float = Field(
         1.0,
         ge=0.05,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two looks at bundles that have changed. A change counts when two looks agree, so "
-        "that half-copied bundles are not taken. While no change is reported, the pause is five times as long.",
+        description="Pause between two looks at bundles that have changed. A change counts when two looks agree, so that "
+        "half-copied bundles are not taken. While the file system reports no change, the pause is five times as long.",
     )
 
     @property
     def poll_s(self) -> float:
-        """Seconds between looks while no change is reported: network and bind mounts report none."""
+        """Seconds between looks while no change is reported; network and bind mounts never report one."""
         return 5 * self.look_s
 
 
 class ControlSection(Section):
-    """The service that shows and steers a running server, rsrv.control.v1 over gRPC."""
+    """The service rsrv.control.v1 (gRPC), which shows and controls a running server."""
 
     enabled: bool = Field(
         True,
-        description="Whether there is a control process. Without it nobody watches bundles, either, and models whose "
-        "stub died stay dead.",
+        description="Run a control process. Without it bundles are not watched, and models whose stub crashed stay down.",
     )
     listen: str | None = Field(
         None,
-        description="host:port to listen on as well, beside the Unix socket in the runtime's private directory. It "
-        "needs tls_client_ca (with tls_certificate and tls_key), or token_file: TLS alone lets everybody in.",
+        description="host:port to listen on, beside the Unix socket in the runtime's private directory. It needs "
+        "tls_client_ca (with tls_certificate and tls_key), or token_file: TLS alone admits every client.",
     )
     tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate chain for `listen`."
@@ -232,7 +232,7 @@ class ControlSection(Section):
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file with the authorities whose client certificates are let in; null: none are asked for.",
+        description="PEM file with the authorities of accepted client certificates; null: no certificates are required.",
     )
     token_file: Path | None = Field(
         None,
@@ -240,63 +240,64 @@ class ControlSection(Section):
     )
     profile_dir: Path = Field(
         Path("~/.cache/rsrv/profiles"),
-        description="Where profiles of the runtime are written, each in its own folder.",
+        description="Folder for profiles of the runtime, each in a folder of its own.",
     )
 
 
 class MetricsSection(Section):
-    """What Prometheus is given, and the live page."""
+    """Prometheus metrics and the live page."""
 
     listen: str | None = Field(
         "127.0.0.1:8004",
-        description="host:port of the control process's GET /metrics and of its live page. It asks for no token: let only "
-        "Prometheus and operators reach it. null: none. A port that is taken costs a line in the log, and the metrics.",
+        description="host:port of the control process's GET /metrics and of its live page. It requires no token: let only "
+        "Prometheus and operators reach it. null: none. If the port is taken, a line in the log says so, and there are no "
+        "metrics.",
     )
     token_file: Path | None = Field(
         None,
-        description="File with a secret: who gives it to the live page, here or at the gateway, may steer from there. "
-        "null: it only shows.",
+        description="File with a secret that lets the live page, here or at the gateway, control the server. null: the page "
+        "only shows.",
     )
     triton: bool = Field(
         True,
-        description="Whether each model also shows a few of its figures in Triton's own metrics, where that is possible.",
+        description="Add a few figures of each model to Triton's own metrics, where that is possible.",
     )
 
 
 class LogsSection(Section):
-    """What the processes write into the server's log."""
+    """Lines of the processes in the server's log."""
 
     format: Literal["human", "json"] = Field(
         "human",
-        description="Lines for people, or JSON objects for programs, one a line. Triton's own lines stay as they are.",
+        description="Lines for people, or JSON objects for programs, one a line. Triton's own lines do not change.",
     )
 
 
 class TracesSection(Section):
-    """Traces of requests, as OpenTelemetry has them."""
+    """OpenTelemetry traces of requests."""
 
     endpoint: str | None = Field(
         None,
-        description="URL that takes spans by OTLP over HTTP, as http://localhost:4318/v1/traces. A request is traced if "
-        "its client's trace context says so. It needs the extra `traces` and a control process (control.enabled). null: "
-        "nothing is traced. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME are heeded.",
+        description="URL of an OTLP collector over HTTP, as http://localhost:4318/v1/traces. A request is traced if its "
+        "client's trace context says so. Traces need the extra `traces` and a control process (control.enabled). null: no "
+        "traces. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply.",
     )
 
     @field_validator("endpoint")
     @classmethod
     def _is_url(cls, endpoint: str | None) -> str | None:
-        """Else only the first span would show that it is none."""
+        """Refuse what is no URL: otherwise only the first span would show it."""
         if endpoint is not None and not re.fullmatch(r"(?i:https?)://[^\s/]\S*", endpoint):
             raise ValueError(f"{endpoint!r} is no URL; write it as http://localhost:4318/v1/traces")
         return endpoint
 
 
-#: where the weights of a model are for sure
+#: guaranteed place of a model's weights
 Residency = Literal["unpinned", "system", "device"]
 
 
 class ModelSection(Section):
-    """What differs for one model; absent keys take the general value."""
+    """Settings of one model; absent keys take the general value."""
 
     max_queue_depth: int | None = Field(
         None, ge=1, description="As scheduler.max_queue_depth, for this model."
@@ -313,15 +314,15 @@ class ModelSection(Section):
     )
     residency: Residency = Field(
         "system",
-        description="Where its weights are for sure. system: in host memory, from where they are loaded onto the "
-        "device on demand; unpinned: only in the bundle's file, which each load reads; device: always on the device, "
-        "beyond the budget if need be.",
+        description="Guaranteed place of its weights. system: host memory, from which they are loaded onto the device on "
+        "demand; unpinned: only the bundle's file, which each load reads; device: always on the device, beyond the budget "
+        "if necessary.",
     )
     max_delay_us: int = Field(
         0,
         ge=0,
         le=60_000_000,
-        description="Requests may be held back this long for others to share their execution.",
+        description="Requests may be delayed this long so that others can share their execution.",
     )
 
 
@@ -331,7 +332,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="RSRV_",
         env_nested_delimiter="__",
-        # As in the file: else it would be the name of a directory.
+        # As in the file: otherwise it would be the name of a directory.
         env_parse_none_str="null",
         extra="forbid",
         frozen=True,
@@ -363,7 +364,7 @@ class Settings(BaseSettings):
 
     @property
     def traced(self) -> bool:
-        """Whether there is anybody who wants traces, and would get them."""
+        """True if a collector is set, and a control process can send it spans."""
         return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
@@ -371,7 +372,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
-    """Settings from the file's text and the environment. Raises SettingsError."""
+    """Read the settings from the file's text and the environment. Raises SettingsError."""
     try:
         raw = read_yaml(text, of="sections")
     except YamlError as error:
@@ -384,7 +385,7 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
 
 
 def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """The same with other values in the scheduler's section, as a running runtime may be told. Raises SettingsError."""
+    """Return the settings with changes in the scheduler's section, for a running runtime. Raises SettingsError."""
     for key in changes:
         if key in SchedulerSection.model_fields and key not in CHANGEABLE:
             raise SettingsError(
@@ -393,7 +394,7 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     try:
         section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
     except ValidationError as error:
-        # A few will do: explaining takes time, and whoever asks holds up a runtime.
+        # The first few suffice: explaining takes time, and the runtime waits meanwhile.
         errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
         lines = (explain(e, Settings, {"scheduler": dict(changes)}) for e in errors)
         raise SettingsError("\n".join(lines)) from None
@@ -401,7 +402,7 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
 
 
 def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
-    """The same with other values in one model's section. Raises SettingsError."""
+    """Return the settings with changes in one model's section. Raises SettingsError."""
     changed = {**settings.for_model(name).model_dump(), **changes}
     try:
         section = ModelSection(**changed)
@@ -413,7 +414,7 @@ def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> S
 
 
 def dump_settings(settings: Settings) -> str:
-    """rsrv.yaml with every key and what it means; loading it gives the same settings."""
+    """Return rsrv.yaml with every key and its meaning; loading it gives the same settings."""
     out = io.StringIO()
     out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
     values = settings.model_dump(mode="json")

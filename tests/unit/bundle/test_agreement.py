@@ -223,9 +223,7 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
         seen.update(i.tolist())
         return table[i]
 
-    with pytest.raises(
-        SourceError, match=r"IndexError: .*; if it takes only some integers, give an example"
-    ):
+    with pytest.raises(SourceError, match=r"IndexError: .*; if it takes only some integers, give an example"):
         lines_of(bundle, Comparison(source))
     for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
         seen.clear()

@@ -45,7 +45,7 @@ def test_the_same_bundle_twice_is_the_same(tmp_path: Path, capsys: pytest.Captur
         0,
         [
             "= w: f32 [2, 3], 24 B",
-            "weights: 48 B together, 24 B are in both; a server that has both keeps 24 B",
+            "weights: 48 B together, 24 B are in both; a server with both stores 24 B",
             "the same",
         ],
     )
@@ -66,7 +66,7 @@ def test_a_fine_tuned_head_is_told_from_the_backbone(
             "- old: f32 [3], 12 B",
             "+ new: f32 [3, 2], 24 B",
             "+ turned: f32 [3, 2], 24 B",
-            "weights: 180 B together, 24 B are in both; a server that has both keeps 132 B",
+            "weights: 180 B together, 24 B are in both; a server with both stores 132 B",
         ],
     )
 
@@ -97,7 +97,7 @@ def test_differences_of_interfaces_and_files_are_told(
             "model.py: only in A",
             "vocab.txt: differs",
             "= w: f32 [2, 3], 24 B",
-            "weights: 48 B together, 24 B are in both; a server that has both keeps 24 B",
+            "weights: 48 B together, 24 B are in both; a server with both stores 24 B",
         ],
     )
 
@@ -128,7 +128,7 @@ def test_a_comment_is_no_difference_of_what_is_said(
     with (tmp_path / "b" / "manifest.yaml").open("a") as file:
         file.write("# A comment.\n")
     status, lines = diff(a, tmp_path / "b", capsys)
-    assert (status, lines[-1]) == (1, "they say the same, written otherwise")
+    assert (status, lines[-1]) == (1, "the same content, written differently")
 
 
 def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

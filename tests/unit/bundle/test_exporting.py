@@ -148,7 +148,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
         (["--jax", ":torch_net", *INPUT], 2, ":torch_net: must give a JAX function of parameters and inputs"),
         (["--jax", "", *INPUT], 2, "write package.module:factory"),
-        (["--jax", ":pair"], 2, "gives no example inputs; say what the inputs are"),
+        (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs"),
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
         (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),

@@ -95,7 +95,7 @@ def test_a_bundle_is_not_written_into_itself(
     before = sorted(old.rglob("*"))
     for out in (old / "inside", old / "a" / "b", tmp_path / "link" / "inside"):
         assert cli.main(["upgrade", str(old), "-o", str(out)]) == 2
-        assert f"{out}: is inside of {old}" in capsys.readouterr().err
+        assert f"{out}: is inside {old}" in capsys.readouterr().err
     assert sorted(old.rglob("*")) == before
 
 

@@ -191,7 +191,7 @@ def test_a_broken_new_meta_model_takes_nothing_away(bundles: Path, gen: Path) ->
 def test_what_a_broken_meta_model_calls_does_not_become_public(
     bundles: Path, gen: Path, bls: tuple[str, str], file: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its callees are for no client before it is mended: they have no directory, or one that is marked."""
+    """Its callees are for no client before it is repaired: they have no directory, or one that is marked."""
     (bundles / "chain" / file).write_text(text)
     for _ in range(2):
         assert run(bundles, "-o", gen) == 1
@@ -230,7 +230,7 @@ def test_a_callee_stays_while_its_meta_model_cannot_be_written(
     run(bundles / "one", bundles / "two", "-o", gen)
     (gen / "chain").mkdir()
     assert run(bundles, "-o", gen) == 1
-    assert "kept one (not every model that is to carry it could be written)" in lines(capsys)
+    assert "kept one (a meta model that shall carry it could not be written)" in lines(capsys)
     assert {"one", "two"} <= models(gen)
 
 
@@ -272,13 +272,11 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
         ),
         pytest.param(["zebra"], [], "calls 'zebra', which is no bundle here; add its bundle", id="unknown"),
         pytest.param(["a\nb"], [], r"calls 'a\nb', which is no bundle here", id="a name of two lines"),
-        pytest.param(["other"], [], "calls 'other', which is itself a meta model", id="a meta model"),
-        pytest.param(["bad"], [], "calls 'bad', whose bundle is broken; mend that one first", id="broken"),
-        pytest.param(["empty"], [], "calls 'empty', whose bundle is broken", id="refused by Triton"),
+        pytest.param(["other"], [], "calls 'other', which is a meta model", id="a meta model"),
+        pytest.param(["bad"], [], "calls 'bad', and that bundle is broken; fix it first", id="broken"),
+        pytest.param(["empty"], [], "calls 'empty', and that bundle is broken", id="refused by Triton"),
         pytest.param(["one"], ["two"], "meta.external: 'two' is a bundle here; move it to", id="no external"),
-        pytest.param(
-            [], ["other"], "meta.external: 'other' is itself a meta model", id="external meta model"
-        ),
+        pytest.param([], ["other"], "meta.external: 'other' is a meta model", id="external meta model"),
         pytest.param(["chain"], [], "meta.calls: 'chain' must not call itself", id="itself"),
     ],
 )

@@ -27,7 +27,8 @@ from tests.chaos.health import watched
 from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, Kind, NotPossible, fill
 from tests.chaos.load import Client, Load, clients
 from tests.chaos.questions import breaking, bulky, endless, mood
-from tests.e2e.harness import ROOT, is_alive, wait_until
+from tests.e2e.harness import ROOT, is_alive
+from tests.waiting import wait_until
 
 #: what Triton 24.10 does with requests that a stub had when it died (facts S6)
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"

@@ -28,8 +28,9 @@ from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
 from tests.chaos.questions import Question
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.nodes import RunningNode, server_pid
+from tests.waiting import wait_until
 
 #: a server; one whose runtime reads a clock that can be set; one under rsrv-node
 Kind = Literal["plain", "clock", "node"]

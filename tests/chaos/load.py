@@ -24,7 +24,8 @@ from tritonclient.utils import InferenceServerException
 from tests.chaos.figures import RIGHT, UNANSWERED, WRONG, Record
 from tests.chaos.questions import QUESTIONS, Question
 from tests.e2e.calls import Array, output_names, tensors
-from tests.e2e.harness import ROOT, wait_until
+from tests.e2e.harness import ROOT
+from tests.waiting import wait_until
 
 #: seconds after which a client gives up waiting for an answer
 PATIENCE = 15.0

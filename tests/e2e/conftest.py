@@ -13,6 +13,7 @@ import example_bundles as examples
 from examples.build import SMALL
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
+from tests.e2e.gateways import Fleet, running_fleet
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
 
 HERE = Path(__file__).parent
@@ -49,6 +50,13 @@ def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([*sources, *options]) == 0
     with running_triton(folder / "gen", folder / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two servers with plain models and a gateway, shared by all tests: leave them as you found them."""
+    with running_fleet(tmp_path_factory.mktemp("fleet")) as running:
         yield running
 
 

@@ -1,21 +1,33 @@
-"""A gateway as a process, in front of tritonservers with plain models that do what the tests need."""
+"""Gateways as processes of their own, in front of tritonservers; and plain models that do what the tests need."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import tritonclient.grpc
 import tritonclient.http
+from ruamel.yaml import YAML
 
 from local_triton import free_ports
-from tests.e2e.harness import RunningTriton, wait_until
+from rsrv.cli import main as cli
+from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
+from rsrv_gateway.v1 import gateway_pb2 as pb
+from rsrv_gateway.v1 import gateway_pb2_grpc
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.waiting import wait_until
 
 _CONFIG = """
 name: "{name}"
@@ -89,7 +101,7 @@ _MORE = {"several": "model_transaction_policy { decoupled: true }"}
 
 
 def write_repository(folder: Path, models: Sequence[str] = tuple(_BODIES)) -> Path:
-    """A model repository with these of the plain models."""
+    """Write a model repository with these of the plain models."""
     for name in models:
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name, more=_MORE.get(name, "")))
@@ -97,58 +109,138 @@ def write_repository(folder: Path, models: Sequence[str] = tuple(_BODIES)) -> Pa
     return folder
 
 
-class RunningGateway:
-    def __init__(self, process: subprocess.Popen[bytes], port: int, http_port: int, log_path: Path) -> None:
-        self.process = process
-        self.url = f"127.0.0.1:{port}"
-        self.http_port = http_port
-        self.log_path = log_path
-        self.grpc = tritonclient.grpc.InferenceServerClient(self.url)
-        self.http = tritonclient.http.InferenceServerClient(f"127.0.0.1:{http_port}")
+@dataclass(frozen=True)
+class Fleet:
+    """Two servers with all plain models, and a gateway in front of them."""
 
-    def is_ready(self) -> bool:
-        if self.process.poll() is not None:
-            raise AssertionError(
-                f"the gateway has left with {self.process.returncode}: {self.log_path.read_text()}"
-            )
+    workers: list[RunningTriton]
+    gateway: RunningGateway
+    #: files that models write
+    marks: Path
+
+
+def entry(server: RunningTriton, name: str, *, control: bool = True) -> dict[str, Any]:
+    """Return a server as gateway.workers has it, with its control service or without."""
+    ports = {
+        "grpc_port": server.grpc_port,
+        "http_port": server.http_port,
+        "metrics_port": server.metrics_port,
+    }
+    socket = runtime_directory(server.pid, "0") / CONTROL_SOCKET
+    return {"name": name, "host": "127.0.0.1", **ports, **({"control": f"unix:{socket}"} if control else {})}
+
+
+class RunningGateway:
+    """A gateway process, with a client for each protocol."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ports: Mapping[str, int], log: Path) -> None:
+        self.process = process
+        self.grpc_port, self.http_port, self.admin_port = ports["grpc"], ports["http"], ports["admin"]
+        self.url = f"127.0.0.1:{self.grpc_port}"
+        self.http_url = f"127.0.0.1:{self.http_port}"
+        self.grpc = tritonclient.grpc.InferenceServerClient(self.url)
+        self.http = tritonclient.http.InferenceServerClient(self.http_url)
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log_text(self) -> str:
+        return self._log.read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Return the status and text of a page of its admin port; status 0 if nothing listens there."""
         try:
-            return bool(self.grpc.is_server_ready())
-        except tritonclient.grpc.InferenceServerException:
-            return False
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    @property
+    def control(self) -> str:
+        (socket,) = base_directory().glob(f"gateway-{self.pid}-*/{CONTROL_SOCKET}")
+        return f"unix:{socket}"
+
+    def status(self) -> pb.GetStatusResponse:
+        with grpc.insecure_channel(self.control) as channel:
+            stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+            found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
+        return found
+
+    def rsrv(self, *arguments: str) -> str:
+        """Return what `rsrv gateway` prints."""
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert cli.main(["gateway", *arguments, "--address", self.control]) == 0
+        return out.getvalue()
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """Give a gRPC client of its own, for a thread."""
+        client = tritonclient.grpc.InferenceServerClient(self.url)
+        try:
+            yield client
+        finally:
+            client.close()
 
 
 @contextmanager
 def running_gateway(
-    folder: Path, workers: Sequence[RunningTriton], **settings: Any
+    folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton] = (), **settings: Any
 ) -> Iterator[RunningGateway]:
-    """Its workers are called a, b ..., and it is ready."""
-    port, http_port = free_ports(2)
-    lines = [
-        "gateway:",
-        f"  grpc: 127.0.0.1:{port}",
-        f"  http: 127.0.0.1:{http_port}",
-        "  admin: null",
-        "  workers:",
+    """Run a gateway that is ready in front of the workers for the length of the block.
+
+    Servers are called a, b ... and have no control service. `settings` are those of the section gateway.
+    """
+    ports = dict(zip(("grpc", "http", "admin"), free_ports(3), strict=True))
+    entries = [
+        entry(worker, name, control=False) if isinstance(worker, RunningTriton) else dict(worker)
+        for name, worker in zip("abcdefgh", workers, strict=False)
     ]
-    for name, worker in zip("abcdefgh", workers, strict=False):
-        ports = f"grpc_port: {worker.grpc_port}, http_port: {worker.http_port}, metrics_port: {worker.metrics_port}"
-        lines.append(f"  - {{name: {name}, host: 127.0.0.1, {ports}}}")
-    lines += [f"  {key}: {value}" for key, value in settings.items()]
-    config, log_path = folder / "gateway.yaml", folder / "gateway.log"
-    config.write_text("\n".join(lines))
-    with log_path.open("wb") as log:
+    section = {**{name: f"127.0.0.1:{port}" for name, port in ports.items()}, "workers": entries, **settings}
+    config, log = folder / "gateway.yaml", folder / "gateway.log"
+    with config.open("w") as file:
+        YAML(typ="safe").dump({"gateway": section}, file)
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rsrv_gateway", "--config", str(config)],
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+            env=os.environ,
         )
-    gateway = RunningGateway(process, port, http_port, log_path)
+    running = RunningGateway(process, ports, log)
     try:
-        wait_until(gateway.is_ready, what="the gateway is ready")
-        yield gateway
+        wait_until(
+            lambda: process.poll() is not None or running.get("/readyz")[0] == 200, 30, what="the gateway"
+        )
+        assert process.poll() is None, running.log_text()
+        yield running
     finally:
-        gateway.grpc.close()
-        gateway.http.close()
-        process.send_signal(signal.SIGKILL)
+        running.grpc.close()
+        running.http.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def running_fleet(folder: Path) -> Iterator[Fleet]:
+    """Run two servers whose models can be unloaded, and a gateway, for the length of the block."""
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                running_triton(
+                    write_repository(folder / name),
+                    folder / f"{name}.log",
+                    extra_args=["--model-control-mode=explicit", "--load-model=*"],
+                    env={"MARKS": str(folder)},
+                )
+            )
+            for name in "ab"
+        ]
+        gateway = stack.enter_context(running_gateway(folder, workers))
+        wait_until(lambda: gateway.grpc.is_model_ready("echo"), what="echo is ready")
+        yield Fleet(workers, gateway, folder)

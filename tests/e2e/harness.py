@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,20 +21,6 @@ from local_triton import TritonServer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
-
-
-def wait_until(predicate: Callable[[], T], timeout: float = 30, *, what: str = "") -> T:
-    """Asks `predicate` again and again until its answer is true, and returns that answer.
-
-    Fails the test after `timeout` seconds, saying what was waited for.
-    """
-    deadline = time.monotonic() + timeout
-    tick = threading.Event()
-    while not (answer := predicate()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout:g} s: {what or predicate}")
-        tick.wait(0.02)
-    return answer
 
 
 class RunningTriton:

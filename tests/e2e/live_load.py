@@ -21,8 +21,9 @@ import numpy as np
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.browser import browsing
 from tests.e2e.calls import caller
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.lives import COLUMNS, write_version
+from tests.waiting import wait_until
 
 MODELS = ("captions", "colours", "faces", "fraud", "intent", "ranking", "reviews", "spam", "topics", "voices")
 PINNED = "ranking"

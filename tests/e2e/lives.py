@@ -16,7 +16,8 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv_bundle.export import export_bundle
 from tests.e2e.calls import Caller
-from tests.e2e.harness import RunningTriton, wait_until
+from tests.e2e.harness import RunningTriton
+from tests.waiting import wait_until
 
 #: columns of every tensor here
 COLUMNS = 4

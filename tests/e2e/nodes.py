@@ -19,8 +19,9 @@ from tritonclient.utils import InferenceServerException
 from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK
 from rsrv.explain import read_yaml
 from rsrv.settings_fleet import WorkerEntry
-from tests.e2e.harness import compilation_cache, wait_until
+from tests.e2e.harness import compilation_cache
 from tests.e2e.lives import COLUMNS
+from tests.waiting import wait_until
 
 
 class RunningNode:

@@ -18,7 +18,8 @@ from tests.e2e import called_model, calling_model
 from tests.e2e.called_model import ECHO, RAISE, TERMS, TOGETHER, WAIT
 from tests.e2e.calling_model import TIMEOUT, TOKENS
 from tests.e2e.calls import at_once, caller
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton
+from tests.waiting import wait_until
 
 _MIRROR = '''
 class TritonPythonModel:

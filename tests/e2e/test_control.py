@@ -28,8 +28,9 @@ from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Refused, caller, outcome, refusal
-from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, is_alive, running_triton
 from tests.e2e.lives import place, version, write_version
+from tests.waiting import wait_until
 
 SETTINGS = """
 lifecycle: {look_s: 0.1}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
-from tests.e2e.fleets import entry, running_gateway
+from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 

@@ -33,7 +33,8 @@ from tests.e2e.calls import (
     refusal,
     tensors,
 )
-from tests.e2e.harness import RunningTriton, wait_until
+from tests.e2e.harness import RunningTriton
+from tests.waiting import wait_until
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
 import pytest
 import tritonclient.grpc
+import tritonclient.http
 from ruamel.yaml import YAML
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -21,9 +25,10 @@ from tritonclient.utils import InferenceServerException
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
-from tests.e2e.fleets import RunningGateway, entry, running_gateway
-from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.e2e.gateways import RunningGateway, entry, running_gateway, write_repository
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 MODELS = ("first", "second", "third", "fourth")
 #: for two models of 1536 bytes
@@ -50,6 +55,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     return folder / "gen"
+
+
+@pytest.fixture(scope="module")
+def servers(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, RunningTriton]]:
+    """Two servers, of which the last test kills one."""
+    folder = tmp_path_factory.mktemp("servers")
+    with (
+        running_triton(repository, folder / "one.log") as one,
+        running_triton(repository, folder / "two.log") as two,
+    ):
+        yield {"one": one, "two": two}
 
 
 def infer(client: Any, model: str, **options: Any) -> None:
@@ -110,12 +128,103 @@ class Load:
                         self.answered += 1
 
 
+def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], tmp_path: Path) -> None:
+    """Under load, without a failed request; one scrape has the metrics of those that are there."""
+    file = tmp_path / "workers.yaml"
+
+    def write(*names: str) -> None:
+        aside = tmp_path / "workers.new"
+        with aside.open("w") as out:
+            YAML(typ="safe").dump([entry(servers[name], name) for name in names], out)
+        aside.rename(file)
+
+    def alive() -> set[str]:
+        return {worker.name for worker in gateway.status().workers if worker.alive}
+
+    write("one")
+    with running_gateway(tmp_path, workers_file=str(file)) as gateway, Load(gateway) as load:
+        load.more(50)
+        assert alive() == {"one"}
+        write("one", "two")
+        wait_until(lambda: alive() == {"one", "two"}, what="the second server")
+        load.more(50)
+        _, metrics = gateway.get("/metrics")
+        for name in servers:
+            assert f'nv_inference_request_success{{worker="{name}",model="first",version="1"}}' in metrics
+        write("two")
+        wait_until(lambda: alive() == {"two"}, what="the first server to leave")
+        load.more(2 * load.threads)  # what was under way there has ended
+        before = read_status(servers["one"].pid)["models"]["first"]["dispatches"]
+        load.more(50)
+        assert read_status(servers["one"].pid)["models"]["first"]["dispatches"] == before
+    assert (load.failed, load.wrong) == ([], [])
+
+
+def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Of two workers under load one dies: gRPC loses at most what was under way on it, HTTP nothing, and no answer is
+    wrong."""
+    clients = 4
+    plain = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
+    answered = [0] * 2 * clients
+    failed: dict[str, list[str]] = {"grpc": [], "http": []}
+    killed = threading.Event()
+
+    def load(number: int, protocol: str, library: ModuleType, url: str) -> None:
+        after = 0
+        with closing(library.InferenceServerClient(url)) as client:
+            while after < 100:
+                after += killed.is_set()
+                value = (number << 20) + answered[number]
+                tensor = library.InferInput("X", [1], "INT32")
+                tensor.set_data_from_numpy(np.array([value], np.int32))
+                try:
+                    answer = client.infer("echo", [tensor])
+                except InferenceServerException as error:
+                    failed[protocol].append(str(error))
+                    continue
+                assert answer.as_numpy("Y") == [value]
+                answered[number] += 1
+
+    with (
+        running_gateway(tmp_path, plain) as gateway,
+        ThreadPoolExecutor(len(answered)) as pool,
+    ):
+        wait_until(lambda: gateway.grpc.is_model_ready("echo"))
+        ways = [("grpc", tritonclient.grpc, gateway.url), ("http", tritonclient.http, gateway.http_url)]
+        loads = [pool.submit(load, number, *ways[number % 2]) for number in range(len(answered))]
+        wait_until(lambda: min(answered) > 50)
+        plain[0].server.kill()
+        killed.set()
+        for each in loads:
+            each.result(60)
+
+    assert len(failed["grpc"]) <= clients, failed["grpc"][:3]
+    assert failed["http"] == []
+    assert min(answered) >= 150 - clients
+
+
+def test_the_gateway_ends_without_losing_a_request(
+    servers: Mapping[str, RunningTriton], tmp_path: Path
+) -> None:
+    """SIGTERM while requests are under way: each is answered or refused, and the server lives on."""
+    server = servers["one"]
+    with running_gateway(tmp_path, [entry(server, "one")]) as gateway:
+        with Load(gateway) as load:
+            load.more(50)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert gateway.process.wait(20) == 0, gateway.log_text()
+        assert load.wrong == []
+        # Cancelled are those that gRPC's own server has taken and not handed on when it stops.
+        codes = {text.partition("]")[0].removeprefix("[StatusCode.") for text in load.failed}
+        assert codes <= {"UNAVAILABLE", "CANCELLED"}
+    assert server.grpc.is_server_ready()
+
+
 def test_models_are_packed_and_their_weights_are_where_requests_go(
-    start_triton: StartTriton, repository: Path, tmp_path: Path
+    servers: Mapping[str, RunningTriton], tmp_path: Path
 ) -> None:
     """Two on each of two servers whose memory holds two. When one of them is killed under load, only what was under way
     there may fail, all others are answered right, and its models go to the server that is left."""
-    servers = {name: start_triton(repository) for name in ("one", "two")}
     workers = [entry(server, name) for name, server in servers.items()]
     with running_gateway(tmp_path, workers, mode="lpt_packing") as gateway:
 
@@ -153,55 +262,3 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
         located = gateway.rsrv("locate", "first")
         assert f"127.0.0.1:{servers['two'].grpc_port}" in located
         assert str(servers["one"].grpc_port) not in located
-
-
-def test_servers_join_and_leave_by_a_file(
-    start_triton: StartTriton, repository: Path, tmp_path: Path
-) -> None:
-    """Under load, without a failed request; one scrape has the metrics of those that are there."""
-    servers = {name: start_triton(repository) for name in ("one", "two")}
-    file = tmp_path / "workers.yaml"
-
-    def write(*names: str) -> None:
-        aside = tmp_path / "workers.new"
-        with aside.open("w") as out:
-            YAML(typ="safe").dump([entry(servers[name], name) for name in names], out)
-        aside.rename(file)
-
-    def alive() -> set[str]:
-        return {worker.name for worker in gateway.status().workers if worker.alive}
-
-    write("one")
-    with running_gateway(tmp_path, workers_file=str(file)) as gateway, Load(gateway) as load:
-        load.more(50)
-        assert alive() == {"one"}
-        write("one", "two")
-        wait_until(lambda: alive() == {"one", "two"}, what="the second server")
-        load.more(50)
-        _, metrics = gateway.get("/metrics")
-        for name in servers:
-            assert f'nv_inference_request_success{{worker="{name}",model="first",version="1"}}' in metrics
-        write("two")
-        wait_until(lambda: alive() == {"two"}, what="the first server to leave")
-        load.more(2 * load.threads)  # what was under way there has ended
-        before = read_status(servers["one"].pid)["models"]["first"]["dispatches"]
-        load.more(50)
-        assert read_status(servers["one"].pid)["models"]["first"]["dispatches"] == before
-    assert (load.failed, load.wrong) == ([], [])
-
-
-def test_the_gateway_ends_without_losing_a_request(
-    start_triton: StartTriton, repository: Path, tmp_path: Path
-) -> None:
-    """SIGTERM while requests are under way: each is answered or refused, and the server lives on."""
-    server = start_triton(repository)
-    with running_gateway(tmp_path, [entry(server, "one")]) as gateway:
-        with Load(gateway) as load:
-            load.more(50)
-            gateway.process.send_signal(signal.SIGTERM)
-            assert gateway.process.wait(20) == 0, gateway.log_text()
-        assert load.wrong == []
-        # Cancelled are those that gRPC's own server has taken and not handed on when it stops.
-        codes = {text.partition("]")[0].removeprefix("[StatusCode.") for text in load.failed}
-        assert codes <= {"UNAVAILABLE", "CANCELLED"}
-    assert server.grpc.is_server_ready()

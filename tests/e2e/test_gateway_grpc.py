@@ -5,46 +5,18 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
+from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.gateways import RunningGateway, running_gateway, write_repository
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
-
-
-@dataclass(frozen=True)
-class Fleet:
-    workers: list[RunningTriton]
-    gateway: RunningGateway
-    #: files that models write
-    marks: Path
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with ExitStack() as stack:
-        workers = []
-        for name in "ab":
-            repository = write_repository(folder / name)
-            options: dict[str, Any] = {
-                "extra_args": ["--model-control-mode=explicit", "--load-model=*"],
-                "env": {"MARKS": str(folder)},
-            }
-            workers.append(stack.enter_context(running_triton(repository, folder / f"{name}.log", **options)))
-        gateway = stack.enter_context(running_gateway(folder, workers))
-        wait_until(lambda: gateway.grpc.is_model_ready("echo"), what="echo is ready")
-        yield Fleet(workers, gateway, folder)
+from tests.e2e.gateways import Fleet, running_gateway
+from tests.waiting import wait_until
 
 
 def number(value: int, *, dtype: str = "INT32", name: str = "X") -> list[InferInput]:
@@ -226,50 +198,9 @@ def test_bytes_that_are_no_request(fleet: Fleet) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Of two workers under load one dies: at most what was under way on it fails, and nothing is answered wrongly."""
-    clients = 8
-    servers = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
-    with running_gateway(tmp_path, servers) as gateway:
-        wait_until(lambda: gateway.grpc.is_model_ready("echo"))
-        killed = threading.Event()
-        failed: list[Any] = []
-        answered = [0] * clients
-
-        def load(client: int) -> None:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            after = 0
-            while after < 200:
-                after += killed.is_set()
-                value = (client << 20) + answered[client]
-                raw = np.int32(value).tobytes()
-                request = service_pb2.ModelInferRequest(model_name="echo", raw_input_contents=[raw])
-                request.inputs.add(name="X", datatype="INT32", shape=[1])
-                try:
-                    answer = stub.ModelInfer(request, timeout=20)
-                except grpc.RpcError as error:
-                    failed.append(error)
-                    continue
-                assert answer.raw_output_contents[0] == raw
-                answered[client] += 1
-
-        with grpc.insecure_channel(gateway.url) as channel:
-            threads = [threading.Thread(target=load, args=(client,)) for client in range(clients)]
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: min(answered) > 100)
-            servers[0].server.kill()
-            killed.set()
-            for thread in threads:
-                thread.join(60)
-
-    assert len(failed) <= clients, failed[:3]
-    assert min(answered) >= 300 - len(failed)
-
-
-def test_a_worker_hangs(start_triton: StartTriton, tmp_path: Path) -> None:
+def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
     """One that is stopped in the middle costs what was under way on it its deadline, and no more; it may come back."""
-    servers = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
+    servers = fleet.workers
     settings = {"probe_s": 0.1, "probe_timeout_s": 0.3, "mode": "round_robin", "drain_s": 2}
     with running_gateway(tmp_path, servers, **settings) as gateway:
         wait_until(lambda: gateway.grpc.is_model_ready("echo"))
@@ -297,3 +228,6 @@ def test_a_worker_hangs(start_triton: StartTriton, tmp_path: Path) -> None:
             assert gateway.process.wait(10) == 0
         finally:
             os.kill(servers[0].pid, signal.SIGCONT)
+    wait_until(
+        lambda: all(worker.alive for worker in fleet.gateway.status().workers), what="the shared gateway"
+    )

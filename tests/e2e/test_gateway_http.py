@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,33 +15,11 @@ import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.gateways import RunningGateway, running_gateway, write_repository
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.gateways import Fleet
+from tests.waiting import wait_until
 
 INFER = "/v2/models/echo/infer"
 ONE = {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [7]}]}
-
-
-@dataclass(frozen=True)
-class Fleet:
-    workers: list[RunningTriton]
-    gateway: RunningGateway
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    with ExitStack() as stack:
-        workers = []
-        for name in "ab":
-            repository = write_repository(folder / name, ["echo", "refusing", "several"])
-            arguments = ["--model-control-mode=explicit", "--load-model=*"]
-            workers.append(
-                stack.enter_context(running_triton(repository, folder / f"{name}.log", extra_args=arguments))
-            )
-        gateway = stack.enter_context(running_gateway(folder, workers))
-        wait_until(lambda: gateway.http.is_model_ready("echo"), what="echo is ready")
-        yield Fleet(workers, gateway)
 
 
 @dataclass(frozen=True)
@@ -239,43 +215,3 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
         with pytest.raises(InferenceServerException, match="ask a server itself") as refused:
             ask()
         assert refused.value.status() == "501"
-
-
-def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Of two workers under load one dies: what was under way on it is answered by the other one, and nothing wrongly."""
-    clients = 8
-    servers = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
-    with running_gateway(tmp_path, servers) as gateway:
-        wait_until(lambda: gateway.http.is_model_ready("echo"))
-        killed = threading.Event()
-        answered = [0] * clients
-        failed: list[Any] = []
-
-        def load(client: int) -> None:
-            after = 0
-            with closing(
-                http.client.HTTPConnection("127.0.0.1", gateway.http_port, timeout=60)
-            ) as connection:
-                while after < 100:
-                    after += killed.is_set()
-                    value = (client << 20) + answered[client]
-                    connection.request("POST", INFER, json.dumps(number(value)))
-                    response = connection.getresponse()
-                    said = json.loads(response.read())
-                    if response.status != 200:
-                        failed.append(said)
-                        continue
-                    assert said["outputs"][0]["data"] == [value]
-                    answered[client] += 1
-
-        threads = [threading.Thread(target=load, args=(client,)) for client in range(clients)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: min(answered) > 50)
-        servers[0].server.kill()
-        killed.set()
-        for thread in threads:
-            thread.join(60)
-
-    assert failed == []
-    assert min(answered) >= 150

@@ -18,8 +18,9 @@ from local_triton import free_ports
 from rsrv.cli import main as cli
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
-from tests.e2e.fleets import running_gateway
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.gateways import running_gateway
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.waiting import wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
 #: without it the worker's Triton tells nobody what it has

@@ -22,8 +22,9 @@ from rsrv_bundle.writer import write_weights
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, is_alive, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, is_alive
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 ONES = np.ones((1, 64), np.float32)
 

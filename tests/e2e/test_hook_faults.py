@@ -15,15 +15,9 @@ import pytest
 
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Arrays, Refused, caller, outcome
-from tests.e2e.harness import (
-    RunningTriton,
-    aborted_by_a_lock,
-    despite,
-    is_alive,
-    running_triton,
-    wait_until,
-)
+from tests.e2e.harness import RunningTriton, aborted_by_a_lock, despite, is_alive, running_triton
 from tests.e2e.metas import rows, write_meta, write_scale
+from tests.waiting import wait_until
 
 #: seconds
 TIMEOUT = 1.5

@@ -20,10 +20,11 @@ from rsrv.control.triton import State, Triton
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.lives import Living, place, version, write_version
 from tests.e2e.metas import rows, write_meta, write_scale
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: A dead stub keeps Triton from ending.

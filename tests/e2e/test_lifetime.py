@@ -23,15 +23,9 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
-from tests.e2e.harness import (
-    RunningTriton,
-    StartTriton,
-    aborted_by_a_lock,
-    despite,
-    is_alive,
-    wait_until,
-)
+from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, despite, is_alive
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 #: seconds after the server's end within which nothing of it may be left
 GONE = 10.0

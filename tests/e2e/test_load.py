@@ -38,7 +38,8 @@ from tests.e2e.calls import (
     refusal,
     tensors,
 )
-from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite
+from tests.waiting import wait_until
 
 
 def models_status(server: RunningTriton) -> dict[str, Any]:

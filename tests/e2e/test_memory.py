@@ -11,9 +11,10 @@ import pytest
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, assert_same, at_once, caller
-from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton
 from tests.held import Held, assert_returned, held, settled
 from tests.products import WEIGHT_BYTES, answer, make_products, question
+from tests.waiting import wait_until
 
 MODELS = 20
 

@@ -16,9 +16,10 @@ import pytest
 from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: Triton's own threads for an instance's answers and calls

@@ -14,9 +14,10 @@ import pytest
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, Caller, Refused, at_once, caller, outcome
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.metas import COLUMNS, HOOKS, plain_model, rows, write_meta, write_scale
 from tests.held import Held, assert_returned, held, settled
+from tests.waiting import wait_until
 
 CHAIN = """
 import numpy as np

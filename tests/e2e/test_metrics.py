@@ -22,8 +22,9 @@ from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.harness import ROOT, RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.harness import ROOT, RunningTriton, StartTriton, running_triton
 from tests.e2e.lives import place
+from tests.waiting import wait_until
 
 ROW = np.ones((1, 64), np.float32)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -15,9 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.wire.paths import base_directory
-from tests.e2e.harness import is_alive, wait_until
+from tests.e2e.harness import is_alive
 from tests.e2e.lives import place, write_version
 from tests.e2e.nodes import answer, free_block, running_node, server_pid
+from tests.waiting import wait_until
 
 MODEL = "versioned"
 #: nobody waits for a look at bundles that have changed

@@ -17,8 +17,9 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS
 from tests.e2e.calls import assert_same, caller, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton
 from tests.runtime_commands import configure
+from tests.waiting import wait_until
 
 #: steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second
 _STEPS = 100

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK
-from tests.e2e.harness import compilation_cache, wait_until
+from tests.e2e.harness import compilation_cache
 from tests.e2e.lives import place, write_version
 from tests.e2e.nodes import answer, free_block
+from tests.waiting import wait_until
 
 QUICK = "lifecycle: {look_s: 0.1}\n"
 

@@ -15,8 +15,9 @@ import pytest
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Refused, caller, outcome
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.lives import COLUMNS, Living, place, version, write_version
+from tests.waiting import wait_until
 
 FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
 WEIGHTS = "weights.safetensors"

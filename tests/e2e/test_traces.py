@@ -12,8 +12,9 @@ import pytest
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.collector import Collector, Seen, collecting
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.metas import COLUMNS, HOOKS, write_meta, write_scale
+from tests.waiting import wait_until
 
 ROW = np.ones((1, COLUMNS), np.float32)
 CHAIN = """

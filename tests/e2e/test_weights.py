@@ -20,9 +20,10 @@ from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
-from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton
 from tests.runtime_commands import Refused, compact, set_residency
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 #: of `exact`: its kernel of 64 x 6 f32
 _BYTES = 1536

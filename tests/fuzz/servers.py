@@ -23,7 +23,7 @@ from tests.chaos.figures import RIGHT, Record
 from tests.chaos.house import INTERNAL
 from tests.chaos.load import Connection, clients, load
 from tests.chaos.questions import QUESTIONS
-from tests.e2e.fleets import entry, running_gateway
+from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import crashed_by_a_cancellation, is_alive, running_triton
 from tests.fuzz.noise import Noise
 from tests.fuzz.requests import MODELS, Attack, make

@@ -1,10 +1,9 @@
 """A runtime that says what a test wants, on a real socket and on the test's own event loop."""
 
 import asyncio
-import functools
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +27,6 @@ from rsrv.settings import load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import Board, create_document
 from rsrv.wire.socket import Closed, Receiver, listen, send
-
-#: seconds for anything that a test waits for
-_PATIENCE = 30.0
-
-
-def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), _PATIENCE))
-
-    return run
 
 
 async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:

@@ -25,7 +25,8 @@ from rsrv.control.grpc_server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
-from tests.unit.control.peers import Served, entry, looped, served, until
+from tests.unit.control.peers import Served, entry, served, until
+from tests.waiting import looped
 
 
 @dataclass

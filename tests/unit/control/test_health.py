@@ -9,7 +9,8 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rsrv.control.health import Readiness
-from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, looped, served, until
+from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, served, until
+from tests.waiting import looped
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 

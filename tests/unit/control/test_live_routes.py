@@ -12,7 +12,7 @@ from aiohttp import ClientSession, web
 from rsrv.live import routes
 from rsrv.live.routes import LivePage, PageError
 from rsrv.tokens import read_token
-from tests.unit.control.peers import looped
+from tests.waiting import looped
 
 TOKEN = b"s3cret"
 

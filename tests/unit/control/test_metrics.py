@@ -17,7 +17,8 @@ from rsrv.control.metrics import ServerFacts, expose
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import LivePage
-from tests.unit.control.peers import looped, served, until
+from tests.unit.control.peers import served, until
+from tests.waiting import looped
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {family.name for family in FAMILIES}

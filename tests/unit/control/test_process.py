@@ -18,8 +18,9 @@ from local_triton import free_ports
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import make_private
-from tests.unit.control.peers import FakeRuntime, entry, looped
+from tests.unit.control.peers import FakeRuntime, entry
 from tests.unit.junk import throw_junk
+from tests.waiting import looped
 
 Process = asyncio.subprocess.Process
 

@@ -10,7 +10,8 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import Overrides
 from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
 from rsrv.wire.frames import Kind
-from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
+from tests.unit.control.peers import FakeRuntime, entry, linked, until
+from tests.waiting import looped
 
 
 @looped

@@ -20,8 +20,9 @@ from rsrv.control.grpc_server import ListenError, listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import ControlSection
-from tests.unit.control.peers import entry, looped, served
+from tests.unit.control.peers import entry, served
 from tests.unit.gateway import http2
+from tests.waiting import looped
 
 SECRET = "correct-horse"
 

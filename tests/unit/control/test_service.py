@@ -12,7 +12,8 @@ from google.protobuf.message import Message
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
-from tests.unit.control.peers import entry, looped, model_status, served, until
+from tests.unit.control.peers import entry, model_status, served, until
+from tests.waiting import looped
 
 A = pb.Target(model="a")
 ALL = pb.Target(all=True)

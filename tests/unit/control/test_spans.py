@@ -18,7 +18,7 @@ from rsrv.control.exporting import Collector, Exporting, make_spans
 from rsrv.control.overrides import Command
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.wire.traces import Span
-from tests.unit.control.peers import looped
+from tests.waiting import looped
 
 TRACE, PARENT, OWN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
 SECOND = 10**9

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from rsrv.cli.top import Top, show
-from tests.unit.control.peers import entry, looped, served
+from tests.unit.control.peers import entry, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
+from tests.waiting import looped
 
 
 def state(t: float, *models: dict[str, Any], instance: str = "1") -> str:

@@ -24,8 +24,8 @@ from rsrv.placement.contract import (
 )
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.metrics import DepartedWorkers, expose, merge
-from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
+from tests.waiting import looped
 
 TRITON = """# HELP nv_inference_request_success Number of successful inference requests, all batch sizes
 # TYPE nv_inference_request_success counter

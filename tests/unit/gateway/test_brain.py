@@ -15,8 +15,8 @@ from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Proxy
 from tests.unit.control.virtual import run
 from tests.unit.gateway.proxies import FakeBrain, FakeWorker, House
-from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
+from tests.waiting import looped
 
 
 def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:

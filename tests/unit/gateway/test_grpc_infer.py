@@ -14,7 +14,8 @@ from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory, WorkerChannels
 from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
-from tests.unit.gateway.workers import Relay, looped
+from tests.unit.gateway.workers import Relay
+from tests.waiting import looped
 
 Code = grpc.StatusCode
 

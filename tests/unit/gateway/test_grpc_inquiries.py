@@ -16,7 +16,7 @@ from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import Token, server_credentials
 from tests.unit.gateway.proxies import FakeWorker, Handler, House, refusal, refusing, serving, types
-from tests.unit.gateway.workers import looped
+from tests.waiting import looped
 
 Code = grpc.StatusCode
 

@@ -11,7 +11,7 @@ import pytest
 from rsrv.placement.contract import Routes, Worker
 from tests.unit.gateway import http2
 from tests.unit.gateway.proxies import SERVICE, Infer, refusal, serving
-from tests.unit.gateway.workers import looped
+from tests.waiting import looped
 
 INFER = f"{SERVICE}ModelInfer".encode()
 REQUEST = Infer(model_name="m").SerializeToString()

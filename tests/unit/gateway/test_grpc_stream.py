@@ -12,7 +12,8 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
 from tests.unit.gateway.proxies import FakeWorker, Handler, House, Infer, refusal, refusing, serving
-from tests.unit.gateway.workers import Relay, looped
+from tests.unit.gateway.workers import Relay
+from tests.waiting import looped
 
 Code = grpc.StatusCode
 TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(ready=())}

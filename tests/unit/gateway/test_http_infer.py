@@ -22,7 +22,8 @@ from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool
 from rsrv_gateway.upload import SMALL
 from tests.unit.gateway.http_proxies import INFER, FakeWorker, House, serving
-from tests.unit.gateway.workers import Relay, looped
+from tests.unit.gateway.workers import Relay
+from tests.waiting import looped
 
 #: more than is waited for before it is sent on
 LARGE = bytes(range(256)) * (SMALL // 64)

@@ -18,7 +18,7 @@ from rsrv.placement.contract import Routes
 from rsrv_gateway.connections import CredentialsError
 from rsrv_gateway.http_protocol import Target, UnknownPath, target_of
 from tests.unit.gateway.http_proxies import House, serving
-from tests.unit.gateway.workers import looped
+from tests.waiting import looped
 
 READY = "/v2/models/m/ready"
 INDEX = "/v2/repository/index"

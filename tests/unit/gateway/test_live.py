@@ -15,8 +15,9 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.routes import PageError
 from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.live import Event, Workers
-from tests.unit.gateway.workers import FakeControl, FakeTriton, looped, serving
+from tests.unit.gateway.workers import FakeControl, FakeTriton, serving
 from tests.unit.gateway.worlds import World
+from tests.waiting import looped
 
 
 class PageControl(FakeControl):

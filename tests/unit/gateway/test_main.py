@@ -26,8 +26,9 @@ from rsrv_gateway.members import MembersError
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.test_admin import get
-from tests.unit.gateway.workers import FakeTriton, looped, serving
+from tests.unit.gateway.workers import FakeTriton, serving
 from tests.unit.junk import throw_junk
+from tests.waiting import looped
 
 GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 

@@ -12,7 +12,8 @@ from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerV
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory, CredentialsError
 from rsrv_gateway.probes import DEAD, ActError, GrpcProber
-from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, looped, serving
+from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, serving
+from tests.waiting import looped
 
 LOAD = pb.GetLoadResponse(
     instance="0123456789abcdef",

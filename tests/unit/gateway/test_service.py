@@ -20,8 +20,8 @@ from rsrv.settings import ControlSection
 from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
-from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
+from tests.waiting import looped
 
 PACKED = {"mode": "lpt_packing"}
 

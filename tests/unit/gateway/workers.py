@@ -1,8 +1,7 @@
 """Servers that answer as a tritonserver and its control service do, on the test's own event loop."""
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,19 +10,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-
-#: seconds for anything that a test waits for
-_PATIENCE = 30.0
-
-
-def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), _PATIENCE))
-
-    return run
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

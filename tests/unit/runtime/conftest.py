@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from tests.fakes import Compute, FakeDevice, FakePbUtils
 from tests.unit.runtime.metas import CLIENT, Run, meta_engine, write_meta
+from tests.waiting import wait_until
 
 
 def export_doubling(path: Path, **weights: list[float]) -> Path:
@@ -158,13 +158,6 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     return model
 
 
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-
-
 StartEngine = Callable[..., Engine]
 
 
@@ -224,10 +217,10 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
         for runtime in runtimes:
             runtime.device.gate.set()
         if any(runtime.alive for runtime in runtimes):
-            until(nothing_is_under_way)
+            wait_until(nothing_is_under_way)
     for runtime in runtimes:
         if runtime.alive:
-            until(partial(only_others_are_left, runtime))
+            wait_until(partial(only_others_are_left, runtime))
 
 
 def only_others_are_left(runtime: Runtime) -> bool:

@@ -11,7 +11,7 @@ from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Status
 from tests.fakes import FakeError, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
     answer_of,
@@ -29,6 +29,7 @@ from tests.unit.runtime.metas import (
 from tests.unit.runtime.test_meta_gate import stopping
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
     assert runtime.device.gate.waiting.wait(10)
     requests += [named("ours"), named("theirs"), named("ours"), named("")]
     engine.execute(requests[1:])
-    until(lambda: queued("c") == 4)
+    wait_until(lambda: queued("c") == 4)
 
     assert operator.do("abort", request="ours") == {"aborted": 2, "executing": 1}
 
@@ -99,7 +100,7 @@ def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta
     threads = [send(meta, first)]
     pause.reached()
     threads.append(send(meta, second))
-    until(lambda: status_of()["waiting"] == 1)
+    wait_until(lambda: status_of()["waiting"] == 1)
 
     assert operator.do("abort", request="second") == {"aborted": 1, "executing": 0}
 
@@ -154,7 +155,7 @@ def test_the_calls_of_a_run_end_with_it(
     asked = named("ours")
     thread = send(meta, asked)
     assert runtime.device.gate.waiting.wait(10)
-    until(lambda: queued("a") + queued("b") == 1)
+    wait_until(lambda: queued("a") + queued("b") == 1)
 
     assert operator.do("abort", request="ours") == {"aborted": 1, "executing": 1}
 

@@ -17,12 +17,13 @@ from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import chain, queued
 from tests.unit.runtime.test_pipelining import answer
 from tests.unit.runtime.test_residency import answered, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator, Watcher
+from tests.waiting import wait_until
 
 #: of a model of `doublings`
 _BYTES = 12
@@ -66,7 +67,7 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
     executing = ask(engines["a"])
     assert runtime.device.gate.waiting.wait(10)
     waiting = ask(engines["a"])
-    until(lambda: queued("a") == 1)
+    wait_until(lambda: queued("a") == 1)
 
     assert operator.do("pause", model="a", mode="drain") == {}
 
@@ -83,7 +84,7 @@ def test_what_a_held_model_is_asked_waits(
     """Until it goes on; nothing of it executes meanwhile."""
     operator.do("pause", model="a", mode="hold")
     waiting = ask(engines["a"])
-    until(lambda: queued("a") == 1)
+    wait_until(lambda: queued("a") == 1)
     runtime.device.executed.clear()
 
     assert answered(ask(engines["b"])) == 2
@@ -99,7 +100,7 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     """With the same words."""
     operator.do("pause", model="a", mode="hold")
     waiting = ask(engines["a"])
-    until(lambda: queued("a") == 1)
+    wait_until(lambda: queued("a") == 1)
 
     operator.do("pause", model="a", mode="reject")
 
@@ -157,7 +158,7 @@ def test_weights_are_freed_when_somebody_says_so_and_come_when_somebody_says_so(
         assert operator.do("evict", model="a") == {"models": ["a"]}
         assert operator.do("evict") == {"models": []}
         watcher.until(lambda: watcher.is_("a", weights="absent"))
-        until(lambda: runtime.device.resident == 1)
+        wait_until(lambda: runtime.device.resident == 1)
 
         assert operator.do("prefetch", model="a") == {}
 
@@ -215,14 +216,14 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         if newer == "a":
             old.close()
-            until(lambda: not runtime.device.resident)
+            wait_until(lambda: not runtime.device.resident)
         new = make_engine(runtime, doublings[newer], name="a")
         old.close()
         assert answered(ask(new)) == {"a": 1, "c": 3}[newer]
 
         operator.do("evict", model="a")
         new.close()
-        until(lambda: not runtime.device.resident)
+        wait_until(lambda: not runtime.device.resident)
         newest = make_engine(runtime, doublings["b"], name="a")
         assert refused(answer(ask(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
     newest.close()
@@ -275,7 +276,7 @@ def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Ope
     """The request is held back, for longer than it may take, until the delay is taken back."""
     assert operator.do("policy", model="a", weight=2, max_delay_us=60_000_000) == {}
     waiting = ask(engines["a"])
-    until(lambda: queued("a") == 1)
+    wait_until(lambda: queued("a") == 1)
     assert answered(ask(engines["b"])) == 2
 
     assert operator.do("policy", model="a", max_delay_us=0) == {}
@@ -367,7 +368,7 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
         asked = ask(engine)
         assert runtime.device.gate.waiting.wait(10)
         waiting = ask(engine)
-        until(lambda: queued("a") == 1)
+        wait_until(lambda: queued("a") == 1)
         busy = operator.do("load")
         assert busy["backlog_s"] > 0
         assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
@@ -406,7 +407,7 @@ def test_of_two_versions_the_ready_one_shows(
     asked = ask(old)
     assert runtime.device.gate.waiting.wait(10)
     old.close()
-    until(lambda: read_status(os.getpid())["models"]["m"]["digest"] != shown["digest"])
+    wait_until(lambda: read_status(os.getpid())["models"]["m"]["digest"] != shown["digest"])
     assert read_status(os.getpid())["models"]["m"]["state"] == "ready"
     runtime.device.gate.set()
     del asked
@@ -463,7 +464,7 @@ def test_whoever_wanted_a_profile_may_leave(
         other.send(command="profile", directory=str(tmp_path / "p"))
         assert runtime.device.profiles.waiting.wait(10)
     runtime.device.profiles.set()
-    until(lambda: operator.do("profile") == {})
+    wait_until(lambda: operator.do("profile") == {})
 
 
 @pytest.mark.parametrize(
@@ -507,7 +508,7 @@ def test_more_commands_than_may_wait_end_the_connection(
             greedy.hear()
         assert "instance" in other.do("ping")
         runtime.device.profiles.set()
-        until(lambda: other.do("profile") == {})
+        wait_until(lambda: other.do("profile") == {})
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from rsrv.wire import paths
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeError, FakeRequest
-from tests.unit.runtime.conftest import StartRuntime, until
+from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, refused, rows
+from tests.waiting import wait_until
 
 BUILDING = Open(Phase.BUILDING, hung=False, key="b@1")
 WARMING = Open(Phase.WARMING, hung=False, key="w@1")
@@ -304,7 +305,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
 
     assert (found.phase, found.ended) == (Phase.LOADING, 0)
     runtime.device.uploads.set()
-    until(lambda: runtime.loop.activity.weights.task is None)
+    wait_until(lambda: runtime.loop.activity.weights.task is None)
     greeted.sock.close()
 
 
@@ -341,11 +342,11 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
 
     start_runtime(settings, blackbox=BlackBox(after))
 
-    until(lambda: ask(good, FakeRequest({"x": rows(1)}))[0].error is None)
-    until(lambda: "it hung while executing" in told(bad))
+    wait_until(lambda: ask(good, FakeRequest({"x": rows(1)}))[0].error is None)
+    wait_until(lambda: "it hung while executing" in told(bad))
     assert told(bad).startswith("[rsrv:RUNTIME_DOWN] bad@")
     assert ask(good, FakeRequest({"x": rows(1)}))[0].error is None
     (after / paths.DEATHS).unlink()
-    until(lambda: ask(bad, FakeRequest({"x": rows(1)}))[0].error is None)
+    wait_until(lambda: ask(bad, FakeRequest({"x": rows(1)}))[0].error is None)
     good.close()
     bad.close()

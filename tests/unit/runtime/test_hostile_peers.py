@@ -14,7 +14,8 @@ from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
-from tests.unit.runtime.conftest import Runtime, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.waiting import wait_until
 
 
 class Client:
@@ -235,7 +236,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
         ask_on()
     assert other.works()
     greeted.sock.close()
-    until(lambda: descriptors() < before)
+    wait_until(lambda: descriptors() < before)
     other.lane.close()
 
 

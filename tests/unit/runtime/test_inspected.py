@@ -12,8 +12,9 @@ from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Signature
 from tests.unit.bundle.forge import seal
 from tests.unit.bundle.test_inspection import CRASHED, CRASHING
-from tests.unit.runtime.conftest import StartRuntime, until
+from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.test_hostile_peers import Client
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_nobody_looks_while_nothing_is_built(
     """The process takes memory, which models could use."""
     runtime = start_runtime(inspector=inspector)
     client = Client(runtime, doubling)
-    until(lambda: inspector._child is None)
+    wait_until(lambda: inspector._child is None)
     assert client.works()
     client.lane.close()
 

@@ -14,7 +14,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     FakeTriton,
     Pause,
@@ -34,6 +34,7 @@ from tests.unit.runtime.metas import (
     status_of,
     with_token,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def test_a_request_that_guesses_does_not_overtake(
     assert runtime.device.gate.waiting.wait(20)
     one = request()
     assert engine.execute([one]) is None
-    until(lambda: queued("a") == 1)
+    wait_until(lambda: queued("a") == 1)
     answer = triton.ask("a", claim(secrets.randbits(63) | 1))
     assert_fails(answer, FakeError.NOT_FOUND, "")
     assert queued("a") == 1

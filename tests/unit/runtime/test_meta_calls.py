@@ -13,7 +13,7 @@ import pytest
 
 from rsrv.runtime.device import Array
 from tests.runtime_commands import configure
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double
 from tests.unit.runtime.metas import (
     Pause,
     answer_of,
@@ -27,6 +27,7 @@ from tests.unit.runtime.metas import (
     send,
     status_of,
 )
+from tests.waiting import wait_until
 
 
 class Log:
@@ -67,9 +68,9 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     assert runtime.device.gate.waiting.wait(20)
     plain = [request(1, 5), request(2, 6)]
     threads.append(send(b, *plain))
-    until(lambda: queued("d") == 2 and queued("b") == 2)
+    wait_until(lambda: queued("d") == 2 and queued("b") == 2)
     pause.go()
-    until(lambda: queued("b") == 3)
+    wait_until(lambda: queued("b") == 3)
     runtime.device.gate.set()
 
     assert_y(answer_of(one), rows(1, 8))
@@ -107,7 +108,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
     threads = [send(d, holding, waiting)]
     assert runtime.device.gate.waiting.wait(20)
     pause.go()
-    until(lambda: queued("a") == 4)
+    wait_until(lambda: queued("a") == 4)
     runtime.device.gate.set()
     assert_y(answer_of(one), rows(1, 7))
     for thread in threads:
@@ -139,7 +140,7 @@ def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, star
     assert runtime.device.gate.waiting.wait(20)
     runtime.device.executed.clear()
     pause.go(4)
-    until(lambda: queued("a") == 4)
+    wait_until(lambda: queued("a") == 4)
     runtime.device.gate.set()
     for n, mine in enumerate(requests):
         assert_y(answer_of(mine[0]), rows(2, 2 * n + 1))
@@ -201,7 +202,7 @@ def test_many_awaited_calls_are_in_flight_at_once(
     thread = send(plain, request())
     assert runtime.device.gate.waiting.wait(20)
     mine = send(engine, one := request(1, 3))
-    until(lambda: queued("a") == 100)
+    wait_until(lambda: queued("a") == 100)
     runtime.device.gate.set()
     assert_y(answer_of(one), rows(1, 4 * 102 + 4))
     for waiting in (thread, mine):

@@ -14,7 +14,7 @@ from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from tests.fakes import FakeError, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
 from tests.unit.runtime.metas import (
     Pause,
     answer_of,
@@ -28,6 +28,7 @@ from tests.unit.runtime.metas import (
     send,
     status_of,
 )
+from tests.waiting import wait_until
 
 
 def hold_device(runtime: Runtime, plain: Engine) -> Any:
@@ -77,7 +78,7 @@ def test_runs_whose_rows_share_an_output_keep_their_own(
         thread = hold_device(runtime, plain)
         runtime.device.executed.clear()
         pause.go(2)
-        until(lambda: queued("a") == 2)
+        wait_until(lambda: queued("a") == 2)
         runtime.device.gate.set()
         thread.join()
         pause.reached(2)
@@ -85,7 +86,7 @@ def test_runs_whose_rows_share_an_output_keep_their_own(
         if together:
             thread = hold_device(runtime, plain)
             pause.go(2)
-            until(lambda: queued("b") == 2)
+            wait_until(lambda: queued("b") == 2)
             runtime.device.gate.set()
             thread.join()
         else:
@@ -119,7 +120,7 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
     runtime.device.executed.clear()
     waits = send(plain, direct := request(1, 7))
     pause.go()
-    until(lambda: queued("b") == 4)
+    wait_until(lambda: queued("b") == 4)
     runtime.device.gate.set()
 
     # a makes 3 of 1, c 5; b makes 8 and 12 of those, and 4 of 1
@@ -169,7 +170,7 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
     pause.go()
     pause.reached()
     assert status_of()["kept_bytes"] == 0
-    until(lambda: gc.collect() >= 0 and not runtime.device.kept)
+    wait_until(lambda: gc.collect() >= 0 and not runtime.device.kept)
     pause.go()
     thread.join()
 

@@ -13,7 +13,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError
 from tests.runtime_commands import configure
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
     Run,
@@ -26,6 +26,7 @@ from tests.unit.runtime.metas import (
     status_of,
 )
 from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
 
 
 def stopping(pause: Pause) -> Run:
@@ -63,7 +64,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     for one in requests:
         assert engine.execute([one]) is None
     pause.reached(2)
-    until(lambda: waiting() == 1)
+    wait_until(lambda: waiting() == 1)
     assert running() == 2
     assert not pause.is_reached
     pause.go()
@@ -85,7 +86,7 @@ def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMet
     assert first.execute(mine) is None
     pause.reached(2)
     assert second.execute([theirs]) is None
-    until(lambda: waiting("other") == 1)
+    wait_until(lambda: waiting("other") == 1)
     assert not other.is_reached
     pause.go(2)
     other.reached()
@@ -229,7 +230,7 @@ def test_a_client_that_goes_while_it_waits_leaves_the_line(
 
     gone = request()
     assert engine.execute([gone]) is None
-    until(lambda: waiting() == 1)
+    wait_until(lambda: waiting() == 1)
     gone.cancelled = True
     assert_fails(answer_of(gone), FakeError.CANCELLED, "cancelled")
 
@@ -244,7 +245,7 @@ def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None
     requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
     for one in requests:
         assert engine.execute([one]) is None
-    until(lambda: waiting() == 3)
+    wait_until(lambda: waiting() == 3)
     end()
 
     for value in (12, 10, 11):
@@ -259,7 +260,7 @@ def test_more_places_are_there_at_once(full: tuple[MetaEngine, Pause, Callable[[
     engine, pause, end = full
     requests = [request(value=n) for n in range(2)]
     assert engine.execute(requests) is None
-    until(lambda: waiting() == 2)
+    wait_until(lambda: waiting() == 2)
 
     configure(os.getpid(), {"meta_concurrency": 4})
     pause.reached(2)
@@ -275,7 +276,7 @@ def test_fewer_places_hold_for_whoever_comes(full: tuple[MetaEngine, Pause, Call
     engine, pause, end = full
     requests = [request(value=n) for n in range(2)]
     assert engine.execute(requests) is None
-    until(lambda: waiting() == 2)
+    wait_until(lambda: waiting() == 2)
 
     configure(os.getpid(), {"meta_concurrency": 1})
     end()
@@ -296,7 +297,7 @@ def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMet
     requests = [request(value=n) for n in range(4)]
     assert engine.execute(requests) is None
     pause.reached(2)
-    until(lambda: waiting() == 2)
+    wait_until(lambda: waiting() == 2)
 
     refused = request()
     assert engine.execute([refused]) is None

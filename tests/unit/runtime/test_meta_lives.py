@@ -17,7 +17,7 @@ from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import configure
 from tests.unit.bundle.forge import seal
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
     Run,
@@ -32,6 +32,7 @@ from tests.unit.runtime.metas import (
     rows,
     status_of,
 )
+from tests.waiting import wait_until
 
 
 @both_kinds
@@ -42,9 +43,9 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
     *inside, outside = [request(value=n) for n in range(3)]
     for one in inside:
         assert engine.execute([one]) is None
-    until(lambda: status_of()["running"] == 2)
+    wait_until(lambda: status_of()["running"] == 2)
     assert engine.execute([outside]) is None
-    until(lambda: status_of()["waiting"] == 1)
+    wait_until(lambda: status_of()["waiting"] == 1)
     assert runtime.device.gate.waiting.wait(20)
 
     closing = threading.Thread(target=engine.close)
@@ -68,7 +69,7 @@ def test_the_runtime_dies_in_a_stage_and_comes_back(
     runtime.device.gate.clear()
     assert engine.execute(requests) is None
     assert runtime.device.gate.waiting.wait(20)
-    until(lambda: status_of()["waiting"] == 2)
+    wait_until(lambda: status_of()["waiting"] == 2)
     runtime.stop()
 
     assert_down_and_back(start_runtime, engine, requests)
@@ -91,9 +92,9 @@ def test_the_runtime_dies_between_stages_and_comes_back(
     requests = [request(value=n) for n in range(4)]
     assert engine.execute(requests) is None
     pause.reached(2)
-    until(lambda: status_of()["waiting"] == 2)
+    wait_until(lambda: status_of()["waiting"] == 2)
     runtime.stop()
-    until(lambda: sum(not one.answers.empty() for one in requests) == 2)
+    wait_until(lambda: sum(not one.answers.empty() for one in requests) == 2)
     pause.go(2)
 
     assert_down_and_back(start_runtime, engine, requests)
@@ -117,17 +118,17 @@ def test_the_runtime_dies_when_a_run_was_just_let_in(
     assert engine.execute(requests[:2]) is None
     pause.reached(2)
     assert engine.execute(requests[2:]) is None
-    until(lambda: status_of()["waiting"] == 1)
+    wait_until(lambda: status_of()["waiting"] == 1)
 
     def open_connection(session: Session, key: str) -> RuntimeConnection:
         runtime.stop()
-        until(lambda: not engine.ready)
+        wait_until(lambda: not engine.ready)
         raise Closed("the runtime is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "open_connection", open_connection)
         configure(os.getpid(), {"meta_concurrency": 3})
-        until(lambda: sum(not one.answers.empty() for one in requests) == 1)
+        wait_until(lambda: sum(not one.answers.empty() for one in requests) == 1)
     pause.go(2)
     assert_down_and_back(start_runtime, engine, requests)
 
@@ -140,7 +141,7 @@ def assert_down_and_back(
     (down,) = ask(engine, request())
     assert_fails(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     start_runtime()
-    until(lambda: ask(engine, request(value=100))[0].error is None)
+    wait_until(lambda: ask(engine, request(value=100))[0].error is None)
     assert_served(engine)
 
 
@@ -154,10 +155,10 @@ def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta)
 
     third = start_meta(runtime, chain, "ab", name="third")
     first.close()
-    until(lambda: set(read_status(os.getpid())["metas"]) == {"second", "third"})
+    wait_until(lambda: set(read_status(os.getpid())["metas"]) == {"second", "third"})
     assert_served(third)
     third.close()
-    until(lambda: runtime.device.resident == 2)
+    wait_until(lambda: runtime.device.resident == 2)
 
 
 def test_a_further_stub_of_the_same_meta_model_shares_its_models(

@@ -22,8 +22,9 @@ from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import read_status
 from tests.fakes import FakeError, FakeRequest, FakeResponse
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double, nothing_is_under_way, until
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double, nothing_is_under_way
 from tests.unit.runtime.metas import FakeTriton, answer_of, assert_fails, assert_y, memory_of, model_engine
+from tests.waiting import wait_until
 
 #: model -> what it adds to twice its input
 MODELS = {name: n for n, name in enumerate("abcd", 1)}
@@ -308,12 +309,12 @@ def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House
                     assert_fails(answer, FakeError.INVALID_ARG, "9 rows")
                 else:
                     assert_y(answer, y)
-        until(nothing_is_under_way)
+        wait_until(nothing_is_under_way)
         for engine in house.engines:
             assert memory_of(engine)[1] <= 4096  # answers that Triton may still read
 
     check()
-    until(lambda: not house.runtime.device.kept)
+    wait_until(lambda: not house.runtime.device.kept)
     metas = read_status(os.getpid())["metas"]
     assert set(metas) == {"m0", "m1", "m2"}
     assert min(meta["calls"] for meta in metas.values()) > 20

@@ -3,8 +3,7 @@
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.fakes import FakeRequest
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta
+from tests.waiting import wait_until
 
 CHAIN = """
     def run(inputs, call):
@@ -61,12 +61,6 @@ def models() -> dict[str, Any]:
     return found
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-
-
 @pytest.mark.parametrize("bad", ["a", "b", "ab"])
 def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack, bad: str
@@ -91,9 +85,9 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 
         assert len(reasons) == 3
         assert all(f"model '{bad[0]}', which it calls" in reason for reason in reasons), reasons
-        wait_for(lambda: models().keys() == {"b", "c"})
+        wait_until(lambda: models().keys() == {"b", "c"})
         assert read_status(os.getpid())["metas"].keys() == {"other"}
-    wait_for(lambda: not models())
+    wait_until(lambda: not models())
 
 
 def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
@@ -111,13 +105,13 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     waiting.start()
 
     lane.close()
-    wait_for(lambda: not read_status(os.getpid())["metas"])
+    wait_until(lambda: not read_status(os.getpid())["metas"])
     runtime.device.compiles.set()
 
     waiting.join(10)
-    wait_for(lambda: models().keys() == {"b"})
+    wait_until(lambda: models().keys() == {"b"})
     lanes.close()
-    wait_for(lambda: not models())
+    wait_until(lambda: not models())
 
 
 def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
@@ -138,7 +132,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     lane.call([Call(1, 7, 0, 0, 1, [spot], [spot])], [])
     assert runtime.device.gate.waiting.wait(10)
     lane.close()
-    wait_for(lambda: not read_status(os.getpid())["metas"])
+    wait_until(lambda: not read_status(os.getpid())["metas"])
 
     coming = threading.Thread(target=register, args=[runtime, lanes, meta, calls])
     coming.start()

@@ -18,10 +18,11 @@ from rsrv.stub.metrics import Reporting
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed
 from tests.fakes import FakeError, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
         (raised,) = ask(engine, FakeRequest({"x": -rows(1)}))
         assert refused(wrong, FakeError.INVALID_ARG, "")
         assert refused(raised, FakeError.INTERNAL, "")
-        until(lambda: sum(metrics(runtime)["models"]["a"]["responses"].values()) == 5)
+        wait_until(lambda: sum(metrics(runtime)["models"]["a"]["responses"].values()) == 5)
 
         a = metrics(runtime)["models"]["a"]
 
@@ -107,7 +108,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     assert said["models"] == {"a": [0, 0, 12, 3, 0, a["device_seconds"], 1, a["load"][0], a["request"]]}
     assert said["memory"]["device"]["physical_bytes"] == 12
     engine.close()
-    until(lambda: metrics(runtime)["models"] == {})
+    wait_until(lambda: metrics(runtime)["models"] == {})
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -120,10 +121,10 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
     old.close()
     with Operator(runtime) as operator:
-        until(lambda: len(operator.do("story", model="m")["stories"]) == 1)
+        wait_until(lambda: len(operator.do("story", model="m")["stories"]) == 1)
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
     new.close()
-    until(lambda: metrics(runtime)["models"] == {})
+    wait_until(lambda: metrics(runtime)["models"] == {})
     again = make_engine(runtime, doublings["a"], name="m")
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 0
     again.close()
@@ -143,7 +144,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
     engine = start_meta(runtime, run, "a", hooks={"a": Hooks(lambda arrays: arrays)})
     with reporting(engine):
         ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": -rows(1)}))
-        until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
+        wait_until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
         said = metrics(runtime)
         with Operator(runtime) as operator:
             shown = operator.do("overview")["models"]

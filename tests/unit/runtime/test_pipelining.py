@@ -28,8 +28,9 @@ from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.runtime_commands import configure
-from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here, until
+from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
+from tests.waiting import wait_until
 
 
 def in_depth(depth: int) -> Settings:
@@ -179,11 +180,11 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
         launch(runtime, engine, FakeRequest({"x": rows(1, i)}))
 
     engine.close()
-    until(lambda: read_status(os.getpid())["connections"] == 1)  # the one that asks
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # the one that asks
     assert runtime.device.resident == 1
     runtime.device.gate.set()
 
-    until(lambda: runtime.device.resident == 0)
+    wait_until(lambda: runtime.device.resident == 0)
     assert runtime.device.executed == [1, 1]
     assert read_status(os.getpid())["models"] == {}
 

@@ -21,7 +21,7 @@ from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Submission
 from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 from tests.unit.runtime.metas import (
     OUTPUTS,
     answer_of,
@@ -34,6 +34,7 @@ from tests.unit.runtime.metas import (
     rows,
     status_of,
 )
+from tests.waiting import wait_until
 
 StartMeta = Callable[..., Any]
 
@@ -90,7 +91,7 @@ def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start
         assert patient.answers.empty()
 
     assert_y(answer_of(patient), 2 * rows(1) + 1)
-    until(lambda: idle(engine))
+    wait_until(lambda: idle(engine))
     assert all(one.answers.empty() for one in requests)
     (answer,) = ask(engine, request(value=5))
     assert_y(answer, rows(1, 11))
@@ -109,7 +110,7 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
     runtime.device.gate.set()
     (answer,) = ask(engine, request())
     assert answer.error is None
-    until(lambda: engine._direct is engine._link.direct)  # the late one's connection is back
+    wait_until(lambda: engine._direct is engine._link.direct)  # the late one's connection is back
     assert calls == [1]
     engine.close()
 
@@ -155,8 +156,8 @@ def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
             assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
             refused += 1
     assert 0 < refused < FLOOD
-    until(lambda: idle(engine))
-    until(lambda: takes_requests(engine))
+    wait_until(lambda: idle(engine))
+    wait_until(lambda: takes_requests(engine))
     (answer,) = ask(engine, request(value=5))
     assert_y(answer, rows(1, 11))
     engine.close()
@@ -200,7 +201,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
             assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     for one in requests[::2]:
         assert answer_of(one).error is None
-    until(lambda: not status_of()["running"])
+    wait_until(lambda: not status_of()["running"])
     assert_served(engine)
 
 
@@ -226,7 +227,7 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
             answered += len(lane.receive(1))
     slab = lane.take(8 << 20, 1)
     at = slab.place.offset
-    until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, at, at + 512)]))
+    wait_until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, at, at + 512)]))
     assert [done.request for done in lane.receive(20)] == [sent]
     lane.close()
 

@@ -18,7 +18,8 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
+from tests.waiting import wait_until
 
 Array = npt.NDArray[Any]
 
@@ -400,7 +401,7 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     (down,) = ask(engine, FakeRequest({"x": rows(1)}))
     assert refused(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     start_runtime()
-    until(lambda: ask(engine, FakeRequest({"x": rows(1)}))[0].error is None)
+    wait_until(lambda: ask(engine, FakeRequest({"x": rows(1)}))[0].error is None)
 
 
 def test_a_model_leaves_with_its_last_stub_and_comes_back(
@@ -415,7 +416,7 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
     (answer,) = ask(second, FakeRequest({"x": rows(1)}))
     assert answer.error is None
     second.close()
-    until(lambda: runtime.device.resident == 0)
+    wait_until(lambda: runtime.device.resident == 0)
 
     (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}))
     assert answer.error is None

@@ -24,10 +24,11 @@ from rsrv.wire.calls import Call
 from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest
 from tests.runtime_commands import command
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.metas import FakeTriton, meta_engine, model_engine, write_meta
 from tests.unit.runtime.metas import ask as ask_meta
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.waiting import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -171,7 +172,7 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
         return last in found
 
     reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
-    until(there)
+    wait_until(there)
     reporting.close()
     return found
 
@@ -261,7 +262,7 @@ def test_a_request_without_a_runtime_is_traced(
     """Its span waits for the next runtime. One that is not to be traced has none."""
     engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
     runtime.stop()
-    until(lambda: not engine.ready and not meta.ready)
+    wait_until(lambda: not engine.ready and not meta.ready)
     for each in (engine, meta):
         wanted, other = FakeRequest({"x": rows(1)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)})
         first, second = ask_meta(each, wanted, other)
@@ -291,7 +292,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
     reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
     assert tried.wait(10)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
-    until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
+    wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
     reporting.close()
 
 

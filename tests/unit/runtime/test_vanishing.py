@@ -11,8 +11,9 @@ import safetensors
 
 from rsrv.stub.connection import Rejected
 from tests.fakes import FakeRequest
-from tests.unit.runtime.conftest import Runtime, until
+from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.waiting import wait_until
 
 
 def delete(bundle: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
     assert ask(again, FakeRequest({"x": rows(1)}))[0].error is None
     for engine in (other, again):
         engine.close()
-    until(lambda: runtime.device.resident == 0)
+    wait_until(lambda: runtime.device.resident == 0)
 
 
 def test_no_file_of_a_bundle_is_mapped(

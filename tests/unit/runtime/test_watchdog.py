@@ -17,8 +17,9 @@ from rsrv.settings import load_settings
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeDevice, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here, until
+from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
+from tests.waiting import wait_until
 
 
 class Watch:
@@ -199,7 +200,7 @@ def test_a_runtime_says_what_it_executes(
     assert 0 < task.expected < 1
     runtime.device.gate.set()
     assert request.answers.get(timeout=10).error is None
-    until(lambda: idle(runtime))
+    wait_until(lambda: idle(runtime))
     engine.close()
 
 
@@ -237,7 +238,7 @@ def test_a_runtime_says_what_it_builds_loads_and_warms_up(
         assert task is not None
         assert (task.phase, task.key.partition("@")[0]) == (phase, "m")
         gate.set()
-    until(lambda: idle(runtime))
+    wait_until(lambda: idle(runtime))
     greeted.sock.close()
 
 
@@ -264,7 +265,7 @@ def test_reading_a_file_is_not_the_devices_work(
     assert task is not None
     assert task.phase is Phase.LOADING
     runtime.device.uploads.set()
-    until(lambda: idle(runtime))
+    wait_until(lambda: idle(runtime))
     greeted.sock.close()
 
 
@@ -274,10 +275,10 @@ def test_all_that_the_loop_does_is_part_of_its_round(runtime: Runtime) -> None:
 
     runtime.loop._inbox.post(lambda: found.append(runtime.loop.activity.round.task))
 
-    until(lambda: bool(found))
+    wait_until(lambda: bool(found))
     assert found[0] is not None
     assert found[0].phase is Phase.LOOPING
-    until(lambda: runtime.loop.activity.round.task is None)
+    wait_until(lambda: runtime.loop.activity.round.task is None)
 
 
 def test_each_run_of_a_warm_up_has_its_own_time(doubling: Path) -> None:

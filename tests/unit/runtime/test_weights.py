@@ -27,10 +27,11 @@ from rsrv.wire.socket import read_status
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.runtime_commands import Refused, compact, configure, set_residency
-from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling, until
+from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
 from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 #: of one weight of `export_doubling`: three f32
@@ -154,12 +155,12 @@ def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
     first, second = (house.engine(relatives[name]) for name in "ab")
 
     first.close()
-    until(lambda: house.runtime.device.device_bytes == 2 * _BYTES)
-    until(lambda: house.host() == (2 * _BYTES, 2 * _BYTES, 2))
+    wait_until(lambda: house.runtime.device.device_bytes == 2 * _BYTES)
+    wait_until(lambda: house.host() == (2 * _BYTES, 2 * _BYTES, 2))
     assert answered(ask(second)) == 2
     second.close()
-    until(lambda: house.runtime.device.device_bytes == 0)
-    until(lambda: house.host() == (0, 0, 0))
+    wait_until(lambda: house.runtime.device.device_bytes == 0)
+    wait_until(lambda: house.host() == (0, 0, 0))
 
 
 def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str, Path]) -> None:
@@ -196,8 +197,8 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     house.runtime.device.uploads.set()
 
     assert answered(late) == 2
-    until(lambda: house.model("a")["weights"] == "resident")
-    until(lambda: house.host()[2] == 1)
+    wait_until(lambda: house.model("a")["weights"] == "resident")
+    wait_until(lambda: house.host()[2] == 1)
     assert [answered(ask(engine)) for engine in (a, b, a)] == [1, 2, 1]
 
 
@@ -212,9 +213,9 @@ def test_every_residency_follows_every_other(
     for residency in (before, after):
         set_residency(os.getpid(), "a", residency)
         if residency == "device":
-            until(lambda: house.model("a")["weights"] == "resident")
+            wait_until(lambda: house.model("a")["weights"] == "resident")
         kept = 2 if residency == "system" else 1
-        until(lambda kept=kept: house.host()[2] == kept)  # type: ignore[misc]
+        wait_until(lambda kept=kept: house.host()[2] == kept)  # type: ignore[misc]
         assert house.model("a")["residency"] == residency
         assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
         assert [answered(ask(engine)) for engine in (a, b, a, b)] == [1, 2, 1, 2]
@@ -237,7 +238,7 @@ def test_the_residency_changes_while_the_weights_are_on_their_way(
     assert house.model("a")["weights"] == "loading"
     house.runtime.device.uploads.set()
     assert answered(request) == 1
-    until(lambda: house.host()[2] == (2 if residency == "system" else 1))
+    wait_until(lambda: house.host()[2] == (2 if residency == "system" else 1))
     assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
 
 
@@ -258,7 +259,7 @@ def test_the_residency_changes_while_the_model_executes(
 
     house.runtime.device.gate.set()
     assert answered(request) == 2
-    until(lambda: house.model("a")["weights"] == "resident")
+    wait_until(lambda: house.model("a")["weights"] == "resident")
     assert answered(ask(b)) == 2
     pinned = house.device_bytes()["pinned_bytes"]
     assert pinned == (2 * _BYTES if residency == "device" else _BYTES)
@@ -271,7 +272,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
     house.start("weight_budget_bytes: 0")
     a = house.engine(doublings["a"])
     set_residency(os.getpid(), "a", "unpinned")
-    until(lambda: house.host()[2] == 0)
+    wait_until(lambda: house.host()[2] == 0)
     ended: list[int] = []
     real = WeightsFile.read_into
     errors = iter([MemoryError()])
@@ -303,7 +304,7 @@ def test_the_residency_changes_while_the_model_is_compiled(house: House, doublin
 
     assert house.model("a")["residency"] == "device"
     assert house.device_bytes()["pinned_bytes"] == _BYTES
-    until(lambda: house.host() == (0, 0, 0))
+    wait_until(lambda: house.host() == (0, 0, 0))
     registering.lane.close()
 
 
@@ -315,7 +316,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
     engines = [house.engine(doublings[name]) for name in "ab"]
     for name in "ab":
         set_residency(os.getpid(), name, "device")
-    until(lambda: house.device_bytes()["held_bytes"] == 2 * _BYTES)
+    wait_until(lambda: house.device_bytes()["held_bytes"] == 2 * _BYTES)
 
     assert (
         f"pinned models take {2 * _BYTES} bytes of the device, and weights may take {_BYTES}" in caplog.text
@@ -397,7 +398,7 @@ def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path])
 
     b.close()
 
-    until(lambda: house.device_bytes()["budget_bytes"] == 1000)
+    wait_until(lambda: house.device_bytes()["budget_bytes"] == 1000)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -411,7 +412,7 @@ def test_an_execution_without_memory_is_tried_once_more(
     house.runtime.device.fail_next(where)
 
     assert answered(ask(a)) == 1
-    until(lambda: house.model("b")["evictions"] == 1)
+    wait_until(lambda: house.model("b")["evictions"] == 1)
     assert house.model("a")["evictions"] == 0
     assert answered(ask(b)) == 2
 
@@ -440,7 +441,7 @@ def test_a_load_without_memory_is_tried_once_more(
     a, b, c = (house.engine(doublings[name]) for name in "abc")
     house.runtime.device.fail_next("upload")
     assert answered(ask(a)) == 1
-    until(lambda: house.model("c")["evictions"] > 0)
+    wait_until(lambda: house.model("c")["evictions"] > 0)
 
     assert answered(ask(b)) == 2
     assert answered(ask(c)) == 3
@@ -457,7 +458,7 @@ def test_a_load_without_memory_is_tried_once_more(
     why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; they are tried again in "
     assert refused(ask(a).answers.get(timeout=10), FakeError.UNAVAILABLE, why)
     assert [answered(ask(engine)) for engine in (c, b)] == [3, 2]
-    until(lambda: ask(a).answers.get(timeout=10).error is None)
+    wait_until(lambda: ask(a).answers.get(timeout=10).error is None)
 
 
 def test_a_load_that_stops_halfway_leaves_nothing_behind(house: House, relatives: dict[str, Path]) -> None:
@@ -502,8 +503,8 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     house.runtime.device.fail_next("read", times=0)
 
     # The other one had left the device for the second try.
-    until(lambda: house.runtime.device.device_bytes == 0)
-    until(lambda: house.host()[2] == 1)
+    wait_until(lambda: house.runtime.device.device_bytes == 0)
+    wait_until(lambda: house.host()[2] == 1)
     assert answered(ask(a)) == 1
     assert answered(ask(house.engine(doublings["b"]))) == 2
 
@@ -538,7 +539,9 @@ def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str,
     assert house.runtime.device.uploaded == 2
     house.runtime.device.gate.set()
     assert (answered(first), answered(second)) == (1, 2)
-    until(lambda: house.runtime.device.uploaded == 4 and house.device_bytes()["held_bytes"] == 2 * _BYTES)
+    wait_until(
+        lambda: house.runtime.device.uploaded == 4 and house.device_bytes()["held_bytes"] == 2 * _BYTES
+    )
     assert [house.model(name)["evictions"] for name in "ab"] == [1, 1]
 
 
@@ -562,7 +565,7 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
     gone.cancelled = True
     assert refused(gone.answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
     waiting = ask(two)
-    until(lambda: house.model("a")["queued"] == 1)
+    wait_until(lambda: house.model("a")["queued"] == 1)
     house.runtime.device.uploads.set()
 
     assert answered(waiting) == 1
@@ -580,11 +583,11 @@ def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
     assert house.runtime.device.compiles.waiting.wait(10)
     registering.lane.sock.shutdown(2)
     registering.join()
-    until(lambda: read_status(os.getpid())["connections"] == 1)
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)
     house.runtime.device.compiles.set()
     b = house.engine(doublings["b"])
 
-    until(lambda: house.host() == (_BYTES, _BYTES, 1))
+    wait_until(lambda: house.host() == (_BYTES, _BYTES, 1))
     assert house.runtime.device.uploaded == 1
     assert answered(ask(b)) == 2
     registering.lane.close()
@@ -602,16 +605,16 @@ def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
     registering.lane.sock.shutdown(2)
     registering.join()
     again = register(house.runtime, "a", doublings["a"])
-    until(lambda: read_status(os.getpid())["connections"] == 2)
+    wait_until(lambda: read_status(os.getpid())["connections"] == 2)
     house.runtime.device.uploads.set()
     again.join()
 
     assert again.rejected == []
-    until(lambda: house.runtime.device.device_bytes == _BYTES)
-    until(lambda: house.host() == (_BYTES, _BYTES, 1))
+    wait_until(lambda: house.runtime.device.device_bytes == _BYTES)
+    wait_until(lambda: house.host() == (_BYTES, _BYTES, 1))
     again.lane.close()
     registering.lane.close()
-    until(lambda: house.runtime.device.device_bytes == 0)
+    wait_until(lambda: house.runtime.device.device_bytes == 0)
 
 
 def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
@@ -625,7 +628,7 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
 
     registering.lane.sock.shutdown(2)
     registering.join()
-    until(lambda: read_status(os.getpid())["connections"] == 1)
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)
     assert house.runtime.device.device_bytes == _BYTES
     again = register(house.runtime, "a", doublings["a"])
     house.runtime.device.gate.set()
@@ -635,8 +638,8 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
     assert house.model("a")["weights"] == "resident"
     again.lane.close()
     registering.lane.close()
-    until(lambda: house.runtime.device.device_bytes == 0)
-    until(lambda: house.host() == (0, 0, 0))
+    wait_until(lambda: house.runtime.device.device_bytes == 0)
+    wait_until(lambda: house.host() == (0, 0, 0))
 
 
 def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
@@ -652,7 +655,7 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     assert answered(ask(a)) == 1
 
     set_residency(os.getpid(), "mine", "unpinned")
-    until(lambda: house.host()[2] == 1)
+    wait_until(lambda: house.host()[2] == 1)
 
     for _ in range(2):
         assert answered(ask(b)) == 2
@@ -711,7 +714,7 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
     loop._inbox.post(meet)
     assert done.wait(10)
 
-    until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
+    wait_until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
     frame, fds = second.receiver.receive()
     assert read_header(frame)[0] is Kind.REGISTERED
     for fd in fds:

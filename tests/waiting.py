@@ -1,0 +1,39 @@
+"""Waiting: for a condition, and for tests that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+#: seconds for all that a test of coroutines waits for
+PATIENCE_S = 30.0
+
+T = TypeVar("T")
+
+
+def wait_until(predicate: Callable[[], T], timeout: float = 30, *, what: str = "") -> T:
+    """Call `predicate` every 20 ms until its answer is true, and return that answer.
+
+    Fails the test after `timeout` seconds, with `what` was waited for.
+    """
+    deadline = time.monotonic() + timeout
+    tick = threading.Event()
+    while not (answer := predicate()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or predicate}")
+        tick.wait(0.02)
+    return answer
+
+
+def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
+
+    return run

@@ -252,9 +252,9 @@ def test_json_is_protobufs_json() -> None:
             {"command": "policy", "model": "a", "weight": 2.5, "max_delay_us": 100},
             "a: weight 2.5, max_delay_us 100",
         ),
-        (["prefetch", "a"], {"command": "prefetch", "model": "a"}, "a: the weights are loaded"),
+        (["prefetch", "a"], {"command": "prefetch", "model": "a"}, "a: the weights will be loaded"),
         (["evict", "--all"], {"command": "evict", "model": None}, "freed: a, b"),
-        (["compact"], {"command": "compact"}, "weights that are not pinned are loaded again"),
+        (["compact"], {"command": "compact"}, "the weights that are not pinned are evicted and loaded again"),
         (["pause", "a"], {"command": "pause", "model": "a", "mode": "hold"}, "a: paused (hold)"),
         (
             ["pause", "--all", "--mode", "drain"],
@@ -263,7 +263,7 @@ def test_json_is_protobufs_json() -> None:
         ),
         (["continue", "a"], {"command": "continue", "model": "a"}, "a: not paused"),
         (["resume", "--all"], {"command": "continue", "model": None}, "all models: not paused"),
-        (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 execute already"),
+        (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 already execute"),
         (["story", "a"], {"command": "story", "model": "a"}, "one\ntwo"),
     ],
 )
@@ -461,7 +461,7 @@ def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         async with shell(tmp_path, capsys) as rsrv:
             said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
             assert said.status == 1
-            assert said.err.startswith(f"rsrv: cannot connect to unix:{tmp_path}/nobody.sock: ")
+            assert said.err.startswith(f"rsrv: cannot connect to unix:{tmp_path}/nobody.sock. Check ")
             assert len(said.err.splitlines()) == 1
 
     run()

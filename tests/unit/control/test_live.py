@@ -174,7 +174,7 @@ async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) ->
 @looped
 async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """His stream ends; another's goes on."""
-    monkeypatch.setattr(module, "_UNTAKEN", 4)
+    monkeypatch.setattr(module, "_MAX_PENDING_EVENTS", 4)
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as slow:
         await anext(slow)
         async with aclosing(server.live.watch()) as events:

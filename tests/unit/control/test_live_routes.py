@@ -102,11 +102,14 @@ async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: byt
 @looped
 async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more than may be is told so."""
-    monkeypatch.setattr(routes, "_MOST", 1)
+    monkeypatch.setattr(routes, "_MAX_WATCHERS", 1)
     async with page() as (_, client), client.get("/live/stream") as first:
         await first.content.readline()
         async with client.get("/live/stream") as second:
-            assert (second.status, await second.text()) == (503, "1 others watch already\n")
+            assert (second.status, await second.text()) == (
+                503,
+                "the page has 1 watchers already; close one\n",
+            )
 
 
 @looped
@@ -128,10 +131,10 @@ PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
     [
         (None, b"Bearer s3cret", PIN, 403, "metrics.token_file is not set"),
         (None, b"Bearer ", PIN, 403, "metrics.token_file is not set"),
-        (TOKEN, b"", PIN, 401, "not the token"),
-        (TOKEN, b"Bearer s3cre", PIN, 401, "not the token"),
-        (TOKEN, b"Bearer \xff\xfe", PIN, 401, "not the token"),
-        (TOKEN, b"s3cret", PIN, 401, "not the token"),
+        (TOKEN, b"", PIN, 401, "the token is wrong"),
+        (TOKEN, b"Bearer s3cre", PIN, 401, "the token is wrong"),
+        (TOKEN, b"Bearer \xff\xfe", PIN, 401, "the token is wrong"),
+        (TOKEN, b"s3cret", PIN, 401, "the token is wrong"),
         (TOKEN, b"Bearer s3cret", "", 400, "server, model and what"),
         (TOKEN, b"Bearer s3cret", "[]", 400, "server, model and what"),
         (TOKEN, b"Bearer s3cret", "3", 400, "server, model and what"),

@@ -225,7 +225,7 @@ async def test_the_page_is_served_to_who_gets_it() -> None:
 @looped
 async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes when there are many is closed on at once; when one has gone, the next one is answered."""
-    monkeypatch.setattr(http, "_CONNECTIONS", 1)
+    monkeypatch.setattr(http, "_MAX_CONNECTIONS", 1)
     async with page() as port:
         idle, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -244,8 +244,8 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 @looped
 async def test_who_says_nothing_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """When all places are taken, and after a while; who is being answered does not."""
-    monkeypatch.setattr(http, "_CONNECTIONS", 2)
-    monkeypatch.setattr(http, "_PATIENCE", 0.0)
+    monkeypatch.setattr(http, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http, "_IDLE_S", 0.0)
     async with page() as port:
         watcher, watching = await asyncio.open_connection("127.0.0.1", port)
         watching.write(b"GET /live/stream HTTP/1.1\r\nHost: a\r\n\r\n")

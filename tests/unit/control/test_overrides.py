@@ -115,4 +115,4 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
     overrides.commanded({"command": "residency", "model": "a", "residency": "device"})
 
     assert overrides.models == {"a"}
-    assert "will not know" in caplog.text
+    assert "will not have the settings" in caplog.text

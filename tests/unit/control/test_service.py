@@ -327,7 +327,7 @@ async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path
 
 @looped
 async def test_a_prefetch_whose_load_fails_says_so(tmp_path: Path) -> None:
-    """The weights were on their way, and are not any more."""
+    """The load began, and did not end well."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="a", wait=True)))
@@ -338,7 +338,7 @@ async def test_a_prefetch_whose_load_fails_says_so(tmp_path: Path) -> None:
         code, text = await refusal(call)
 
         assert code is grpc.StatusCode.ABORTED
-        assert "the load failed, or gave way" in text
+        assert "failed, or the weights were evicted" in text
 
 
 @looped

@@ -8,7 +8,7 @@ from typing import Any
 
 from rsrv.control.v1 import control_pb2 as pb
 
-#: what is shown in which group: executions share the device with warm-ups, loads the link with evictions
+#: Group of each kind: executions share the device with warm-ups, loads the link with evictions.
 _GROUPS = {
     pb.SPAN_KIND_EXECUTE: "device",
     pb.SPAN_KIND_WARM_UP: "device",
@@ -19,12 +19,12 @@ _PROCESSES = {"device": 1, "weights": 2}
 
 
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
-    """The trace as an object for json.dumps; times in it are microseconds of Unix time.
+    """Return the trace as an object for json.dumps; its times are microseconds of Unix time.
 
-    A group has as many lanes as there is at once at most: the format has no overlapping events in one.
+    A group has as many lanes as events at the same time: the format has no overlapping events in one lane.
     """
     events: list[dict[str, Any]] = []
-    #: by group, when each lane is free
+    #: Group -> time at which each of its lanes is free.
     lanes: dict[str, list[float]] = {group: [] for group in _PROCESSES}
     for span in sorted(spans, key=lambda span: (span.start_unix_s, span.seconds)):
         group = _GROUPS.get(span.kind)

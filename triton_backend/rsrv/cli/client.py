@@ -1,4 +1,4 @@
-"""The connection of a command to a service, of a server or a gateway, and how commands end."""
+"""A command's connection to the service of a server or a gateway, and its exit status."""
 
 import argparse
 import sys
@@ -14,13 +14,13 @@ from rsrv.cli.output import one_line, print_json
 from rsrv.control import find
 from rsrv.progress import steps
 
-#: seconds to wait for what the server only has to note, and for what it has to do first
-SOON_S = 10.0
-LATE_S = 600.0
+#: Seconds to wait for an answer, and for the answer to a call that loads or compiles first.
+TIMEOUT_S = 10.0
+LONG_TIMEOUT_S = 600.0
 
 
 class CommandLineError(Exception):
-    """The command line."""
+    """The command line is wrong; the message says why."""
 
 
 def carry_out(
@@ -29,25 +29,28 @@ def carry_out(
     stub: Callable[[Any], Any],
     find_address: Callable[[int | None], str],
 ) -> int:
-    """Likewise; `stub` makes one of the service on a channel, and `find_address` finds the service of a pid."""
+    """Connect, carry out a command, and return its exit status.
+
+    `stub` makes a stub of the service on a channel, and `find_address` finds the service of a pid.
+    """
     address = ""
     try:
         address = getattr(options, "address", None) or find_address(getattr(options, "pid", None))
         with _connected(address, options, stub) as server:
             return command(server)
     except CommandLineError as error:
-        return _complain(str(error), 2)
+        return _fail(str(error), 2)
     except (find.NotFound, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            # Whoever reads our output has seen enough. Python would complain while it closes it.
+            # The reader has closed the pipe. Python would log an error when it closes the output.
             sys.stdout = None
             return 0
-        return _complain(str(error), 1)
+        return _fail(str(error), 1)
     except grpc.RpcError as error:
-        return _complain(_explain(error, address), 1)
+        return _fail(_explain(error, address), 1)
 
 
-def _complain(text: str, status: int) -> int:
+def _fail(text: str, status: int) -> int:
     print(f"rsrv: {one_line(text)}", file=sys.stderr)
     return status
 
@@ -55,14 +58,14 @@ def _complain(text: str, status: int) -> int:
 def _explain(error: Any, address: str) -> str:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text:
-        return f"cannot connect to {address}: is the server there, and do both sides or neither speak TLS?"
+        return f"cannot connect to {address}. Check that the server runs, and that both sides or neither use TLS."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "no answer in time; --timeout says how long to wait"
+        return "no answer in time; --timeout sets how long to wait"
     return text or code.name
 
 
 class Server:
-    """A connection to a control service, and what the command line says."""
+    """A connection to a control service, with the options of the command."""
 
     def __init__(
         self, channel: Any, stub: Callable[[Any], Any], options: argparse.Namespace, token: str | None
@@ -73,13 +76,13 @@ class Server:
         self._health = health_pb2_grpc.HealthStub(channel)
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
-    def ask(self, call: str, request: Message, seconds: float = SOON_S) -> Any:
-        """The answer. Raises grpc.RpcError."""
+    def ask(self, call: str, request: Message, seconds: float = TIMEOUT_S) -> Any:
+        """Call the service, and return its answer. Raises grpc.RpcError."""
         timeout = getattr(self.options, "timeout", seconds)
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
 
-    def wait(self, call: str, request: Message, what: str, seconds: float = LATE_S) -> Any:
-        """As `ask`, where the server has to do something first: `what`, which a terminal shows meanwhile."""
+    def wait(self, call: str, request: Message, what: str, seconds: float = LONG_TIMEOUT_S) -> Any:
+        """Call the service and wait for its work, which a terminal shows as `what`. Raises grpc.RpcError."""
         with steps(what):
             return self.ask(call, request, seconds)
 
@@ -89,11 +92,11 @@ class Server:
 
     def health(self, service: str) -> Any:
         request = health_pb2.HealthCheckRequest(service=service)
-        timeout = getattr(self.options, "timeout", SOON_S)
+        timeout = getattr(self.options, "timeout", TIMEOUT_S)
         return self._health.Check(request, timeout=timeout, metadata=self._metadata)
 
     def done(self, answer: Message, text: str) -> int:
-        """Say what was done."""
+        """Print the text, or the answer as JSON; return the exit status."""
         if self.json:
             print_json(answer)
         else:
@@ -116,7 +119,7 @@ def _connected(address: str, options: argparse.Namespace, stub: Callable[[Any], 
     limits = [("grpc.max_receive_message_length", -1)]
     if ca or certificate or key or getattr(options, "tls", False):
         if (certificate is None) != (key is None):
-            raise CommandLineError("--tls-cert and --tls-key go together")
+            raise CommandLineError("--tls-cert needs --tls-key, and --tls-key needs --tls-cert")
         pems = (None if path is None else path.read_bytes() for path in (ca, key, certificate))
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), limits)
     else:

@@ -1,4 +1,4 @@
-"""What each subcommand of `rsrv gateway` asks for, and what it prints."""
+"""The subcommands of `rsrv gateway`."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from rsrv_gateway.directory import address
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 
-#: seconds that packing may take
-_LATE = 60.0
+#: Seconds that packing may take.
+_PACKING_TIMEOUT_S = 60.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def _policy(server: Server) -> int:
     for text in server.options.changes:
         key, equals, value = text.partition("=")
         if not equals:
-            raise CommandLineError(f"{text!r} is no KEY=VALUE")
+            raise CommandLineError(f"{text!r} is not KEY=VALUE")
         paths.append(key)
         if value != "default":
             _set(wanted, key, value)
@@ -58,14 +58,14 @@ def _place(server: Server) -> int:
     if options.fill is not None:
         _set(request, "fill", options.fill)
     answer = server.ask("SetPlacement", request)
-    return server.show(answer, lambda answer: _warnings(answer.warnings, f"{options.model}: placed so"))
+    return server.show(answer, lambda answer: _warnings(answer.warnings, f"{options.model}: placement set"))
 
 
 def _repack(server: Server) -> int:
     wait = not server.options.no_wait
-    answer = server.wait("Repack", pb.RepackRequest(wait=wait), "packing models", _LATE)
-    done = f"{answer.repacks.packed} packed, {answer.repacks.moved} go elsewhere, {answer.repacks.held} held where they are"
-    return server.done(answer, done if wait else "asked for")
+    answer = server.wait("Repack", pb.RepackRequest(wait=wait), "packing models", _PACKING_TIMEOUT_S)
+    done = f"{answer.repacks.packed} packed, {answer.repacks.moved} move, {answer.repacks.held} stay"
+    return server.done(answer, done if wait else "repack requested")
 
 
 def _locate(server: Server) -> int:
@@ -101,15 +101,11 @@ _COMMANDS: Mapping[str, Callable[[Server], int]] = {
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
-    """Workers, then models."""
+    """Print the gateway's workers, then its models."""
     print(f"gateway {answer.pid}, {_word(pb.Mode, answer.mode)}")
     if answer.mode == pb.MODE_LPT_PACKING:
         repacks = answer.repacks
-        last = (
-            f"the last one ({repacks.last}) {duration(repacks.last_age_s)} ago"
-            if repacks.last
-            else "none yet"
-        )
+        last = f"the last ({repacks.last}) {duration(repacks.last_age_s)} ago" if repacks.last else "none yet"
         print(
             f"repacks: {last}; {duration(repacks.device_s)} of the {duration(repacks.threshold_device_s)} of device time "
             "to the next"
@@ -199,7 +195,7 @@ def _warnings(warnings: Any, otherwise: str = "") -> None:
 
 
 def _set(message: Any, key: str, value: str) -> None:
-    """A field as rsrv.yaml has it. Raises CommandLineError."""
+    """Set a field to a value as in rsrv.yaml. Raises CommandLineError."""
     field = message.DESCRIPTOR.fields_by_name.get(key)
     if field is None:
         raise CommandLineError(f"{key!r} is not one of {', '.join(message.DESCRIPTOR.fields_by_name)}")

@@ -1,4 +1,4 @@
-"""The command `rsrv`: shows and steers a running server. Light until it knows what it is to do."""
+"""The command `rsrv`: shows and controls a running server. Heavy modules are imported by subcommands only."""
 
 import argparse
 import sys
@@ -8,12 +8,12 @@ from pathlib import Path
 from rsrv.command import add_version
 from rsrv.serve.node_cli import gpus
 
-_EPILOG = """The server is the one of yours that runs here, or what --pid, --address or RSRV_CONTROL_ADDRESS names.
-Exit status: 0; 1 when it fails, or, of health, when it is not serving; 2 for a wrong command line."""
+_EPILOG = """The server is the one of yours that runs here, or the one that --pid, --address or RSRV_CONTROL_ADDRESS names.
+Exit status: 0; 1 on failure, or if health finds it not serving; 2 for a wrong command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
+    """Run the command."""
     options = parser().parse_args(argv)
     try:
         if options.command == "gateway":
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     common = _common("server", "tritonserver", "control.listen")
 
     top = argparse.ArgumentParser(
-        prog="rsrv", description="Shows and steers a server with rsrv.", epilog=_EPILOG, parents=[common]
+        prog="rsrv", description="Show and control a server with rsrv.", epilog=_EPILOG, parents=[common]
     )
     add_version(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -49,39 +49,41 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(command=name)
         return added
 
-    status = command("status", "the server and its models, or all about one model", "ls")
+    status = command("status", "the server and its models, or the details of one model", "ls")
     status.add_argument("model", nargs="?", default="", metavar="MODEL")
-    health = command("health", "whether the server, or a model, can serve")
+    health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
-    command("load", "what waits, and what it will take")
-    story = command("story", "what the scheduler did with a model of late, and why")
+    command("load", "the requests that wait, and the time that they will take")
+    story = command("story", "the scheduler's recent decisions about a model, with reasons")
     story.add_argument("model", metavar="MODEL")
-    timeline = command("timeline", "what the device did of late, as a trace for Perfetto or chrome://tracing")
+    timeline = command("timeline", "the device's recent work, as a trace for Perfetto or chrome://tracing")
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
     timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
-    command("top", "what the live page shows, in the terminal, until Ctrl-C")
-    command("watch", "the models' states, and every change until Ctrl-C")
+    command("top", "the live page in the terminal, until Ctrl-C")
+    command("watch", "the models' states, and each change until Ctrl-C")
 
     pin = command("pin", "keep a model's weights on the device")
     pin.add_argument("model", metavar="MODEL")
-    pin.add_argument("--wait", action="store_true", help="return when they are there")
+    pin.add_argument("--wait", action="store_true", help="return when they are on the device")
     unpin = command("unpin", "keep a model's weights in host memory, and on the device on demand")
     unpin.add_argument("model", metavar="MODEL")
-    residency = command("residency", "where a model's weights are for sure")
+    residency = command("residency", "set where a model's weights always are")
     residency.add_argument("model", metavar="MODEL")
     residency.add_argument("residency", choices=("unpinned", "system", "device"))
-    prefetch = command("prefetch", "load a model's weights, as if a request waited")
+    prefetch = command("prefetch", "load a model's weights as if a request waited")
     prefetch.add_argument("model", metavar="MODEL")
-    prefetch.add_argument("--wait", action="store_true", help="return when they are there")
-    _target(command("evict", "free weights on the device that are not pinned"))
-    command("compact", "free all weights that are not pinned, and load them again without holes between them")
+    prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
+    _target(command("evict", "evict weights that are not pinned"))
+    command("compact", "evict all weights that are not pinned, and load them again without gaps")
 
-    policy = command("policy", "a model's share of the device, and its queue")
+    policy = command("policy", "set a model's share of the device, and its queue")
     policy.add_argument("model", metavar="MODEL")
     policy.add_argument("--weight", type=float, metavar="W", help="share relative to other models")
-    policy.add_argument("--max-delay-us", type=int, metavar="US", help="microseconds to wait for company")
+    policy.add_argument(
+        "--max-delay-us", type=int, metavar="US", help="microseconds to wait for more requests of a batch"
+    )
     policy.add_argument("--max-queue-depth", type=int, metavar="N", help="requests that may wait")
-    scheduler = command("scheduler", "how the scheduler decides; without changes, how it does")
+    scheduler = command("scheduler", "show or change the scheduler's settings")
     scheduler.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml")
 
     pause = command("pause", "stop executing for a while")
@@ -93,12 +95,12 @@ def parser() -> argparse.ArgumentParser:
         help="drain: new requests are refused; hold (default): all wait; reject: all are refused",
     )
     _target(command("continue", "end a pause", "resume"))
-    abort = command("abort", "cancel waiting requests by the id that their client gave them")
+    abort = command("abort", "cancel waiting requests by their client's id")
     abort.add_argument("id", metavar="ID")
 
-    reload = command("reload", "serve what a model's bundle holds now; returns when it is served")
+    reload = command("reload", "load a model's bundle as it is now; return when it is served")
     reload.add_argument("model", metavar="MODEL")
-    profile = command("profile", "record what the runtime and its device do")
+    profile = command("profile", "record a profile of the runtime and its device")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
     _add_serve(commands)
@@ -148,45 +150,45 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    gateway.epilog = "The gateway is the one of yours that runs here, or what --pid, --address or RSRV_GATEWAY_ADDRESS names."
+    gateway.epilog = "The gateway is the one of yours that runs here, or the one that --pid, --address or RSRV_GATEWAY_ADDRESS names."
     commands = gateway.add_subparsers(dest="gateway_command", metavar="COMMAND", required=True)
 
     def command(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=help, parents=[common])
 
-    status = command("status", "workers, models, and where they are; or one model")
+    status = command("status", "workers, models and their placement; or one model")
     status.add_argument("model", nargs="?", default="", metavar="MODEL")
-    health = command("health", "whether the gateway serves, or a model is served")
+    health = command("health", "check whether the gateway, or a model, serves")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
-    policy = command("policy", "how models are packed and requests routed; without changes, how they are")
+    policy = command("policy", "show or change how models are packed and requests are routed")
     policy.add_argument(
-        "changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml; `default`: as rsrv.yaml has it"
+        "changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml; `default`: the value of rsrv.yaml"
     )
-    place = command("place", "what differs for one model; replaces what was set before")
+    place = command("place", "set the placement of one model, in place of earlier settings")
     place.add_argument("model", metavar="MODEL")
     place.add_argument("--replicas", metavar="N", help="workers that share its requests, or `all`")
     place.add_argument("--fill", choices=("least", "rr"), help="which replica is filled next")
     place.add_argument("--fill-factor", type=float, metavar="F", help="the quantum, in largest executions")
-    place.add_argument("--unknown", action="store_true", help="also of a model that nobody serves yet")
-    repack = command("repack", "pack all models anew")
-    repack.add_argument("--no-wait", action="store_true", help="return before it is done")
-    locate = command("locate", "the workers that requests of a model can be sent to directly, the best first")
+    place.add_argument("--unknown", action="store_true", help="also if no worker serves the model yet")
+    repack = command("repack", "pack all models again")
+    repack.add_argument("--no-wait", action="store_true", help="return before it has ended")
+    locate = command("locate", "the workers to send a model's requests to, the best first")
     locate.add_argument("model", metavar="MODEL")
 
 
 def _common(kind: str, program: str, listen: str) -> argparse.ArgumentParser:
-    """What all commands take that ask a server, or a gateway: which one, and how."""
+    """Make the options of all commands that ask a server or a gateway."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     server = common.add_argument_group(f"the {kind}")
     server.add_argument("--pid", type=int, help=f"{program}'s process id")
     server.add_argument("--address", help=f"unix:PATH, or HOST:PORT of {listen}")
-    server.add_argument("--token-file", type=Path, metavar="FILE", help="the token that HOST:PORT asks for")
+    server.add_argument("--token-file", type=Path, metavar="FILE", help="the token that HOST:PORT requires")
     server.add_argument("--tls", action="store_true", help="TLS with the system's authorities")
     server.add_argument("--tls-ca", type=Path, metavar="PEM", help="TLS with these authorities")
     server.add_argument("--tls-cert", type=Path, metavar="PEM", help="this client's certificate, and")
     server.add_argument("--tls-key", type=Path, metavar="PEM", help="its key")
     common.add_argument("--timeout", type=_seconds, metavar="S", help="seconds to wait for an answer")
-    common.add_argument("--json", action="store_true", help="for programs: the answer as JSON")
+    common.add_argument("--json", action="store_true", help="print the answer as JSON, for programs")
     return common
 
 

@@ -1,4 +1,4 @@
-"""What the command `rsrv` prints: tables for people, JSON for programs."""
+"""Output of the command `rsrv`: tables for people, JSON for programs."""
 
 import json
 import math
@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """As protobuf's JSON has it, every field but absent optional ones and messages. Numbers of 64 bits are numbers, too:
-    none of ours is too large for programs that know doubles only.
+    """Return the message as protobuf's JSON, with all fields except absent optional ones and messages.
+
+    Integers of 64 bits are numbers, not strings: no value here is too large for programs that only have doubles.
     """
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -46,12 +47,12 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
 
 
 def print_json(message: Message, *, line: bool = False) -> None:
-    """Indented, or on one line, which goes out at once."""
+    """Print the message indented, or on one line without delay."""
     print(json.dumps(to_json(message), indent=None if line else 2), flush=line)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column to the left, numbers to the right. On a terminal with rich, else as plain text."""
+    """Print a table with numbers to the right: with rich on a terminal, else as plain text."""
     cells = [list(row) for row in rows]
     numeric = [
         bool(cells) and all(row[column][:1].isdigit() or row[column] in ("", "-") for row in cells)
@@ -83,22 +84,22 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-#: of words that should catch the eye
+#: Styles of the words that should catch the eye.
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
 
 
 def printable(text: str) -> str:
-    """A line from elsewhere, without what would steer a terminal."""
+    """Return a line from another process without characters that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def one_line(text: str) -> str:
-    """Likewise, of a text of any lines."""
+    """Return a text of any lines as one printable line."""
     return printable(" ".join(text.split()))
 
 
 def amount(nbytes: int) -> str:
-    """Bytes."""
+    """Return bytes with the unit that fits."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:
@@ -108,7 +109,7 @@ def amount(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, with the unit that fits."""
+    """Return seconds with the unit that fits."""
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 60:

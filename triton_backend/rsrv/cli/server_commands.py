@@ -1,4 +1,4 @@
-"""What each subcommand of `rsrv` asks for, and what it prints."""
+"""The subcommands of `rsrv` that ask a server."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from rsrv.cli import server_pages as pages
 from rsrv.cli import top
 from rsrv.cli.chrome_trace import chrome_trace
-from rsrv.cli.client import LATE_S, CommandLineError, Server, carry_out
+from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
 from rsrv.control import find
 from rsrv.control.grpc_service import member
@@ -22,7 +22,7 @@ from rsrv.progress import steps
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out a command of `rsrv`, but those of `rsrv gateway`; return its exit status."""
+    """Carry out a command that asks a server; return its exit status."""
     return carry_out(options, _COMMANDS[options.command], control_pb2_grpc.ControlStub, find.address)
 
 
@@ -30,7 +30,7 @@ def _target(options: argparse.Namespace) -> pb.Target:
     return pb.Target(all=True) if options.all else pb.Target(model=options.model)
 
 
-def _whom(options: argparse.Namespace) -> str:
+def _target_name(options: argparse.Namespace) -> str:
     return "all models" if options.all else str(options.model)
 
 
@@ -65,12 +65,12 @@ def _timeline(server: Server) -> int:
         print(text)
     else:
         output.write_text(text)
-        print(f"{output}: to be opened at https://ui.perfetto.dev or chrome://tracing")
+        print(f"{output}: open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
 def _spans(server: Server) -> list[pb.Span]:
-    """All that are kept."""
+    """Return all spans that the runtime keeps."""
     spans: list[pb.Span] = []
     answer = pb.GetTimelineResponse()
     while not spans or answer.next < answer.end:
@@ -120,7 +120,7 @@ def _prefetch(server: Server) -> int:
     model, wait = server.options.model, server.options.wait
     call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait)
     answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
-    return server.done(answer, f"{model}: the weights are {'there' if wait else 'loaded'}")
+    return server.done(answer, f"{model}: the weights {'are on the device' if wait else 'will be loaded'}")
 
 
 def _evict(server: Server) -> int:
@@ -130,7 +130,8 @@ def _evict(server: Server) -> int:
 
 def _compact(server: Server) -> int:
     return server.done(
-        server.ask("Compact", pb.CompactRequest()), "weights that are not pinned are loaded again"
+        server.ask("Compact", pb.CompactRequest()),
+        "the weights that are not pinned are evicted and loaded again",
     )
 
 
@@ -155,12 +156,12 @@ def _scheduler(server: Server) -> int:
 
 
 def _set(changes: pb.Scheduler, text: str) -> None:
-    """KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
+    """Set a field from KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
     key, equals, value = text.partition("=")
     field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
     if not equals or field is None:
         known = ", ".join(pb.Scheduler.DESCRIPTOR.fields_by_name)
-        raise CommandLineError(f"{text!r} is no KEY=VALUE with one of these keys: {known}")
+        raise CommandLineError(f"{text!r} is not KEY=VALUE with one of these keys: {known}")
     parsed: Any
     try:
         if field.enum_type is not None:
@@ -177,24 +178,24 @@ def _set(changes: pb.Scheduler, text: str) -> None:
 def _pause(server: Server) -> int:
     options = server.options
     request = pb.PauseRequest(target=_target(options), mode=member(pb.Pause, options.mode))
-    return server.done(server.ask("Pause", request), f"{_whom(options)}: paused ({options.mode})")
+    return server.done(server.ask("Pause", request), f"{_target_name(options)}: paused ({options.mode})")
 
 
 def _continue(server: Server) -> int:
     answer = server.ask("Continue", pb.ContinueRequest(target=_target(server.options)))
-    return server.done(answer, f"{_whom(server.options)}: not paused")
+    return server.done(answer, f"{_target_name(server.options)}: not paused")
 
 
 def _abort(server: Server) -> int:
     answer = server.ask("Abort", pb.AbortRequest(request_id=server.options.id))
-    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} execute already")
+    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} already execute")
 
 
 def _reload(server: Server) -> int:
     model = server.options.model
     request = pb.ReloadWeightsRequest(model=model)
-    answer = server.wait("ReloadWeights", request, f"{model}: being compiled and loaded")
-    return server.done(answer, f"{model}: served as its bundle is now")
+    answer = server.wait("ReloadWeights", request, f"{model}: compiling and loading")
+    return server.done(answer, f"{model}: the bundle is served as it is now")
 
 
 def _profile(server: Server) -> int:
@@ -202,11 +203,11 @@ def _profile(server: Server) -> int:
     if (action is None) == (seconds is None):
         raise CommandLineError("profile needs start or stop, or --seconds")
     if action == "start":
-        answer = server.ask("StartProfile", pb.StartProfileRequest(), LATE_S)
+        answer = server.ask("StartProfile", pb.StartProfileRequest(), LONG_TIMEOUT_S)
         return server.done(answer, f"recording into {answer.directory}")
     if seconds is not None:
-        server.ask("StartProfile", pb.StartProfileRequest(), LATE_S)
-        with suppress(KeyboardInterrupt), steps("recording"):  # what there is will do
+        server.ask("StartProfile", pb.StartProfileRequest(), LONG_TIMEOUT_S)
+        with suppress(KeyboardInterrupt), steps("recording"):  # write what was recorded so far
             time.sleep(seconds)
     answer = server.wait("StopProfile", pb.StopProfileRequest(), "writing the profile")
     return server.done(answer, answer.directory)

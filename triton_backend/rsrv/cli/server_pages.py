@@ -1,4 +1,4 @@
-"""What people see of the service's answers."""
+"""Prints the control service's answers for people."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rsrv.control.v1 import control_pb2 as pb
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
-    """The server, a line for each model and meta model, and what is wrong."""
+    """Print the server, a line for each model and meta model, and the failures."""
     _print_server(answer)
     if answer.models:
         print()
@@ -51,7 +51,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
 
 
 def model_page(answer: pb.GetStatusResponse) -> None:
-    """All about one model or meta model."""
+    """Print the details of one model or meta model."""
     for model in answer.models:
         policy = model.policy
         pairs = [
@@ -156,7 +156,7 @@ def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
 
 
 def print_update(update: pb.WatchStateResponse) -> None:
-    """A line for each model, at once."""
+    """Print a line for each model without delay."""
     match update.WhichOneof("update"):
         case "snapshot":
             print(f"runtime {update.snapshot.instance}, revision {update.snapshot.revision}", flush=True)
@@ -245,7 +245,7 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
 
 
 def _precision(precision: pb.Precision) -> str:
-    """The counts that are not 0, by the keys of docs/exporting.md."""
+    """Return the counts other than 0, by the keys of docs/exporting.md."""
     counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
     ungovernable = sorted(precision.ungovernable.items())
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
@@ -285,7 +285,7 @@ def _meta_row(meta: pb.MetaStatus) -> tuple[str, ...]:
 
 
 def _state(versions: Sequence[pb.Version]) -> str:
-    """Ready, if any is."""
+    """Return the state of a model: ready if any version is, else that of the last version."""
     states = [_word(pb.State, version.state) for version in versions]
     return "ready" if "ready" in states else states[-1] if states else "-"
 
@@ -295,6 +295,6 @@ def _counts(outcomes: Any) -> str:
 
 
 def _word(enum: Any, value: int) -> str:
-    """A member as people call it; UNSPECIFIED is empty."""
+    """Return the name of a member for people; empty for UNSPECIFIED."""
     name: Callable[[int], str] = enum.Name
     return "" if not value else name(value).partition("_")[2].lower()

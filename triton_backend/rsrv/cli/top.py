@@ -1,4 +1,4 @@
-"""`rsrv top`: what the live page shows, in a terminal, from the same stream; line by line where there is no terminal."""
+"""`rsrv top`: the live page in a terminal, from the same stream; without a terminal, lines of text."""
 
 import json
 import shutil
@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 from rsrv.cli.output import amount, duration, is_terminal, one_line, printable
 
-#: seconds between two looks where every line stays
-_EVERY = 5.0
-#: models of such a look, and lines of events below the models of the others
-_MOST_MODELS, _MOST_LINES = 10, 6
+#: Seconds between two blocks of lines without a terminal.
+_BLOCK_INTERVAL_S = 5.0
+#: Models in such a block, and lines of events below the table on a terminal.
+_MAX_MODELS, _MAX_EVENTS = 10, 6
 _HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS/S", "DEVICE", "P99", "LOADS", "ERRORS")
 
 
 class ModelRow(NamedTuple):
-    """A model; what is not known yet is None."""
+    """A model's row; values that are not known yet are None."""
 
     model: dict[str, Any]
-    #: requests a second, and share of the device's time, since the look before
+    #: Requests a second and share of the device's time, since the previous event.
     rate: float | None
     share: float | None
 
@@ -52,17 +52,17 @@ class ModelRow(NamedTuple):
 
 
 class Top:
-    """What was told last, made of the stream's events. Pure."""
+    """The latest picture of the server, from the stream's events. Pure."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {"up": False, "why": "nothing is known yet"}
-        #: most of the device first
+        self.state: dict[str, Any] = {"up": False, "why": "no figures yet"}
+        #: Models, the one with the largest share of the device first.
         self.rows: list[ModelRow] = []
-        #: what happened, the latest last
-        self.log: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
+        #: Events, the latest last.
+        self.log: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
     def take(self, event: str, text: str) -> bool:
-        """Whether there are new figures."""
+        """Take an event; return True if it has new figures."""
         if event == "begin":
             self.log.clear()
         if event == "log":
@@ -77,7 +77,7 @@ class Top:
         return True
 
     def headline(self) -> str:
-        """The device, and all models together."""
+        """Return a line about the device and all models together."""
         if not self.state["up"]:
             return one_line(self.state["why"])
         device, host = self.state["device"], self.state["host"]
@@ -104,7 +104,7 @@ def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[ModelRow]:
 
 
 def show(events: Iterable[tuple[str, str]]) -> None:
-    """Until they end."""
+    """Show the events until they end."""
     if is_terminal():
         _show_live(events)
     else:
@@ -125,7 +125,7 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
                 continue
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
             for at, name in enumerate(_HEAD):
-                # Where there is little room, names are what is needed most.
+                # If there is little room, names are needed most.
                 least = 16 if at == 0 else None
                 table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
             # The headline, the table's own two lines, and an empty one before the events.
@@ -144,15 +144,15 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             print(_line(top.log[-1]), flush=True)
         if not new:
             continue
-        # The first look has no rates yet: the second one is shown, and then one every few seconds.
+        # The first event has no rates: print the second one, and then one every few seconds.
         at = top.state["t"]
         if next_at is None and top.state["up"]:
             next_at = at
             continue
         if next_at is None or at >= next_at:
-            next_at = at + _EVERY
+            next_at = at + _BLOCK_INTERVAL_S
             print(f"{_clock(at)} {top.headline()}", flush=True)
-            for row in [row for row in top.rows if row.busy][:_MOST_MODELS] if top.state["up"] else ():
+            for row in [row for row in top.rows if row.busy][:_MAX_MODELS] if top.state["up"] else ():
                 pairs = zip(_HEAD[1:], row.cells()[1:], strict=True)
                 said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell != "-")
                 print(f"  {row.cells()[0]}: {said}", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m rsrv.control`: shows and steers one runtime's server. The runtime starts it; nobody else needs to."""
+"""`python -m rsrv.control`: the control process of one runtime's server, started by the runtime."""
 
 import argparse
 import asyncio
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rsrv.control")
 
-#: seconds that calls under way have when the server ends
-_GRACE = 0.2
+#: Seconds that calls in flight have when the server ends.
+_GRACE_S = 0.2
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rsrv.control", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="private directory of the runtime")
-    parser.add_argument("--server-pid", type=int, required=True, help="leave when this process ends")
+    parser.add_argument("--server-pid", type=int, required=True, help="exit when this process ends")
     parser.add_argument(
         "--settings", type=Path, required=True, help="rsrv.yaml, in the model repository's root"
     )
     options = parser.parse_args(argv)
 
-    # Whatever it does, requests go first.
+    # Requests have precedence over the control process.
     os.nice(5)
-    # gRPC's own complaints are about clients that leave.
+    # gRPC's own log is about clients that disconnect.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logs.setup(aside=True)
-    # It counts the files of each change.
+    # At a lower level, it logs the number of files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         server = os.pidfd_open(options.server_pid)
         lock = _claim(options.directory / paths.CONTROL_LOCK)
     except (ProcessLookupError, FileNotFoundError):
-        return 0  # the server has ended already, and its directory is gone or somebody else's to remove
+        return 0  # the server has ended already, and its directory is removed by another process
     if lock is None:
         return 0
-    asyncio.run(_control_and_leave(options, server))
+    asyncio.run(_control_and_exit(options, server))
     return 0
 
 
 def _claim(path: Path) -> int | None:
-    """A lock for as long as this process lives; None if another one has it. Raises OSError."""
+    """Lock the file for as long as this process lives; None if another process has the lock. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,8 +62,8 @@ def _claim(path: Path) -> int | None:
     return fd
 
 
-async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
-    # Never through the end of the loop or of the interpreter: both wait for threads, and a disk may hold one up for ever.
+async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
+    # The loop and the interpreter wait for threads at their end, and a disk may block a thread for ever.
     try:
         await _control(options, server)
     except Exception:
@@ -76,8 +76,8 @@ async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
 
 
 async def _control(options: argparse.Namespace, server: int) -> None:
-    """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
-    # After the claim: who is not needed loads nothing.
+    """Run until the server ends, whose pidfd is `server`. Raises what ends a task before that."""
+    # Imported after the claim: a superfluous control process loads nothing.
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health, Readiness
     from rsrv.control.http import HttpServer
@@ -129,7 +129,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             log.info("metrics.listen: /metrics and the live page are at port %d", port)
         except (OSError, ValueError) as error:
             log.warning(
-                "no metrics of rsrv's own, and no live page: %s; set metrics.listen to a free port, or to null",
+                "rsrv's metrics and live page are not served: %s; set metrics.listen to a free port, or to null",
                 error,
             )
     log.info(
@@ -151,11 +151,11 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             task.cancel()
         for listener in listeners:
             with suppress(TimeoutError):
-                await asyncio.wait_for(listener.stop(_GRACE), 10 * _GRACE)
+                await asyncio.wait_for(listener.stop(_GRACE_S), 10 * _GRACE_S)
 
 
 def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
-    """None: there is nobody to send traces to, or nothing to do it with."""
+    """Return the exporter of traces; None if no collector is set, or its packages are missing."""
     endpoint = settings.traces.endpoint
     if endpoint is None:
         return None
@@ -163,8 +163,8 @@ def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
         from rsrv.control.exporting import Collector, Exporting
     except ModuleNotFoundError as error:
         log.error(
-            "traces.endpoint is set, and the runtime's environment has no %s: pip install 'rsrv[traces]' there. "
-            "Until then spans are made, which costs time, and sent to nobody",
+            "traces.endpoint is set, but the runtime's environment lacks %s: run pip install 'rsrv[traces]' there. "
+            "Until then spans are recorded, which costs time, and not exported",
             error.name,
         )
         return None

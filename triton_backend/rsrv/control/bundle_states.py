@@ -54,7 +54,7 @@ class BundleState(StrEnum):
 
 
 class BundleEvent(StrEnum):
-    """What changes the state of a bundle."""
+    """The causes of changes of state."""
 
     #: A comparison with the bundle reconsiders what an earlier one concluded.
     CHECK = "check"

@@ -1,7 +1,7 @@
-"""Traces go to their collector: the runtime is asked for spans, and OpenTelemetry's exporter sends them.
+"""Exports traces: reads spans from the runtime, and sends them with OpenTelemetry's exporter.
 
-The runtime keeps the latest ones, so it is the only buffer: while the collector takes its time, older ones are
-forgotten there, and counted here. No request waits for any of this.
+The runtime keeps the latest spans and is the only buffer: while the collector is slow, the runtime drops older ones, which
+are counted here. No request waits for the export.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def make_spans(told: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
-    """Make OpenTelemetry's spans of those that the runtime and the stubs tell.
+    """Make OpenTelemetry's spans of the spans of the runtime and the stubs.
 
-    `told`: as the answer to the command `traces` has them (docs/protocol.md); equal ones give equal spans.
-    `offset_ns`: what the calendar's time is ahead of CLOCK_MONOTONIC, by which they are told, in nanoseconds.
+    `told`: as in the answer to the command `traces` (docs/protocol.md); equal ones give equal spans. `offset_ns`: the
+    difference of Unix time and CLOCK_MONOTONIC, the clock of the spans, in nanoseconds.
     """
     return [_make_span(Span(*one), offset_ns, resource) for one in told]
 
@@ -60,58 +60,58 @@ def _context(trace: str, span: str) -> SpanContext:
 
 
 def _id(span: Span) -> str:
-    """Of one that nobody refers to. Told twice, it is the same, so that a collector may notice."""
+    """Return the id of a span without one: the same for equal spans, so that a collector can drop duplicates."""
     what = f"{span.trace} {span.parent} {span.name} {span.start_ns}"
     return blake2b(what.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _text(text: str) -> str:
-    """A client's id may be no proper text, which would cost all spans beside it."""
+    """Return valid text: a client's id may hold surrogates, which would lose all spans of the same export."""
     return text.encode(errors="replace").decode()
 
 
-#: seconds between two looks for spans
-_PAUSE = 1.0
+#: Seconds between two questions for spans.
+_POLL_S = 1.0
 
 
-class Runtime(Protocol):
-    """What is asked: a `RuntimeLink`."""
+class CommandTarget(Protocol):
+    """The part of a `RuntimeLink` that the export needs."""
 
     async def command(self, command: Command) -> dict[str, Any]:
-        """Raises StatusError."""
+        """Send a command; return its result. Raises StatusError."""
 
 
 class Collector:
-    """Where spans go. `send` may take as long as OTEL_EXPORTER_OTLP_TIMEOUT, and is for one thread."""
+    """The collector of spans. `send` is for one thread, and may take as long as OTEL_EXPORTER_OTLP_TIMEOUT."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        # It says every time why something failed; here that is said once.
-        self._said = _First()
+        # The exporter logs the reason of each failure; here it is logged once.
+        self._reason = _First()
         logger = logging.getLogger("opentelemetry")
         logger.propagate = False
-        logger.addHandler(self._said)
+        logger.addHandler(self._reason)
         self._exporter = OTLPSpanExporter(endpoint)
-        self._well = True
+        self._healthy = True
 
     def send(self, spans: Sequence[ReadableSpan]) -> bool:
-        """Whether they were taken."""
-        self._said.text = ""
+        """Send spans; return True if the collector took them."""
+        self._reason.text = ""
         well = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        if not well and self._well:
+        if not well and self._healthy:
             log.error(
                 "traces.endpoint: %s does not take spans, which are lost until it does: %s",
                 self._endpoint,
-                self._said.text,
+                self._reason.text,
             )
-        elif well and not self._well:
+        elif well and not self._healthy:
             log.info("traces.endpoint: %s takes spans again", self._endpoint)
-        self._well = well
+        self._healthy = well
         return well
 
 
 class _First(logging.Handler):
-    """Keeps what was logged first since `text` was cleared: the reason. Later lines say that it was given up."""
+    """Keeps the first line since `text` was cleared: the reason. Later lines only say that the export was given up."""
 
     text = ""
 
@@ -120,20 +120,24 @@ class _First(logging.Handler):
 
 
 class Exporting:
-    """`run` asks and sends; `counts` has how many spans were exported, failed to be, or were dropped before that."""
+    """The export. `counts`: spans that were exported, failed to be exported, or were dropped before that."""
 
     def __init__(
-        self, runtime: Runtime, send: Callable[[Sequence[ReadableSpan]], bool], *, pause: float = _PAUSE
+        self,
+        runtime: CommandTarget,
+        send: Callable[[Sequence[ReadableSpan]], bool],
+        *,
+        pause: float = _POLL_S,
     ) -> None:
         self._runtime = runtime
         self._send = send
         self._pause = pause
-        #: the runtime that is asked, the number of the next span there, and how many its stubs had dropped
+        #: Instance of the runtime, number of its next span, and number of spans that its stubs had dropped.
         self._instance = ""
         self._next = self._dropped = 0
         self._counts = {"exported": 0, "failed": 0, "dropped": 0}
         ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
-        # What the environment says wins.
+        # The environment takes precedence.
         self._resource = Resource.create(ours).merge(OTELResourceDetector().detect())
 
     @property
@@ -145,18 +149,18 @@ class Exporting:
             try:
                 more = await self.step()
             except StatusError:
-                more = False  # there is no runtime now
+                more = False  # no runtime runs now
             if not more:
                 await asyncio.sleep(self._pause)
 
     async def step(self) -> bool:
-        """Take what there is, as much as comes at a time, and send it; whether there is more. Raises StatusError."""
+        """Read one answer's spans and send them; return True if more are ready. Raises StatusError."""
         said = await self._runtime.command({"command": "traces", "since": self._next})
         if said["instance"] != self._instance:
             first = not self._instance
             self._instance, self._next, self._dropped = said["instance"], 0, 0
             if first:
-                # What it has forgotten by now a control process before this one may have exported.
+                # An earlier control process may have exported the spans that the runtime has dropped by now.
                 self._next, self._dropped = said["first"], said["dropped"]
             return True
         self._counts["dropped"] += said["first"] - self._next + said["dropped"] - self._dropped

@@ -1,4 +1,4 @@
-"""What the gRPC services of the control process and of the gateway share: status codes, health, and names in enums."""
+"""Helpers of the gRPC services of the control process and the gateway: status codes, health, and names in enums."""
 
 import asyncio
 import functools

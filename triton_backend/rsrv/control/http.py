@@ -1,4 +1,4 @@
-"""HTTP for whoever watches this server: /metrics for Prometheus, and the live page."""
+"""The HTTP server of the control process: /metrics for Prometheus, and the live page."""
 
 import asyncio
 import logging
@@ -13,16 +13,16 @@ from rsrv.live.routes import LivePage
 
 log = logging.getLogger("rsrv.control")
 
-#: connections at a time: more than a few are a mistake, and one more is closed on
-_CONNECTIONS = 128
-#: seconds without a whole request after which one gives way to another
-_PATIENCE = 10.0
-#: of Prometheus' text format
+#: Connections at a time. More than a few are a mistake; one more is closed.
+_MAX_CONNECTIONS = 128
+#: Seconds without a whole request after which a connection may be closed in favour of a new one.
+_IDLE_S = 10.0
+#: Content type of Prometheus' text format.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
-    """`metrics` makes the text of /metrics."""
+    """The server; `metrics` makes the text of /metrics."""
 
     def __init__(self, metrics: Callable[[], Awaitable[str]], page: LivePage) -> None:
         self._metrics = metrics
@@ -30,11 +30,11 @@ class HttpServer:
         app.add_routes([web.get("/metrics", self._serve_metrics), *page.routes()])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=15)
         self._server: asyncio.Server | None = None
-        #: connections on which nothing is being answered, and since when
+        #: Idle connections -> time at which their last answer ended.
         self._idle: dict[RequestHandler, float] = {}
 
     async def start(self, address: str) -> int:
-        """Listen on HOST:PORT; the port. Raises OSError, and ValueError: that is no address."""
+        """Listen on HOST:PORT; return the port. Raises OSError, and ValueError if it is not an address."""
         where = parse_address(address, any_port=True)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class HttpServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Connections end with the process."""
+        """Stop listening. Connections end with the process."""
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
@@ -50,17 +50,19 @@ class HttpServer:
     def _accept(self) -> asyncio.BaseProtocol:
         server, now = self._runner.server, asyncio.get_running_loop().time()
         assert server is not None
-        there = {*server.connections}
-        # A new one is not yet among those.
-        self._idle = {one: since for one, since in self._idle.items() if one in there or now - since < 1}
-        if len(there) >= _CONNECTIONS and not self._close_idle(now - _PATIENCE):
+        connections = {*server.connections}
+        # A new connection is not yet among those of the server.
+        self._idle = {
+            one: since for one, since in self._idle.items() if one in connections or now - since < 1
+        }
+        if len(connections) >= _MAX_CONNECTIONS and not self._close_idle(now - _IDLE_S):
             return _Full()
         protocol = server()
         self._idle[protocol] = now
         return protocol
 
     def _close_idle(self, since: float) -> int:
-        """Those that have been so since then; how many."""
+        """Close the connections that have been idle since then; return their number."""
         idle = [protocol for protocol, began in self._idle.items() if began <= since]
         for protocol in idle:
             del self._idle[protocol]

@@ -1,4 +1,4 @@
-"""The live page's events of one server, for as many as watch."""
+"""The live page's events of one server, for all of its watchers."""
 
 import asyncio
 import json
@@ -17,60 +17,61 @@ from rsrv.live.routes import RESIDENCIES, PageError, story_lines
 
 log = logging.getLogger("rsrv.control")
 
-#: seconds between two looks, while somebody watches
-_EVERY = 1.0
-#: lines of the event log, and seconds of the timeline, that a new watcher gets
-_LINES = 200
-_SECONDS = 30.0
-#: lines about weights that move, in a second
-_MOVES = 5
-#: answers of the timeline that are read at a look: what is beyond is read at the next one
-_PAGES = 5
-#: events that wait for a watcher who does not take them; beyond, he is let go
-_UNTAKEN = 1024
+#: Seconds between two looks while the page has watchers.
+_LOOK_S = 1.0
+#: Lines of the event log that a new watcher gets.
+_LOG_LINES = 200
+#: Seconds of the timeline that a new watcher gets.
+_TIMELINE_S = 30.0
+#: Lines about loads and evictions in a second.
+_MAX_MOVES_A_SECOND = 5
+#: Answers of the timeline that are read at a look; the next look reads the rest.
+_MAX_ANSWERS = 5
+#: Events that wait for a slow watcher; beyond, its stream ends.
+_MAX_PENDING_EVENTS = 1024
 
 
 class Event(NamedTuple):
-    """`json`: what `name` says, as the page takes it."""
+    """An event of the page's stream; `json`: its data."""
 
     name: str
     json: str
 
 
-#: what was told before is told again
+#: The stream starts again: drop the earlier events.
 _BEGIN = Event("begin", "null")
 
 
 class Live:
-    """Looks at the runtime only while somebody watches; the event log is always kept. `run` keeps it up."""
+    """Looks at the runtime while the page has watchers, and always keeps the event log. `run` drives it."""
 
     def __init__(
         self,
         link: RuntimeLink,
         failures: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.time,
-        every: float = _EVERY,
+        every: float = _LOOK_S,
     ) -> None:
-        """`failures`: why models are not as their bundles say, by name; `clock`: Unix time."""
+        """`failures`: the reasons why models are not as their bundles say, by name; `clock`: Unix time."""
         self._link, self._failures = link, failures
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
-        self._log: deque[Event] = deque(maxlen=_LINES)
+        self._log: deque[Event] = deque(maxlen=_LOG_LINES)
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview = Overview()
         self._instance, self._next = "", 0
-        #: the one in which weights moved last, and how often they did
+        #: The second of the last load or eviction, and their number in it.
         self._second, self._moves = 0, 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_log())
             group.create_task(self._look())
 
     async def watch(self) -> AsyncGenerator[Event, None]:
-        """What there is, then what happens. Ends for a watcher who is too slow: he may begin anew."""
+        """Yield the current state, then each event. The stream of a slow watcher ends; it may watch again."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         for past in (_BEGIN, *self._log, *(event for _, event in self._spans)):
             events.put_nowait(past)
@@ -84,7 +85,7 @@ class Live:
 
     def _tell(self, event: Event) -> None:
         for events in list(self._watchers):
-            if events.qsize() < _UNTAKEN:
+            if events.qsize() < _MAX_PENDING_EVENTS:
                 events.put_nowait(event)
             else:
                 self._watchers.discard(events)
@@ -99,7 +100,7 @@ class Live:
             while True:
                 match await subscription.next():
                     case None:
-                        if up:  # else it is not there yet
+                        if up:  # else it has not started yet
                             self._note("the runtime does not answer")
                         up = False
                     case StateSnapshot(instance, _, found):
@@ -117,22 +118,22 @@ class Live:
             subscription.close()
 
     def _has_room(self) -> bool:
-        """For one more line about weights: where hundreds move in a second, all else would be lost among them."""
+        """Return True if one more line about weights fits: hundreds in a second would hide all others."""
         second = int(self._clock())
         if second != self._second:
-            unsaid = self._moves - _MOVES
+            skipped = self._moves - _MAX_MOVES_A_SECOND
             self._second, self._moves = second, 0
-            if unsaid > 0:
-                self._note(f"weights moved {unsaid} times more")
+            if skipped > 0:
+                self._note(f"weights moved {skipped} times more")
         self._moves += 1
-        return self._moves <= _MOVES
+        return self._moves <= _MAX_MOVES_A_SECOND
 
     def _note(self, text: str) -> None:
         event = Event("log", json.dumps({"t": round(self._clock(), 3), "text": text}))
         self._log.append(event)
         self._tell(event)
 
-    # --- what there is --------------------------------------------------------------------------------------
+    # --- the state --------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         while True:
@@ -145,7 +146,7 @@ class Live:
                 with suppress(StatusError):
                     await self._read_timeline()
             except Exception:
-                # A page is nothing to end the control process for.
+                # A fault of the page must not end the control process.
                 log.exception("a look for the live page failed")
             await asyncio.sleep(self._every)
 
@@ -159,7 +160,7 @@ class Live:
         return state | self._overview.take(figures, link.entries, self._failures(), self._clock())
 
     async def _read_timeline(self) -> None:
-        for _ in range(_PAGES):
+        for _ in range(_MAX_ANSWERS):
             said = await self._link.command({"command": "timeline", "since": self._next})
             if said["instance"] != self._instance:
                 self._instance, self._next = said["instance"], 0
@@ -168,20 +169,20 @@ class Live:
             spans = [
                 (kind, key.rpartition("@")[0], round(now - ago, 6), seconds, rows, size, requests, failed)
                 for kind, key, ago, seconds, rows, size, requests, failed in said["spans"]
-                if ago - seconds < _SECONDS
+                if ago - seconds < _TIMELINE_S
             ]
             if spans:
                 event = Event("spans", json.dumps({"spans": spans}))
                 self._spans.append((now, event))
                 self._tell(event)
-            while self._spans and now - self._spans[0][0] > _SECONDS:
+            while self._spans and now - self._spans[0][0] > _TIMELINE_S:
                 self._spans.popleft()
             if self._next >= said["end"]:
                 return
 
 
 class OneServer:
-    """The page's source where it is this server's own."""
+    """The page's source in the control process of one server."""
 
     def __init__(self, live: Live, link: RuntimeLink) -> None:
         self._live, self._link = live, link

@@ -1,4 +1,4 @@
-"""The runtime's JSON as the service's messages, and settings the other way round. Pure."""
+"""Translates the runtime's JSON into the service's messages, and messages into settings. Pure."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -12,10 +12,10 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
-#: versions of one model, in the order in which they came, by key
+#: Versions of one model by key, in the order of their registration.
 Versions = Mapping[str, ModelVersion]
 
-#: fields that have the same name in both, but not the same form
+#: Fields with the same name and another form in both.
 _TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
 
@@ -53,9 +53,9 @@ def entry_message(key: str, entry: ModelVersion) -> pb.Entry:
 
 
 def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy) -> pb.ModelStatus:
-    """`status`: what the runtime says of this model; empty while it is not built, or could not be."""
+    """`status`: the model's part of the runtime's status; empty if the model is not built, or could not be built."""
     found = list(versions.values())
-    # What is served, or else what is about to be.
+    # The version that is served, or else the one to be served next.
     ready = [entry for entry in found if entry["state"] == "ready"] or found
     costs, precisions = status.get("costs", {}), status.get("precisions", {})
     return pb.ModelStatus(
@@ -76,7 +76,7 @@ def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy)
 
 
 def meta_status(name: str, status: Json, versions: Versions) -> pb.MetaStatus:
-    """`status`: what the runtime says of this meta model; empty while nobody serves it."""
+    """`status`: the meta model's part of the runtime's status; empty if no stub serves it."""
     found = list(versions.values())
     return pb.MetaStatus(
         name=name,
@@ -87,7 +87,7 @@ def meta_status(name: str, status: Json, versions: Versions) -> pb.MetaStatus:
 
 
 def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
-    """What holds for a model: `changed`, else rsrv.yaml."""
+    """Return the policy of a model: `changed` takes precedence over rsrv.yaml."""
     section = settings.for_model(name)
     return pb.Policy(
         weight=changed.get("weight", section.weight),
@@ -107,7 +107,7 @@ def device_memory(status: Json) -> pb.DeviceMemory:
 
 
 def scheduler(section: Json) -> pb.Scheduler:
-    """rsrv.yaml's section as the runtime has it."""
+    """Translate rsrv.yaml's section as the runtime has it."""
     return pb.Scheduler(
         discipline=member(pb.Discipline, section.get("discipline")),
         eviction=member(pb.Eviction, section.get("eviction")),
@@ -116,7 +116,7 @@ def scheduler(section: Json) -> pb.Scheduler:
 
 
 def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
-    """The keys that are given. Raises ValueError."""
+    """Return the keys that the message has. Raises ValueError."""
     changes = given(message)
     for key, enum in (("discipline", pb.Discipline), ("eviction", pb.Eviction)):
         if key in changes:
@@ -130,12 +130,12 @@ def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
 
 
 def given(message: Message) -> dict[str, Any]:
-    """The fields that are there, by name."""
+    """Return the fields that the message has, by name."""
     return {field.name: value for field, value in message.ListFields()}
 
 
 def load(said: Json) -> pb.GetLoadResponse:
-    # Asked for many times a second: spelled out, for speed.
+    # Called many times a second: spelled out for speed.
     return pb.GetLoadResponse(
         instance=said["instance"],
         backlog_s=said["backlog_s"],
@@ -168,7 +168,7 @@ def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
 
 
 def timeline(said: Json, now: float) -> pb.GetTimelineResponse:
-    """`now`: Unix time of the runtime's answer, seconds."""
+    """`now`: Unix time of the runtime's answer, in seconds."""
     return pb.GetTimelineResponse(
         instance=said["instance"],
         first=said["first"],
@@ -200,14 +200,14 @@ def snapshot(instance: str, revision: int, entries: Mapping[str, ModelVersion]) 
 
 
 def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """What has the same name and meaning in both; null is absent."""
+    """Return the fields with the same name and meaning in both; null is absent."""
     names = _names(message, but)
     return {key: value for key, value in status.items() if key in names and value is not None}
 
 
 @cache
 def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
-    """Of fields. Kept, because asking a descriptor takes longer than making a message."""
+    """Return the names of a message's fields. Cached: reading a descriptor takes longer than making a message."""
     return frozenset(field.name for field in message.DESCRIPTOR.fields) - but
 
 

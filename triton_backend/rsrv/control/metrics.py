@@ -1,4 +1,4 @@
-"""What Prometheus is given: the runtime's figures, and what the control process itself knows."""
+"""The text for Prometheus: the runtime's figures, and those of the control process."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 import rsrv
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.control.runtime_link import RuntimeDown, RuntimeLink
+from rsrv.control.runtime_link import RuntimeLink
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")
@@ -17,49 +17,48 @@ log = logging.getLogger("rsrv.control")
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the control process knows without the runtime."""
+    """The figures that the control process has without the runtime."""
 
-    #: runtimes that came after the first
+    #: Runtimes after the first one.
     restarts: int
-    #: names of models, and of those that are not as their bundles say
+    #: Names of models, and of the models that are not as their bundles say.
     models: Collection[str]
     failed: Collection[str]
     version: str
-    #: of traces, by what became of them; of none that are not wanted
+    #: Spans of traces by outcome; empty if traces are off.
     spans: Mapping[str, int]
 
 
 class Metrics:
-    """The text for whoever asks; many at once are given the same."""
+    """Makes the text; simultaneous requests get the same one."""
 
     def __init__(
         self, link: RuntimeLink, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
     ) -> None:
-        """`failed`: names of models that are not as their bundles say; `spans` as `ServerFacts`'s, whenever it is read."""
+        """`failed`: names of models that are not as their bundles say; `spans`: as in `ServerFacts`, read for each text."""
         self._link = link
         self._failed = failed
         self._spans = spans
         self._version = rsrv.__version__
-        self._underway: asyncio.Task[str] | None = None
+        self._running: asyncio.Task[str] | None = None
 
     async def text(self) -> str:
-        """In Prometheus' text format. Also while there is no runtime."""
-        if self._underway is None:
-            self._underway = asyncio.create_task(self._make())
-            self._underway.add_done_callback(self._made)
-        # Who asks and goes does not end what others wait for.
-        return await asyncio.shield(self._underway)
+        """Return the text in Prometheus' format, also without a runtime."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._make())
+            self._running.add_done_callback(self._made)
+        # A request that is cancelled does not cancel the others.
+        return await asyncio.shield(self._running)
 
     def _made(self, _: asyncio.Task[str]) -> None:
-        self._underway = None
+        self._running = None
 
     async def _make(self) -> str:
         link = self._link
         try:
             said = await link.command({"command": "metrics"})
-        except (RuntimeDown, StatusError) as error:
-            if isinstance(error, StatusError):
-                log.error("the runtime does not say its figures: %s", error)
+        except StatusError as error:
+            log.error("the runtime does not return its figures: %s", error)
             said = None
         server = ServerFacts(
             restarts=max(0, link.lives - 1),
@@ -68,12 +67,12 @@ class Metrics:
             version=self._version,
             spans=dict(self._spans),
         )
-        # Of hundreds of models that takes longer than a probe should wait.
+        # With hundreds of models, it takes longer than a probe should wait.
         return await asyncio.to_thread(expose, said, server)
 
 
 def expose(said: Mapping[str, Any] | None, server: ServerFacts) -> str:
-    """`said`: the runtime's answer to the command `metrics` (docs/protocol.md); None: there is none."""
+    """Return the text. `said`: the runtime's answer to the command `metrics` (docs/protocol.md), or None."""
     page = _Exposition()
     if said is not None:
         for name, model in said["models"].items():
@@ -96,7 +95,7 @@ def expose(said: Mapping[str, Any] | None, server: ServerFacts) -> str:
 
 
 def _put_common(page: "_Exposition", name: str, model: Mapping[str, Any]) -> None:
-    """What models and meta models have."""
+    """Add the metrics of both models and meta models."""
     page.put_each("rsrv_requests_total", (name,), model["requests"])
     page.put_each("rsrv_responses_total", (name,), model["responses"])
     page.put_each("rsrv_refused_total", (name,), model["refused"])
@@ -137,7 +136,7 @@ def _put_memory(page: "_Exposition", memory: Mapping[str, Any]) -> None:
 
 
 class _Exposition:
-    """Prometheus' text format, written here: of hundreds of models its own library takes six times as long."""
+    """Prometheus' text format, written here: with hundreds of models, its own library takes six times as long."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {family.name: [] for family in FAMILIES}
@@ -146,12 +145,12 @@ class _Exposition:
         self._lines[family].append(f"{family}{_braced(family, labels)} {value!r}\n")
 
     def put_each(self, family: str, labels: Sequence[str], values: Mapping[str, float]) -> None:
-        """The last label is the key."""
+        """Add a sample for each key, which is the last label."""
         for key, value in values.items():
             self.put(family, (*labels, key), value)
 
     def measure(self, family: str, labels: Sequence[str], bounds: Sequence[float], said: Any) -> int:
-        """A histogram; returns how many values it has."""
+        """Add a histogram; return its number of values."""
         found, lines = Histogram.from_json(bounds, said), self._lines[family]
         inside = _labelled(family, labels)
         start = f'{family}_bucket{{{inside}{"," if inside else ""}le="'
@@ -164,7 +163,7 @@ class _Exposition:
         return count
 
     def text(self) -> str:
-        """Without families that have no samples."""
+        """Return the text, without families that have no samples."""
         parts: list[str] = []
         for family in FAMILIES:
             if lines := self._lines[family.name]:

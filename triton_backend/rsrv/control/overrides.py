@@ -1,4 +1,4 @@
-"""What operators set while the server runs. A runtime forgets it with its end; the next one is told again."""
+"""Settings that operators made while the server ran. A runtime loses them when it ends; the next one gets them again."""
 
 import json
 import logging
@@ -10,26 +10,26 @@ log = logging.getLogger("rsrv.control")
 
 Command = dict[str, Any]
 
-#: in place of a model's name in the file
+#: Stands for all models in the file.
 _ALL: Final = "*"
 
 
 class Overrides:
-    """Kept in a file, so that the next control process of this server knows, too.
+    """The settings, in a file that the next control process of this server reads.
 
-    A file that cannot be read is as none; one that cannot be written is complained about in the log, for what an
-    operator asked for has been done.
+    An unreadable file counts as empty. If the file cannot be written, only the log says so, because the operator's command
+    has been carried out.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        #: keys of rsrv.yaml's section scheduler
+        #: Keys of rsrv.yaml's section scheduler.
         self.scheduler: dict[str, Any] = {}
         self._residency: dict[str, str] = {}
         self._policy: dict[str, dict[str, Any]] = {}
-        #: by name, _ALL for all others; None: not paused though all others are
+        #: Mode by name, or by _ALL for all others; None: not paused although all others are.
         self._paused: dict[str, str | None] = {}
-        #: models, and meta models, whose weights were prefetched and not evicted since
+        #: Models and meta models whose weights were prefetched and not evicted since.
         self._prefetched: set[str] = set()
         try:
             kept = json.loads(path.read_text())
@@ -41,29 +41,29 @@ class Overrides:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.error("what operators had set is lost: %s cannot be read: %s", path, error)
+            log.error("the settings of operators are lost: %s cannot be read: %s", path, error)
 
     @property
     def models(self) -> set[str]:
-        """Names of the models that something is set for."""
+        """Names of the models with settings of their own."""
         return {*self._residency, *self._policy, *self._paused, *self._prefetched} - {_ALL}
 
     def policy(self, model: str) -> dict[str, Any]:
-        """Keys of the command `policy`, those that were set."""
+        """Return the keys of the command `policy` that were set."""
         return self._policy.get(model, {})
 
     def configured(self, changes: dict[str, Any]) -> None:
-        """The scheduler's settings were changed."""
+        """Note changes of the scheduler's settings."""
         self.scheduler |= changes
         self._keep()
 
     def commanded(self, command: Command) -> None:
-        """The runtime carried out this command. Those whose effect does not last are nothing to remember."""
+        """Note a command that the runtime carried out, if its effect lasts."""
         match command:
             case {"command": "residency", "model": str(model), "residency": str(residency)}:
                 self._residency[model] = residency
                 if residency != "device":
-                    # Who is not pinned any more leaves, prefetched or not.
+                    # A model that is no longer pinned is evicted, also if it was prefetched.
                     self._prefetched.discard(model)
             case {"command": "prefetch", "model": str(model)}:
                 self._prefetched.add(model)
@@ -83,7 +83,7 @@ class Overrides:
 
     def _pause(self, model: str | None, mode: str | None) -> None:
         if model is None:
-            # All of them: whatever was said of single ones is over.
+            # All models: the modes of single models end.
             self._paused = {} if mode is None else {_ALL: mode}
         elif mode is None and _ALL not in self._paused:
             self._paused.pop(model, None)
@@ -91,12 +91,12 @@ class Overrides:
             self._paused[model] = mode
 
     def for_all(self) -> list[Command]:
-        """What to tell a new runtime at once, beside `scheduler`."""
+        """Return the commands that a new runtime gets at once, beside `scheduler`."""
         mode = self._paused.get(_ALL)
         return [] if mode is None else [{"command": "pause", "model": None, "mode": mode}]
 
     def for_model(self, model: str) -> list[Command]:
-        """What to tell a new runtime when it knows this model."""
+        """Return the commands that a new runtime gets when it knows this model."""
         commands: list[Command] = []
         if model in self._residency:
             commands.append({"command": "residency", "model": model, "residency": self._residency[model]})
@@ -121,10 +121,12 @@ class Overrides:
             "paused": self._paused,
             "prefetched": sorted(self._prefetched),
         }
-        # Aside and renamed: there is never half of it.
+        # Written beside it and renamed, so that the file is always complete.
         aside = self._path.with_suffix(".new")
         try:
             aside.write_text(json.dumps(kept))
             os.replace(aside, self._path)
         except OSError as error:
-            log.error("a new control process will not know what was set: %s: %s", self._path, error)
+            log.error(
+                "the next control process will not have the settings of operators: %s: %s", self._path, error
+            )

@@ -1,4 +1,4 @@
-"""What the live page shows of a server, once a second: made of the runtime's figures and the models' states. Pure."""
+"""The live page's picture of a server, made of the runtime's figures and the models' states once a second. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from rsrv.control.protocols import ModelVersion
 from rsrv.histogram import SECONDS, Histogram
 
-#: seconds over which the 99th percentile is taken
-_WINDOW = 10.0
-#: among several versions under one name the one that is shown: what is served, else what is about to be
+#: Seconds of the 99th percentile.
+_WINDOW_S = 10.0
+#: Precedence among the versions of one name: the one that is served, else the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
 
 
 class _Figures(NamedTuple):
-    """Of a model or meta model, in the order of the runtime's answer."""
+    """Figures of a model or meta model, in the order of the runtime's answer."""
 
     queued: int
     executing: int
@@ -27,12 +27,12 @@ class _Figures(NamedTuple):
     request: list[float]
 
 
-#: of one that is not built yet
+#: Figures of a model that is not built yet.
 _NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, [])
 
 
 class Overview:
-    """Remembers the latest figures, for what is said of the last seconds."""
+    """The picture of a server; keeps the latest figures for those of the last seconds."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[float, dict[str, Histogram]]] = deque()
@@ -44,13 +44,15 @@ class Overview:
         failures: Mapping[str, str],
         now: float,
     ) -> dict[str, Any]:
-        """`figures`: the answer to the command `overview` (docs/protocol.md); `failures`: why models are not as their
-        bundles say; `now`: seconds. What comes of it is JSON, with bytes and seconds.
+        """Return the picture as JSON, in bytes and seconds.
+
+        `figures`: the answer to the command `overview` (docs/protocol.md); `failures`: the reasons why models are not as
+        their bundles say; `now`: seconds.
         """
         known = {name: _Figures(*said) for name, said in figures["models"].items()}
         requests = {name: Histogram.from_json(SECONDS, model.request) for name, model in known.items()}
         self._latest.append((now, requests))
-        while now - self._latest[0][0] > _WINDOW and len(self._latest) > 2:
+        while now - self._latest[0][0] > _WINDOW_S and len(self._latest) > 2:
             self._latest.popleft()
         before = self._latest[0][1]
         memory = figures["memory"]
@@ -73,7 +75,7 @@ class Overview:
 
 
 def _served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
-    """By name, one version of each."""
+    """Return one version of each name."""
     ranked = sorted(entries, key=lambda entry: (entry["name"], -_RANK[entry["state"]]))
     return {entry["name"]: entry for entry in ranked}
 
@@ -83,14 +85,14 @@ def _state(entry: ModelVersion) -> dict[str, Any]:
 
 
 def _shown(model: _Figures) -> dict[str, Any]:
-    """Counters are since the runtime's start."""
+    """Return the figures that the page shows; counters begin with the runtime."""
     shown = model._asdict()
     del shown["request"]
     return {**shown, "load_s": model.load_s / model.loads if model.loads else None}
 
 
 def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
-    """Of the requests between the two."""
+    """Return the 99th percentile of the requests between two looks."""
     if now is None:
         return None
     latest = Histogram(SECONDS)
@@ -101,14 +103,14 @@ def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
 
 
 def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
-    """Whether nothing but the place of its weights is another."""
+    """Return True if only the state of its weights changed."""
     return (
         before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
     )
 
 
 def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:
-    """A change of a version as a line of the event log; None: nothing that people look for."""
+    """Return the change of a version as a line of the event log; None if it is of no interest."""
     if after is None:
         return None if before is None else f"{before['name']}: gone"
     said = []

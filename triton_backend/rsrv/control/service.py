@@ -1,4 +1,4 @@
-"""rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
+"""rsrv.control.v1.Control: the runtime and the reconciler over gRPC. control.proto documents each call."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._live = live
         self._clock = clock
 
-    # --- what is ------------------------------------------------------------------------------------------
+    # --- the state ------------------------------------------------------------------------------------------
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
@@ -57,7 +57,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         status = await link.status()
         section = await link.configure({})
         versions = messages.by_name(link.entries)
-        # What is not built yet, or could not be, has no status.
+        # A model that is not built yet, or could not be built, has no status.
         kinds = {e["name"]: e["kind"] for e in link.entries.values()}
         models = {**{name: {} for name, kind in kinds.items() if kind == "model"}, **status["models"]}
         metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
@@ -159,7 +159,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         finally:
             subscription.close()
 
-    # --- where weights are --------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------
 
     @steers
     async def SetResidency(self, request: pb.SetResidencyRequest) -> pb.SetResidencyResponse:
@@ -171,16 +171,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.wait and residency != "device":
             raise InvalidArgument("wait is for the residency device only")
         command = {"command": "residency", "model": model, "residency": residency}
-        await self._have_loaded(command, model, request.wait)
+        await self._load_weights(command, model, request.wait)
         return pb.SetResidencyResponse()
 
     @steers
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         model = _model(request.model)
-        await self._have_loaded({"command": "prefetch", "model": model}, model, request.wait)
+        await self._load_weights({"command": "prefetch", "model": model}, model, request.wait)
         return pb.PrefetchResponse()
 
-    async def _have_loaded(self, command: dict[str, Any], model: str, wait: bool) -> None:
+    async def _load_weights(self, command: dict[str, Any], model: str, wait: bool) -> None:
         subscription = self._link.subscribe()
         try:
             before = await subscription.next()
@@ -200,7 +200,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._link.command({"command": "compact"})
         return pb.CompactResponse()
 
-    # --- who may run --------------------------------------------------------------------------------------
+    # --- scheduling --------------------------------------------------------------------------------------
 
     @steers
     async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
@@ -250,15 +250,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._settings.lifecycle, asyncio.get_running_loop()
-        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole; and the
-        # looks begin when the lifecycle has found that the server serves.
-        patience = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s
+        # A new bundle counts when two looks agree that it is whole, and the looks begin when the reconciler has found that
+        # the server serves: a client that has just copied a bundle is ahead of them.
+        deadline = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s
         while True:
             try:
                 await self._lifecycle.reload(model)
                 break
             except ReloadError as error:
-                if error.code != "UNAVAILABLE" or loop.time() > patience:
+                if error.code != "UNAVAILABLE" or loop.time() > deadline:
                     raise
             await asyncio.sleep(section.look_s)
         versions = messages.by_name(self._link.entries).get(model, {})
@@ -268,13 +268,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
-        # Of this server: so StopProfile finds it, too, when another control process was asked to start it.
+        # With the server's pid: StopProfile finds it also if another control process started it.
         directory = parent / f"{moment}-{self._server_pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StatusError(
-                "FAILED_PRECONDITION", f"no profile can be written: {error}; see control.profile_dir"
+                "FAILED_PRECONDITION", f"the profile cannot be written: {error}; see control.profile_dir"
             ) from None
         await self._link.slow_command({"command": "profile", "directory": str(directory)})
         return pb.StartProfileResponse(directory=str(directory))
@@ -290,27 +290,27 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
 
 def _model(name: str) -> str:
-    return name or _complain("model is empty")
+    return name or _refuse("model is empty")
 
 
 def _target(target: pb.Target) -> str | None:
-    """A model's name, or None for all."""
+    """Return a model's name, or None for all."""
     if target.WhichOneof("target") == "model":
         return _model(target.model)
-    return None if target.all else _complain("target must be a model, or all")
+    return None if target.all else _refuse("target must be a model, or all")
 
 
-def _complain(text: str) -> NoReturn:
+def _refuse(text: str) -> NoReturn:
     raise InvalidArgument(text)
 
 
 async def _until_resident(update: StateUpdate, subscription: Subscription, model: str) -> None:
-    """Return when the weights of a model, or of what a meta model calls, are on the device. `update`: the first one.
+    """Return when the weights of a model, or of the models that a meta model calls, are resident.
 
-    Raises RuntimeDown, and StatusError when they were on their way and are not any more.
+    `update`: the first one. Raises RuntimeDown, and StatusError if a load began and did not end well.
     """
     entries: dict[str, Any] = {}
-    on_their_way: set[str] = set()
+    loading: set[str] = set()
     while True:
         match update:
             case None:
@@ -330,11 +330,10 @@ async def _until_resident(update: StateUpdate, subscription: Subscription, model
         weights = {key: entries[key]["weights"] for key in wanted if entries[key]["state"] != "leaving"}
         if all(where == "resident" for where in weights.values()):
             return
-        if any(where == "absent" and key in on_their_way for key, where in weights.items()):
+        if any(where == "absent" and key in loading for key, where in weights.items()):
             raise StatusError(
                 "ABORTED",
-                f"the weights of {model!r} were on their way and are not any more: the load failed, or gave way to "
-                "others. The story says which",
+                f"the load of the weights of {model!r} failed, or the weights were evicted; see rsrv story {model}",
             )
-        on_their_way |= {key for key, where in weights.items() if where == "loading"}
+        loading |= {key for key, where in weights.items() if where == "loading"}
         update = await subscription.next()

@@ -1,4 +1,4 @@
-"""The live page over HTTP: three files, a stream of events, stories, and steering for those who have the token."""
+"""The live page over HTTP: three files, a stream of events, models' histories, and actions for clients with the token."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from rsrv.tokens import bears
 
 log = logging.getLogger("rsrv.live")
 
-#: what may be asked for by whoever has the token
+#: Actions of clients with the token.
 ACTIONS = ("pin", "unpin", "prefetch", "evict")
-#: what two of them mean for where weights are for sure
+#: Residency that an action sets.
 RESIDENCIES = {"pin": "device", "unpin": "system"}
 _FILES = {"": "index.html", "page.css": "page.css", "page.js": "page.js"}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-#: the page loads nothing from elsewhere, and is shown in nobody else's
+#: The page loads nothing from other sites, and no other page embeds it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -28,13 +28,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-#: watchers at a time
-_MOST = 64
-#: seconds that one may take for an event
-_PATIENCE = 30.0
-#: bytes of what is asked for
-_BODY = 4096
-#: HTTP's word for a refusal of gRPC's
+#: Watchers at a time.
+_MAX_WATCHERS = 64
+#: Seconds that a watcher may take for an event.
+_WATCHER_TIMEOUT_S = 30.0
+#: Bytes of a request's body.
+_MAX_BODY = 4096
+#: HTTP status of a gRPC status.
 _STATUSES = {
     "NOT_FOUND": 404,
     "INVALID_ARGUMENT": 400,
@@ -46,7 +46,7 @@ _STATUSES = {
 
 
 class PageError(Exception):
-    """What was asked for is not there, or cannot be done; with the HTTP status to say so."""
+    """A failed request of the page, with its HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -54,31 +54,31 @@ class PageError(Exception):
 
     @classmethod
     def of(cls, code: str, text: str) -> "PageError":
-        """`code`: the name of a gRPC status."""
+        """Make the error of a gRPC status; `code`: its name."""
         return cls(_STATUSES.get(code, 500), text)
 
 
 def story_lines(stories: Mapping[str, Sequence[str]]) -> list[str]:
-    """What there is of each version, by key, in one list; of several, with the key."""
+    """Return the lines of all versions in one list; with their keys if there are several versions."""
     alone = len(stories) == 1
     return [line if alone else f"{key}: {line}" for key, lines in stories.items() for line in lines]
 
 
 class PageSource(Protocol):
-    """One server or several, by name; who has one only calls it by any name."""
+    """One server, or several by name. A source with one server accepts any name."""
 
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        """Server, name of the event, and JSON: what there is, then what happens."""
+        """Yield the server, the event's name and its JSON: the current state, then each event."""
 
     async def story(self, server: str, model: str) -> list[str]:
-        """Raises PageError."""
+        """Return the history of a model. Raises PageError."""
 
     async def steer(self, server: str, model: str, what: str) -> None:
-        """One of ACTIONS. Raises PageError."""
+        """Carry out one of ACTIONS. Raises PageError."""
 
 
 class LivePage:
-    """`token`: who sends it may steer; None: nobody may."""
+    """The page's routes. `token`: required for actions; None: no client may act."""
 
     def __init__(self, source: PageSource, token: bytes | None) -> None:
         self._source, self._token = source, token
@@ -100,8 +100,10 @@ class LivePage:
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=_HEADERS)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        if self._watchers >= _MOST:
-            raise web.HTTPServiceUnavailable(text=f"{_MOST} others watch already\n")
+        if self._watchers >= _MAX_WATCHERS:
+            raise web.HTTPServiceUnavailable(
+                text=f"the page has {_MAX_WATCHERS} watchers already; close one\n"
+            )
         self._watchers += 1
         try:
             answer = web.StreamResponse(
@@ -113,11 +115,11 @@ class LivePage:
             async with aclosing(self._source.events()) as events:
                 async for server, name, text in events:
                     event = f'event: {name}\ndata: {{"server": {json.dumps(server)}, "is": {text}}}\n\n'
-                    async with asyncio.timeout(_PATIENCE):
+                    async with asyncio.timeout(_WATCHER_TIMEOUT_S):
                         await answer.write(event.encode())
             return answer
         except (ConnectionError, TimeoutError):
-            return answer  # the watcher has gone, or takes nothing
+            return answer  # the watcher has disconnected, or does not read
         finally:
             self._watchers -= 1
 
@@ -131,16 +133,16 @@ class LivePage:
 
     async def _steer(self, request: web.Request) -> web.Response:
         if self._token is None:
-            return web.Response(status=403, text="metrics.token_file is not set: this page only shows\n")
+            return web.Response(status=403, text="this page is read-only: metrics.token_file is not set\n")
         if not bears(request.headers.get("Authorization", ""), self._token):
             return web.Response(
-                status=401, text="that is not the token\n", headers={"WWW-Authenticate": "Bearer"}
+                status=401, text="the token is wrong\n", headers={"WWW-Authenticate": "Bearer"}
             )
         try:
             wanted = json.loads(await _body(request))
             server, model, what = (str(wanted[key]) for key in ("server", "model", "what"))
         except (ValueError, LookupError, TypeError):
-            return web.Response(status=400, text="wanted: an object with server, model and what\n")
+            return web.Response(status=400, text="send a JSON object with server, model and what\n")
         if what not in ACTIONS:
             return web.Response(status=400, text=f"what must be one of {', '.join(ACTIONS)}\n")
         log.info("live page at %s: %s %s at %s", request.remote, what, model, server)
@@ -152,10 +154,10 @@ class LivePage:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises ValueError: it is too large."""
+    """Return the body. Raises ValueError if it is too large."""
     body = b""
     while some := await request.content.readany():
         body += some
-        if len(body) > _BODY:
+        if len(body) > _MAX_BODY:
             raise ValueError
     return body

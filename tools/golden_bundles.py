@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from examples import v2_affine
-from rsrv.stub.hooks import load_hooks, load_run
+from rsrv.hooks.loader import load_hooks, load_run
 from rsrv_bundle import Bundle, dtypes, load_weights, read_bundle, weights, writer, yaml12
 from rsrv_bundle.commands.upgrading import upgrade
 from rsrv_bundle.export import export_bundle

@@ -30,14 +30,14 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 
 import rsrv
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
+from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
-from rsrv.stub.launch import greet
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors

@@ -19,8 +19,7 @@ from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.stub.launch import Greeted, greet
+from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
 from rsrv.wire.frames import Kind, ProtocolError, Status, Submission
 from rsrv.wire.layout import Interface

@@ -88,7 +88,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
 
 def _hook(file: Path) -> Any:
     # The server's own loader: a file that loads there loads here.
-    from rsrv.stub.hooks import load_hooks
+    from rsrv.hooks.loader import load_hooks
 
     try:
         preprocess = load_hooks(file).preprocess

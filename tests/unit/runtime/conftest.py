@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
@@ -22,10 +23,9 @@ from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.weight_mover import DeviceWeights
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings, load_settings
+from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
-from rsrv.stub.launch import Greeted, greet
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session

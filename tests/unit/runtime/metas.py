@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks, load_hooks, load_run
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks, load_hooks, load_run
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replies import RequestFailure, Responses, untag
 from rsrv.stub.session import Session

@@ -15,7 +15,7 @@ from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler import events as ev
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
-from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
+from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed, read_status
 from tests.unit.runtime.conftest import Runtime
@@ -35,7 +35,9 @@ class Peer:
         self.spot = Spot(Where.MEMORY, *place)
 
     def enter(self, *tokens: int, request: int = 100, deadline_ns: int = 0) -> None:
-        self.lane.enter([Entrance(request + i, token, deadline_ns, 0) for i, token in enumerate(tokens)])
+        self.lane.submit(
+            [Entrance(request + i, token, deadline_ns, 0) for i, token in enumerate(tokens)], pack_entrances
+        )
 
     def call(self, token: int, request: int = 0, **changes: Any) -> None:
         self.lane.call([self.a_call(token, request)._replace(**changes)], [])
@@ -99,7 +101,9 @@ MISDEEDS: dict[str, list[Deed]] = {
     "no token": [lambda p: p.enter(7, 0)],
     "one token twice": [lambda p: p.enter(7, 7)],
     "a run that is there": [ENTER, lambda p: p.enter(7, request=5)],
-    "one request twice": [lambda p: p.lane.enter([Entrance(3, 8, 0, 0), Entrance(3, 9, 0, 0)])],
+    "one request twice": [
+        lambda p: p.lane.submit([Entrance(3, 8, 0, 0), Entrance(3, 9, 0, 0)], pack_entrances)
+    ],
     "a request that is too large": [lambda p: p.enter(7, 8, request=(1 << 40) - 1)],
     "a callee that is not there": [ENTER, lambda p: p.call(7, callee=2)],
     "a variant that is not there": [ENTER, lambda p: p.call(7, variant=2)],

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.stub.connection import Rejected
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
-from rsrv.stub.launch import Launcher
 from rsrv.stub.replies import Responses
-from rsrv.stub.request import ClientRequest, Now
-from rsrv.stub.session import Session
+from rsrv.stub.request import Arrival, ClientRequest
+from rsrv.stub.session import Launcher, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import read_status
 from tests.fakes import FakePbUtils, FakeRequest
@@ -73,9 +72,9 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
         got = answers[0] if answers is not None else request.answers.get(timeout=10)
         np.testing.assert_array_equal(got.arrays["y"], answer(number, x))
     if number % 3 == 0:
-        link = stub._session.link
-        assert link is not None
-        stub._answer_later(link, [ClientRequest(FakeRequest({"x": x}), Now.read())])
+        attachment = stub._session.attachment
+        assert attachment is not None
+        stub._answer_later(attachment, [ClientRequest(FakeRequest({"x": x}), Arrival.now())])
     stub.close()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.placement import SLACK_FRACTION
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
 from tests.unit.runtime.metas import (

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.stub.calls import CallError
-from rsrv.stub.hooks import Hooks
 from rsrv.wire.frames import Status
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.calls import Call, Entrance, Spot, Where
+from rsrv.wire.calls import Call, Entrance, Spot, Where, pack_entrances
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import read_status, send
 from tests.fakes import FakeRequest
@@ -128,7 +128,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     assert place is not None
     spot = Spot(Where.MEMORY, *place)
     runtime.device.gate.clear()
-    lane.enter([Entrance(0, 7, 0, 0)])
+    lane.submit([Entrance(0, 7, 0, 0)], pack_entrances)
     lane.call([Call(1, 7, 0, 0, 1, [spot], [spot])], [])
     assert runtime.device.gate.waiting.wait(10)
     lane.close()

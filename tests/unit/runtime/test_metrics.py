@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
+from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.frames import Kind, pack_json
@@ -51,7 +51,7 @@ class FakeMirror:
 @contextmanager
 def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> Iterator[None]:
     """As the stub's `initialize` and `finalize` do, at a quicker pace."""
-    made = Reporting(engine._session, engine.meters, mirror, pause=0.01, long_pause=0.02)
+    made = Reporting(engine._session, engine.meters, mirror, period=0.01, idle_period=0.02)
     try:
         yield
     finally:
@@ -194,9 +194,9 @@ def test_a_report_of_something_else_ends_its_connection_alone(
 ) -> None:
     """Nothing of it is counted, and the model serves on."""
     engine = make_engine(runtime, doublings["a"], name="a")
-    link = engine._session.link
-    assert link is not None
-    lane = engine._session.open_connection(link.key)
+    attachment = engine._session.attachment
+    assert attachment is not None
+    lane = engine._session.open_connection(attachment.key)
 
     with pytest.raises(Closed):
         lane.report(report, 10)

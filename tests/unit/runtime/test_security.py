@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.compile_cache import CompileCacheError, check_private
 from rsrv.runtime.device import Array
-from rsrv.stub.hooks import Hooks
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeRequest
@@ -75,7 +75,7 @@ def test_nothing_turns_data_into_code() -> None:
     assert len(sources) > 80
     found = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
     assert {path: uses for path, uses in found.items() if uses} == {
-        "triton_backend/rsrv/stub/hooks.py": ["exec"]
+        "triton_backend/rsrv/hooks/loader.py": ["exec"]
     }
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
-from rsrv.stub.connection import RuntimeConnection
+from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
-from rsrv.stub.launch import Greeted
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -70,7 +69,7 @@ def give_up_direct(engine: Engine) -> FakeRequest:
 
 def idle(engine: Engine) -> bool:
     """Whether no request has memory on the connection for later answers."""
-    return engine._link.deferred._arena.idle
+    return engine._attachment.deferred._arena.idle
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
@@ -110,7 +109,7 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
     runtime.device.gate.set()
     (answer,) = ask(engine, request())
     assert answer.error is None
-    wait_until(lambda: engine._direct is engine._link.direct)  # the late one's connection is back
+    wait_until(lambda: engine._direct is engine._attachment.direct)  # the late one's connection is back
     assert calls == [1]
     engine.close()
 
@@ -234,12 +233,12 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
 
 def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
     """Not when it was closed itself."""
-    well, robbed, closed = (RuntimeConnection(runtime.open()) for _ in range(3))
-    os.close(robbed.sock.fileno())
+    well, closed_by_others, closed = (RuntimeConnection(runtime.open()) for _ in range(3))
+    os.close(closed_by_others.sock.fileno())
     closed.close()
 
-    assert [lane.robbed for lane in (well, robbed, closed)] == [False, True, False]
-    for lane in (well, robbed):
+    assert [lane.closed_by_others for lane in (well, closed_by_others, closed)] == [False, True, False]
+    for lane in (well, closed_by_others):
         lane.close()
 
 
@@ -255,7 +254,7 @@ def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
         return real(fd)
 
     monkeypatch.setattr(os, "fstat", meanwhile)
-    assert not lane.robbed
+    assert not lane.closed_by_others
 
 
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
 from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
@@ -534,7 +534,7 @@ def test_memory_that_was_refused_once_is_asked_for_anew(
     with monkeypatch.context() as patched:
         patched.setattr(Arena, "give", recorded)
         patched.setattr(
-            "rsrv.stub.engine._KEEP", -(1 << 30)
+            "rsrv.stub.engine._KEEP_SLAB_BYTES", -(1 << 30)
         )  # nothing is worth keeping: each batch asks anew
         patched.setattr(RuntimeConnection, "take", full)
         for _ in range(2):

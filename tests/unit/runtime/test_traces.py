@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rsrv.hooks import BadInput
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.scheduler import events as ev
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.calls import Call
@@ -171,7 +171,7 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
         found.update({one[3]: Span(*one) for one in answer["spans"]})
         return last in found
 
-    reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
+    reporting = Reporting(engine._session, engine.meters, None, period=0.01)
     wait_until(there)
     reporting.close()
     return found
@@ -280,16 +280,16 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 ) -> None:
     """Those of the frame that it did not read; the next runtime's connection tells of them."""
     engine, tried = start_engine(), threading.Event()
-    real = RuntimeConnection.tell_spans
+    real = RuntimeConnection.report_spans
 
     def stuck(lane: RuntimeConnection, *_: object) -> None:
-        monkeypatch.setattr(RuntimeConnection, "tell_spans", real)
+        monkeypatch.setattr(RuntimeConnection, "report_spans", real)
         tried.set()
         raise TimeoutError
 
-    monkeypatch.setattr(RuntimeConnection, "tell_spans", stuck)
+    monkeypatch.setattr(RuntimeConnection, "report_spans", stuck)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
-    reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
+    reporting = Reporting(engine._session, engine.meters, None, period=0.01)
     assert tried.wait(10)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
     wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
@@ -345,7 +345,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
     runtime = start_runtime()
     engine = make_engine(runtime, doubling)
     request = FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
-    engine._link.direct.mark([Mark(number, TRACE, PARENT) for number in range(100)])
+    engine._attachment.direct.mark([Mark(number, TRACE, PARENT) for number in range(100)])
     ask(engine, request)
 
     assert not request.looked
@@ -362,7 +362,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
     ended = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
     assert answer.error is not None
-    calls = start_meta(runtime, lambda inputs, call: inputs)._session.link
+    calls = start_meta(runtime, lambda inputs, call: inputs)._session.attachment
     assert calls is not None
     calls.direct.mark([Mark(1, TRACE, PARENT)])
     calls.direct.call([Call(1, 77, 0, 0, 1, (), ())], [])
@@ -376,7 +376,7 @@ def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubl
     """However many; requests are served, and later ones are traced."""
     engine = make_engine(runtime, doubling)
     for start in range(1000, 6000, 1000):
-        engine._link.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])
+        engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
 
     assert "execute" in told(engine, "infer doubling")

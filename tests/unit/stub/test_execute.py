@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from rsrv.stub.metrics import Meters
-from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Reply, Responses
-from rsrv.stub.request import ClientRequest
+from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse
 
 RESPONSES = Responses(FakePbUtils)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.hook_guard import LOOKS, HookGuard, HookInterval, Seen, find_hung, look
+from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung
 from tests.fakes import FakeBackstop
 
 #: seconds; for what should happen at once
 SOON = 30.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, LOOKS + 2)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, CHECKS + 2)), max_size=8))
 def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(
     looks: list[tuple[str, int]],
 ) -> None:
@@ -33,10 +33,10 @@ def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(
             stretch, in_a_row = HookInterval("run", "r"), 0
         in_a_row = in_a_row + 1 if stretch is not None else 0
 
-        seen = look(seen, {7: stretch, 8: None})
+        seen = check(seen, {7: stretch, 8: None})
 
         hung = find_hung(seen)
-        assert hung == ((7, stretch) if in_a_row > LOOKS else None)
+        assert hung == ((7, stretch) if in_a_row > CHECKS else None)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.stub.hooks import HookError, load_hooks
+from rsrv.hooks.loader import HookError, load_hooks
 
 
 def write(directory: Path, text: str) -> Path:

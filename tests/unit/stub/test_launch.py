@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.stub.launch import Launcher, LaunchError, greet
-from rsrv.stub.session import Session
+from rsrv.stub.connection import LaunchError, greet
+from rsrv.stub.session import Launcher, Session
 from rsrv.wire.socket import connect, listen
 
 #: what the interpreter does each time; the shell's "$0.starts" has a line for each
@@ -41,7 +41,7 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     session = Session(launcher.open, "m", "/models/m")
 
-    with pytest.raises(LaunchError, match=r"it ended without a word.*RSRV_RUNTIME_PYTHON"):
+    with pytest.raises(LaunchError, match=r"it ended without a message.*RSRV_RUNTIME_PYTHON"):
         session.begin()
 
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
@@ -49,6 +49,9 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
 
 def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits in vain is told what may be the reason, and what to raise."""
-    monkeypatch.setattr("rsrv.stub.launch._GREETING_TIMEOUT", 0.01)
-    with listen(tmp_path / "socket"), pytest.raises(LaunchError, match=r"took no connection .* \(ulimit -Hn"):
+    monkeypatch.setattr("rsrv.stub.connection._GREETING_TIMEOUT_S", 0.01)
+    with (
+        listen(tmp_path / "socket"),
+        pytest.raises(LaunchError, match=r"accepted no connection .* \(ulimit -Hn"),
+    ):
         greet(connect(tmp_path / "socket"))

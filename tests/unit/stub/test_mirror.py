@@ -164,7 +164,7 @@ def test_a_server_without_metrics_gets_none(
     """Its command line says so."""
     proc = tmp_path / "cmdline"
     proc.write_bytes(b"\0".join(word.encode() for word in ["tritonserver", *arguments, ""]))
-    monkeypatch.setattr("rsrv.stub.metrics.Path", lambda _: proc)
+    monkeypatch.setattr("rsrv.triton_command_line.Path", lambda _: proc)
 
     assert (make_mirror(server(), os.getpid(), "m", "1") is not None) is shown
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rsrv.stub.endpoint import WireTensor, read_inputs
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.request import ClientRequest, Now, Terms, read_terms
+from rsrv.stub.request import Arrival, ClientRequest, RequestParams, read_params
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
@@ -22,15 +22,15 @@ HOURS = 10 * 3600 * SECOND
 NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
 
 
-def terms(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> Terms:
-    return read_terms(timeout_us, parameters, NOW, unix_ns)
+def terms(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> RequestParams:
+    return read_params(timeout_us, parameters, NOW, unix_ns)
 
 
 @given(st.integers(-(1 << 62), 1 << 62))
 def test_a_timeout_counts_from_now_whatever_the_calendar_says(jump: int) -> None:
     """And so does a request without any deadline."""
     assert terms(TODAY + jump, timeout_us=5_000_000).deadline_ns == NOW + 5 * SECOND
-    assert terms(TODAY + jump, rsrv_priority=3) == Terms(0, 3)
+    assert terms(TODAY + jump, rsrv_priority=3) == RequestParams(0, 3)
 
 
 def test_a_deadline_by_the_calendar_is_kept_by_the_clock_from_its_arrival_on() -> None:
@@ -64,7 +64,7 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
 
 
 def arrived(request: FakeRequest) -> ClientRequest:
-    return ClientRequest(request, Now(1.0, NOW, TODAY))
+    return ClientRequest(request, Arrival(1.0, NOW, TODAY))
 
 
 def as_triton_gives(data: bytes) -> Any:

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from rsrv.stub.connection import Rejected
-from rsrv.stub.launch import Greeted, LaunchError
+from rsrv.stub.connection import Greeted, LaunchError, Rejected
 from rsrv.stub.session import DOWN, Session
 from rsrv.wire.socket import Closed
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.tracing import Spans, Trace, end_request, read_traceparent
+from rsrv.stub.tracing import OpenSpan, Spans, end_request, read_traceparent
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT
 from tests.fakes import FakeRequest
@@ -48,7 +48,7 @@ def test_a_context_that_is_none_is_nobodys_fault(text: str) -> None:
 
 def test_a_part_of_a_trace_is_others_parent() -> None:
     """What it says of itself is read back."""
-    trace = Trace(Spans(ignored), TRACE, PARENT)
+    trace = OpenSpan(Spans(ignored), TRACE, PARENT)
 
     assert read_traceparent(trace.traceparent) == (TRACE, trace.id)
     child = trace.child()
@@ -102,9 +102,9 @@ def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) 
 def test_a_refused_request_says_why() -> None:
     """In an error, and with its status; long texts are cut."""
     spans = Spans(ignored)
-    trace = Trace(spans, TRACE, PARENT)
+    trace = OpenSpan(spans, TRACE, PARENT)
 
-    end_request(trace, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, {"rsrv.rows": 2})
+    end_request(trace, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, rows=2)
 
     (span,), _ = spans.take()
     assert (span.parent, span.id, span.name, span.error) == (PARENT, trace.id, "infer a", "x" * MAX_TEXT)
@@ -121,10 +121,10 @@ def test_a_refused_request_says_why() -> None:
 def test_spans_that_nobody_takes_are_counted_and_forgotten() -> None:
     """The first ones stay; what was dropped is said once."""
     said: list[None] = []
-    spans = Spans(lambda: said.append(None), length=MAX_SPANS + 10)
-    trace = Trace(spans, TRACE, PARENT)
+    spans = Spans(lambda: said.append(None), max_waiting=MAX_SPANS + 10)
+    trace = OpenSpan(spans, TRACE, PARENT)
     for number in range(MAX_SPANS + 25):
-        trace.part(f"part {number}", 0.0)
+        trace.add_child(f"part {number}", 0.0)
 
     assert len(said) == MAX_SPANS + 25
     first, dropped = spans.take()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from rsrv.triton_command_line import Options, read_command_line
 
 #: tritonserver's --model-control-mode
 Mode = Literal["none", "poll", "explicit"]
@@ -44,17 +45,15 @@ class TritonEndpoint:
 
 def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     """Read tritonserver's command line."""
-    flags = _flags(arguments)
-    mode = flags.get("model-control-mode", ["none"])[-1].lower()
-    host = flags.get("grpc-address", ["0.0.0.0"])[-1]
-    port = flags.get("grpc-port", ["8001"])[-1]
+    options = Options(arguments)
+    mode = options.last("model-control-mode", "none").lower()
+    host = options.last("grpc-address", "0.0.0.0")
+    port = options.last("grpc-port", "8001")
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
     trouble = ""
-    if not _true(flags.get("allow-grpc", ["true"])[-1]):
+    if not options.is_on("allow-grpc", default=True):
         trouble = "tritonserver was started with --allow-grpc=false, and its models are managed over gRPC"
-    elif _true(flags.get("grpc-use-ssl", ["false"])[-1]) or _true(
-        flags.get("grpc-use-ssl-mutual", ["false"])[-1]
-    ):
+    elif options.is_on("grpc-use-ssl", default=False) or options.is_on("grpc-use-ssl-mutual", default=False):
         trouble = (
             "tritonserver's gRPC front end wants TLS, which the control process does not speak; "
             "serve it without TLS on an address of this machine, and end TLS before it"
@@ -62,41 +61,10 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     return TritonEndpoint(
         f"{reached}:{port}",
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
-        _true(flags.get("exit-on-error", ["true"])[-1]),
-        tuple(_restrictions(flags.get("grpc-restricted-protocol", []))),
+        options.is_on("exit-on-error", default=True),
+        tuple(_restrictions(options.values("grpc-restricted-protocol"))),
         trouble,
     )
-
-
-def read_command_line(pid: int) -> list[str]:
-    """Return the command line of a process; empty if the process is gone."""
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [part.decode("utf-8", "surrogateescape") for part in raw.split(b"\0")[:-1]]
-
-
-def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each flag in order, of both `--flag=value` and `--flag value`."""
-    found: dict[str, list[str]] = {}
-    words = iter([*arguments, "--"])
-    word = next(words)
-    while word != "--":
-        following = next(words, "--")
-        if word.startswith("-"):
-            name, equals, value = word.lstrip("-").partition("=")
-            if not equals and following.startswith("-"):
-                value = "true"
-            elif not equals:
-                value, following = following, next(words, "--")
-            found.setdefault(name, []).append(value)
-        word = following
-    return found
-
-
-def _true(value: str) -> bool:
-    return value.lower() in ("true", "1", "on", "t")
 
 
 def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:

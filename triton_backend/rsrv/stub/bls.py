@@ -1,35 +1,40 @@
-"""Calls of other models through Triton's own interface for that (BLS): several at a time, and none for ever.
+"""Sub-calls through Triton (BLS): several at a time, each with a time limit.
 
-Triton cannot be told to give a call up, and a few calls that are never answered block an instance for good. So a
-call here ends when its time is over, while the thread that waits for Triton stays where it is; and there are never
+Triton cannot cancel such a call, and a few calls that are never answered block an instance for good. So a
+call here ends when its time is over, while the thread that waits for Triton goes on waiting; and there are never
 more such threads than the instance can spare.
 """
 
+import asyncio
 import logging
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rsrv.logs import TEXT, of_request, shorten
+from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.replies import RequestFailure, untag
 from rsrv.stub.request import RUN
 from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
-from rsrv.stub.tracing import TRACEPARENT
+from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
+from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
 Arrays = dict[str, Array]
 
-#: threads of an instance's pool, unless the server is told another number
+#: threads of an instance's pool, unless the server's command line sets another number
 _DEFAULT_POOL = 32
 #: calls that one meta model hands to Triton at a time, if its thread pool allows as many: a quarter of the default
 #: pool, which also sends the responses
@@ -38,11 +43,11 @@ MAX_CALLS = 8
 CALL_TIMEOUT_S = 60.0
 
 
-# --- how many calls may be under way --------------------------------------------------------------------------------
+# --- the limit of calls under way ------------------------------------------------------------------------------------
 
 
 def limit(pool: int) -> int:
-    """How many calls an instance may have under way, of the `pool` threads that Triton has for it.
+    """Return the number of calls that an instance may have under way with a pool of this many threads.
 
     Each call holds one until it is answered, and the instance's own answers need one, too, if `execute()` does not
     return them: with none left they wait for the calls, and if those are never answered, for ever.
@@ -51,34 +56,29 @@ def limit(pool: int) -> int:
 
 
 def pool_size(arguments: Sequence[str]) -> int:
-    """Threads that the Python backend has for each instance, by the command line of tritonserver."""
+    """Return the number of threads that the Python backend has for each instance, by tritonserver's command line."""
     size = _DEFAULT_POOL
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, equals, value = argument.partition("=")
-        # Options can be cut short as far as they stay unambiguous: there is --backend-directory, too.
-        if not option.startswith("--backend-c") or not "--backend-config".startswith(option):
-            continue
-        backend, _, setting = (value if equals else following).partition(",")
+    # There is --backend-directory, too.
+    for value in Options(arguments).values("backend-config", shortest="backend-c"):
+        backend, _, setting = value.partition(",")
         key, _, number = setting.partition("=")
-        found = re.match(r"\s*(\d+)", number)  # whatever follows the digits is ignored there, too
+        found = re.match(r"\s*(\d+)", number)  # Triton, too, ignores what follows the digits
         if (backend, key) == ("python", "thread-pool-size") and found:
             size = int(found[1])
     return size
 
 
 def read_pool_size(server_pid: int) -> int:
-    """`pool_size` of the server that runs as this process; the default if its command line cannot be read."""
-    try:
-        line = Path(f"/proc/{server_pid}/cmdline").read_bytes()
-    except OSError:
+    """Return `pool_size` of a running server; the default if its command line cannot be read."""
+    arguments = read_command_line(server_pid)
+    if not arguments:
         log.warning(
             "the command line of tritonserver cannot be read; assuming thread-pool-size=%d", _DEFAULT_POOL
         )
-        return _DEFAULT_POOL
-    return pool_size([argument.decode(errors="replace") for argument in line.split(b"\0")])
+    return pool_size(arguments)
 
 
-# --- what Triton says of calls that fail ----------------------------------------------------------------------------
+# --- calls that fail -------------------------------------------------------------------------------------------------
 
 _NOISE = re.compile(
     r"Failed to process the request\(s\) for model '[^']*', message: |\[request id: [^\]]*\] "
@@ -87,11 +87,11 @@ _PATH = re.compile(r"(?<![\w/])/[\w.-]+(?:/[\w.-]+)+")
 
 
 def failure_of(model: str, message: str) -> RequestFailure:
-    """What a client is told of a call of `model` that ended with Triton's `message`.
+    """Return the failure of a call of `model` that ended with Triton's `message`.
 
-    There is no code beside the message: it is INTERNAL whatever happened. So our own stubs' failures are known by
-    their tags, Triton's by their words, and all others stay INTERNAL, without the places in the callee's code that
-    Triton adds to an exception.
+    The code beside the message is always INTERNAL. So failures of rsrv's stubs are known by their tags, Triton's by
+    their words, and all others stay INTERNAL, without the places in the callee's code that Triton adds to an
+    exception.
     """
     tagged = untag(message)
     if tagged is not None:
@@ -99,7 +99,7 @@ def failure_of(model: str, message: str) -> RequestFailure:
     before = f"Model {model} - Error when running inference: "
     text = _PATH.sub("(path)", _NOISE.sub("", message.removeprefix(before).partition("\n\nAt:")[0]))
     text = " ".join(text.split())
-    if message.startswith(before):  # Triton did not take the request
+    if message.startswith(before):  # Triton refused the request
         if text.endswith("is not ready."):
             return RequestFailure(Status.NOT_FOUND, f"model {model!r} is not loaded")
         if text.endswith("Exceeds maximum queue size"):
@@ -117,7 +117,7 @@ def failure_of(model: str, message: str) -> RequestFailure:
 
 @dataclass(slots=True, eq=False)
 class _BlsCall:
-    """Times in ns of CLOCK_MONOTONIC."""
+    """A call, from `Bls.start` until its end. Times are in ns of CLOCK_MONOTONIC."""
 
     model: str
     inputs: Mapping[str, Array]
@@ -125,12 +125,12 @@ class _BlsCall:
     outputs: Sequence[str]
     deadline_ns: int  # 0: none
     run: int
-    #: the id of the request that it is made for
-    who: str
+    #: the client's id of the request that makes the call
+    client_id: str
     traceparent: str
-    #: when it has taken longer than any call should
+    #: end of the time limit of all calls
     hung_ns: int
-    #: resolved when the answer is there or the time is over, whichever comes first
+    #: resolved with the answer, or at the end of the call's time
     future: Future[Arrays] = field(default_factory=Future)
     started: bool = False
 
@@ -142,10 +142,10 @@ class _BlsCall:
 class Bls:
     """Calls other models from any thread, also while execute() runs and after it returned.
 
-    At most `concurrency` calls are handed to Triton at a time (see `limit`); further ones wait for their turn. No
-    call takes longer than `timeout` seconds or its deadline, waiting included. Arrays in answers are the caller's.
+    At most `concurrency` calls are under way in Triton at a time (see `limit`); further ones wait. No
+    call takes longer than `timeout` seconds or its deadline, waiting included. The caller owns the arrays in answers.
 
-    Raises ValueError when there is no room for a single call.
+    Raises ValueError if the instance has no thread for a single call.
     """
 
     def __init__(self, pb_utils: Any, tensors: Tensors, concurrency: int, timeout: float) -> None:
@@ -160,14 +160,14 @@ class Bls:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._earlier = threading.Condition(self._lock)
+        self._deadlines_changed = threading.Condition(self._lock)
         self._waiting: deque[_BlsCall] = deque()
-        #: handed to Triton and not come back, whether anybody still waits for it or not
+        #: calls in Triton, also those that have ended here
         self._under_way: set[_BlsCall] = set()
         self._threads = 0
         self._idle = 0
         self._watching = False
-        #: until when the watching thread sleeps; 0: it does not
+        #: end of the watching thread's sleep; 0: it does not sleep
         self._asleep_ns = 0
         self._closed = False
 
@@ -180,37 +180,39 @@ class Bls:
         dtypes: Mapping[str, str] | None = None,
         deadline_ns: int = 0,
         run: int = 0,
-        who: str = "",
+        client_id: str = "",
         traceparent: str = "",
     ) -> Future[Arrays]:
-        """The answer of `model`: the `outputs` in their order, or all that it gives if none are named.
+        """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
-        `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
-        has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
-        of the caller's run, 0 for none; `who` the id of its request, and `traceparent` its trace context, "" for
-        none. The future ends when the call's time is over at the latest, with RequestFailure if
-        there is no answer. Cancelling it helps only while the call waits for its turn.
+        `dtypes` has the types of inputs that numpy has no type for (bf16, as its bits). Shapes are Triton's: a scalar
+        per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token
+        of the caller's run, 0 for none; `client_id` is the id of its request, and `traceparent` its trace context, ""
+        for none. The future ends when the call's time is over at the latest, with RequestFailure if
+        there is no answer. Cancelling it has an effect only before the call is under way in Triton.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
-        call = _BlsCall(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, traceparent, hung_ns)
+        call = _BlsCall(
+            model, inputs, dtypes or {}, outputs, deadline_ns, run, client_id, traceparent, hung_ns
+        )
         with self._lock:
             refused = self._refuse(call, now)
             if refused is None:
                 self._waiting.append(call)
-                self._get_going(call)
+                self._start_threads(call)
         if refused is not None:
             call.future.set_exception(refused)
         return call.future
 
     def close(self) -> None:
-        """End all calls as far as anybody waits for them. What Triton has of them is left to it."""
+        """Fail all calls. Those under way in Triton go on there."""
         with self._lock:
             self._closed = True
             calls = [call for call in (*self._waiting, *self._under_way) if not call.future.done()]
             self._waiting.clear()
             self._work.notify_all()
-            self._earlier.notify_all()
+            self._deadlines_changed.notify_all()
         for call in calls:
             _settle(call.future, _closed())
 
@@ -231,8 +233,8 @@ class Bls:
             )
         return None
 
-    def _get_going(self, call: _BlsCall) -> None:
-        """See to it that somebody executes a call that waits, and that somebody watches the time."""
+    def _start_threads(self, call: _BlsCall) -> None:
+        """Have a thread execute a call that waits, and a thread watch its time."""
         if self._idle >= len(self._waiting):
             self._work.notify()
         elif self._threads < self._concurrency:
@@ -242,7 +244,7 @@ class Bls:
             self._watching = True
             threading.Thread(target=self._watch, name="bls-time", daemon=True).start()
         elif call.until_ns < self._asleep_ns:
-            self._earlier.notify()
+            self._deadlines_changed.notify()
 
     def _too_late(self, call: _BlsCall) -> RequestFailure:
         if call.until_ns == call.deadline_ns:
@@ -260,7 +262,7 @@ class Bls:
         )
 
     def _next(self) -> _BlsCall | None:
-        """The next call, when there is one; None when there is nothing to do any more."""
+        """Wait for the next call. Returns None after `close`."""
         with self._lock:
             self._idle += 1
             while not self._closed:
@@ -275,7 +277,7 @@ class Bls:
             return None
 
     def _sleep(self) -> list[tuple[_BlsCall, RequestFailure]]:
-        """Until it is too late for some calls; they are taken off the queue. Empty when there is nothing to do."""
+        """Sleep until calls are late, and dequeue them. Returns them with their failures, none after `close`."""
         with self._lock:
             while not self._closed:
                 now = time.monotonic_ns()
@@ -285,9 +287,9 @@ class Bls:
                     self._waiting = deque(call for call in self._waiting if call.until_ns > now)
                     return [(call, self._too_late(call)) for call in late]
                 first = min((call.until_ns for call in calls), default=now + int(self._timeout * 1e9))
-                del calls, late  # what has ended must not live on here
+                del calls, late  # ended calls must not live on here
                 self._asleep_ns = first
-                self._earlier.wait((first - now) / 1e9)
+                self._deadlines_changed.wait((first - now) / 1e9)
                 self._asleep_ns = 0
             return []
 
@@ -296,7 +298,7 @@ class Bls:
     def _watch(self) -> None:
         while late := self._sleep():
             for call, failure in late:
-                log.warning("request %r: %s", call.who, failure.text, extra=_about(call))
+                log.warning("request %r: %s", call.client_id, failure.text, extra=_about(call))
                 _settle(call.future, failure)
             del late, call, failure
 
@@ -311,10 +313,10 @@ class Bls:
         try:
             outcome = self._execute(call)
         except RequestFailure as failure:
-            # Without the exception itself: its traceback would keep the call's arrays alive.
-            outcome = RequestFailure(failure.status, failure.text)
+            # A copy: the traceback would keep the call's arrays alive.
+            outcome = failure.copy()
         except Exception:
-            log.exception("request %r: calling model %r", call.who, call.model, extra=_about(call))
+            log.exception("request %r: calling model %r", call.client_id, call.model, extra=_about(call))
             outcome = RequestFailure(
                 Status.INTERNAL, f"model {call.model!r} could not be called; the server's log says why"
             )
@@ -329,14 +331,16 @@ class Bls:
             message = response.error().message()
             failure = failure_of(call.model, message)
             if failure.status is Status.INTERNAL:
-                text = shorten(message, 4 * TEXT)  # with places in the callee's code
-                log.error("request %r: calling model %r: %s", call.who, call.model, text, extra=_about(call))
+                text = shorten(message, 4 * TEXT)  # including places in the callee's code
+                log.error(
+                    "request %r: calling model %r: %s", call.client_id, call.model, text, extra=_about(call)
+                )
             return failure
-        # Copies: what is held of the response would keep Triton's shared memory from being used again, and that
-        # grows for good.
+        # Copies: a response that is held keeps Triton's shared memory from being used again, and that memory
+        # never shrinks.
         arrays = {tensor.name(): self._tensors.take(tensor) for tensor in response.output_tensors()}
         missing = [name for name in call.outputs if name not in arrays]
-        if missing:  # Triton does not look
+        if missing:  # Triton does not check
             return RequestFailure(
                 Status.INTERNAL, f"the answer of model {call.model!r} has no {missing[0]!r}"
             )
@@ -357,7 +361,7 @@ class Bls:
             model_name=call.model,
             requested_output_names=list(call.outputs),
             inputs=[self._input(call, name, array) for name, array in call.inputs.items()],
-            # Else the outputs of a model on the GPU stay there, where numpy cannot read them.
+            # Otherwise the outputs of a model on the GPU stay there, where numpy cannot read them.
             preferred_memory=self._pb.PreferredMemory(self._pb.TRITONSERVER_MEMORY_CPU, 0),
             **options,
         )
@@ -367,7 +371,7 @@ class Bls:
             return self._tensors.make(name, array, call.dtypes.get(name))
         except Exception:
             text = "request %r: calling model %r: input %r of %s"
-            log.exception(text, call.who, call.model, name, array.dtype, extra=_about(call))
+            log.exception(text, call.client_id, call.model, name, array.dtype, extra=_about(call))
             raise RequestFailure(
                 Status.INVALID,
                 f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's",
@@ -375,7 +379,7 @@ class Bls:
 
 
 def _settle(future: Future[Arrays], outcome: Arrays | RequestFailure) -> None:
-    """Unless it is settled: by the answer, by the time, by whoever waited, or by the end of everything."""
+    """Resolve a future unless it is resolved: by the answer, the time limit, a cancellation or `close`."""
     with suppress(InvalidStateError):
         if isinstance(outcome, RequestFailure):
             future.set_exception(outcome)
@@ -388,5 +392,82 @@ def _closed() -> RequestFailure:
 
 
 def _about(call: _BlsCall) -> dict[str, Any]:
-    """For `extra` of a line of the log."""
-    return of_request(call.who, calls=call.model)
+    """Return `extra` for a line of the log."""
+    return of_request(call.client_id, calls=call.model)
+
+
+# --- a run's calls ---------------------------------------------------------------------------------------------
+
+
+class ThroughTriton:
+    """The sub-calls of one run through Triton: tensors travel by value, and none stays on the device."""
+
+    def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
+        """`client_id` is that of the run's request. Calls become children of `span`."""
+        self._bls = bls
+        self._client_id = client_id
+        self._deadline_ns = deadline_ns
+        self._span = span
+
+    def external(self, name: str, inputs: Mapping[str, Any]) -> "_TritonCall":
+        """Call a model outside of the runtime. Triton checks the inputs."""
+        arrays = {key: np.asarray(value) for key, value in inputs.items()}
+        return _TritonCall(self._start(name, arrays), {})
+
+    def internal(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_TritonCall":
+        """Call a model of the runtime, in the run with this token. Raises RequestFailure."""
+        arrays = check_inputs(callee, inputs)
+        check_keep(callee, keep)
+        remote = callee.remote
+        # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+        least = 2 if remote.batched else 1
+        for name, array in arrays.items():
+            if array.ndim < least:
+                arrays[name] = array.reshape(*array.shape, 1)
+        future = self._start(
+            remote.name,
+            arrays,
+            outputs=[wire.name for wire in remote.outputs],
+            dtypes={wire.name: wire.dtype for wire in remote.inputs},
+            run=token,
+        )
+        return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
+
+    def _start(self, name: str, arrays: Mapping[str, Any], **options: Any) -> Future[Results]:
+        """Start a call with the run's deadline, client id and trace context."""
+        options |= {"deadline_ns": self._deadline_ns, "client_id": self._client_id}
+        if self._span is None:
+            return self._bls.start(name, arrays, **options)
+        since, span = time.perf_counter(), self._span.child()
+        future = self._bls.start(name, arrays, traceparent=span.traceparent, **options)
+        future.add_done_callback(partial(_end_span, span, name, since))
+        return future
+
+
+class _TritonCall:
+    """A sub-call through Triton; `Pending`. `Bls` ends it when its time is over."""
+
+    def __init__(self, future: Future[Results], ranks: Mapping[str, int]) -> None:
+        """`ranks` has the numbers of axes of results by name; Triton's may have one more, of extent 1."""
+        self._future = future
+        self._ranks = ranks
+
+    def wait(self, until_ns: int) -> Results:
+        return self._shaped(self._future.result())
+
+    def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
+        async def wait() -> Results:
+            return self._shaped(await asyncio.wrap_future(self._future, loop=loop))
+
+        return wait()
+
+    def _shaped(self, results: Results) -> Results:
+        return {
+            name: array.reshape(array.shape[: self._ranks.get(name, array.ndim)])
+            for name, array in results.items()
+        }
+
+
+def _end_span(span: OpenSpan, name: str, since: float, ended: Future[Results]) -> None:
+    failure = None if ended.cancelled() else ended.exception()
+    end_call(span, name, since, failure if isinstance(failure, RequestFailure) else None)

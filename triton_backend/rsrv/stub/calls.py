@@ -1,7 +1,7 @@
-"""What a meta model's `run(inputs, call)` calls other models with.
+"""`call` of a meta model's `run(inputs, call)`: the sub-calls of a run.
 
-`call` starts a sub-call on one of two ways, straight to the runtime (`direct`) or through Triton (`call_router`), and
-waits for it. In an `async def run` the same calls are awaited instead. Models of bundles import `CallError` from here.
+A sub-call goes straight to the runtime (`direct`) or through Triton (`bls`), and `call` waits for it. In an
+`async def run` it is awaited instead. Models of bundles import `CallError` from here.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.stub.endpoint import Endpoint
+from rsrv.hooks.loader import Hooks
+from rsrv.stub.endpoint import Endpoint, fits
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import Remote
@@ -26,21 +26,21 @@ from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY
 
 Array = npt.NDArray[Any]
-#: True: all outputs stay on the device; else the names of those that do
+#: names of the outputs that stay on the device; True: all of them
 Keep = bool | Sequence[str]
 Results = dict[str, Any]
 
-#: nanoseconds that a sub-call may outlive the deadline: the runtime ends it by then, or is not well
+#: nanoseconds that a sub-call may outlive the deadline: a healthy runtime ends it by then
 GRACE_NS = 1_000_000_000
 
 
 def grace(deadline_ns: int) -> int:
-    """Until when to wait for what must end by a deadline (0: none)."""
+    """Return the time until which to wait for a sub-call with this deadline (0: none)."""
     return deadline_ns + GRACE_NS if deadline_ns else 0
 
 
 class CallError(Exception):
-    """A sub-call failed. `stage` is the called model; `status` and `text` are what the client gets if nobody catches it."""
+    """A sub-call of the model `stage` failed. If `run` does not catch it, the client gets `status` and `text`."""
 
     def __init__(self, stage: str, status: Status, text: str) -> None:
         super().__init__(f"stage {stage!r}: {text}")
@@ -48,8 +48,8 @@ class CallError(Exception):
         self.status = status
         self.text = text
 
-    def anew(self) -> "CallError":
-        """As `RequestFailure.anew`."""
+    def copy(self) -> "CallError":
+        """Return an error without a traceback, as `RequestFailure.copy`."""
         return CallError(self.stage, self.status, self.text)
 
 
@@ -57,26 +57,26 @@ class Pending(Protocol):
     """A sub-call under way."""
 
     def wait(self, until_ns: int) -> Results:
-        """Its results. Raises RequestFailure; with DEADLINE when there is none by then (CLOCK_MONOTONIC, 0: never)."""
+        """Return the results. Raises RequestFailure, with DEADLINE at `until_ns` (CLOCK_MONOTONIC, 0: never)."""
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
-        """The same, to be awaited."""
+        """Return an awaitable of the results."""
 
 
 class Callees(Protocol):
-    """All that one run may call."""
+    """The models that one run may call."""
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
-        """Raises RequestFailure."""
+        """Start a sub-call. Raises RequestFailure."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """`with` it the run waits for its calls, which is not its own time."""
+        """Return a context in which the run waits for its calls, which is not its own time."""
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
 
 
 class _Calls:
-    """What `call` is either way. `check` raises RequestFailure when the run is to stop; it is asked before each sub-call."""
+    """The common part of `SyncCall` and `AsyncCall`. `check` is called before each sub-call, and raises to stop the run."""
 
     def __init__(self, callees: Callees, deadline_ns: int, check: Callable[[], None]) -> None:
         self._callees = callees
@@ -85,13 +85,13 @@ class _Calls:
         self._check = check
 
     def scratch(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """An array, not initialised, in memory that the runtime sees: passed to a call, it is not copied."""
-        # numpy's integers, too, are extents, alone or in a sequence.
+        """Return an uninitialised array in memory that the runtime sees: sub-calls do not copy it."""
+        # Integers of numpy are extents, too, alone or in a sequence.
         extents = tuple(int(extent) for extent in np.atleast_1d(shape))
         return self._callees.scratch(extents, np.dtype(dtype))
 
     def remaining(self) -> float | None:
-        """Seconds until the request's deadline; None: it has none."""
+        """Return the seconds until the request's deadline, or None if it has none."""
         return (self._deadline_ns - time.monotonic_ns()) / 1e9 if self._deadline_ns else None
 
     def _start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
@@ -106,13 +106,13 @@ class SyncCall(_Calls):
     """`call` of a plain `run`."""
 
     def __call__(self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False) -> Results:
-        """What the model `name` makes of `inputs`, by output. Raises CallError."""
+        """Call the model `name`, and return its results by output. Raises CallError."""
         return self._wait(name, self._start(name, inputs, keep_on_device))
 
     def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
-        """Results of several calls, (name, inputs) or (name, inputs, keep_on_device), side by side, in their order.
+        """Make several calls, (name, inputs) or (name, inputs, keep_on_device), side by side. Returns results in order.
 
-        Raises the CallError of the first that failed, when all have ended.
+        Raises the CallError of the first call that failed, after all have ended.
         """
         started: list[tuple[str, Pending | CallError]] = []
         for one in calls:
@@ -120,13 +120,13 @@ class SyncCall(_Calls):
             try:
                 started.append((name, self._start(name, inputs, keep)))
             except CallError as error:
-                started.append((name, error.anew()))
+                started.append((name, error.copy()))
         ended: list[Results | CallError] = []
         for name, pending in started:
             try:
                 ended.append(pending if isinstance(pending, CallError) else self._wait(name, pending))
             except CallError as error:
-                ended.append(error.anew())
+                ended.append(error.copy())
         return _raise_first(ended)
 
     def _wait(self, name: str, pending: Pending) -> Results:
@@ -140,22 +140,22 @@ class SyncCall(_Calls):
 class AsyncCall(_Calls):
     """`call` of an `async def run`: every call starts at once, and is awaited."""
 
-    #: calls that have not ended
+    #: number of calls that have not ended
     under_way = 0
 
     def __call__(
         self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
     ) -> Awaitable[Results]:
-        """As `SyncCall`'s; what is wrong with it shows when it is awaited."""
+        """Start a call, as `SyncCall`. Its errors are raised when it is awaited."""
         try:
             return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
         except CallError as error:
             failed: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
-            failed.set_exception(error.anew())
+            failed.set_exception(error.copy())
             return failed
 
     async def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
-        """As `SyncCall`'s."""
+        """Make several calls, as `SyncCall.many`."""
         started = [self(*_spell_out(one)) for one in calls]
         return _raise_first(await asyncio.gather(*started, return_exceptions=True))
 
@@ -169,18 +169,18 @@ class AsyncCall(_Calls):
             self.under_way -= 1
 
     def waiting(self) -> AbstractContextManager[None]:
-        """`with` it the run's event loop waits: for its calls, if there are any, or for something of its own."""
+        """Return a context in which the run's event loop waits: for its calls, or for work of its own."""
         return self._callees.waiting() if self.under_way else nullcontext()
 
 
 def run_async(run: Callable[..., Any], inputs: Any, call: AsyncCall) -> Any:
-    """What an `async def run` returns. Raises what it raises."""
+    """Execute an `async def run`, and return its result."""
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Selector(call))) as runner:
         return runner.run(run(inputs, call))
 
 
 class _Selector(selectors.EpollSelector):
-    """Where an event loop waits."""
+    """The selector of a run's event loop, which tells waiting for calls from the run's own time."""
 
     def __init__(self, call: AsyncCall) -> None:
         super().__init__()
@@ -204,18 +204,18 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
     results = []
     for one in ended:
         if isinstance(one, CallError):
-            raise one.anew()
+            raise one.copy()
         if isinstance(one, BaseException):
             raise one
         results.append(one)
     return results
 
 
-# --- the called models, and what they may be sent: the same rules on every way there ------------------------
+# --- callees, and the rules for their inputs on either way -------------------------------------------------
 
 
 class Elsewhere:
-    """Stands for a tensor that is not in this process."""
+    """A stand-in for a tensor that is not in this process."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.shape = shape
@@ -229,7 +229,7 @@ class Elsewhere:
 class Callee:
     """A model that a meta model calls."""
 
-    #: its place in the list of REGISTERED
+    #: its index in the list of REGISTERED
     index: int
     remote: Remote
     endpoint: Endpoint
@@ -238,7 +238,7 @@ class Callee:
 def make_callees(
     remotes: Sequence[Remote], hooks: Mapping[str, Hooks], guard: HookGuard, meters: Meters
 ) -> dict[str, Callee]:
-    """By name."""
+    """Return the callees by name."""
     return {
         remote.name: Callee(
             index,
@@ -250,7 +250,7 @@ def make_callees(
 
 
 def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is sent, by name, checked as Triton checks what clients send. Raises RequestFailure."""
+    """Return a sub-call's inputs by name, checked as Triton checks those of clients. Raises RequestFailure."""
     arrays = {
         name: value if isinstance(value, Elsewhere) else np.asarray(value) for name, value in inputs.items()
     }
@@ -262,7 +262,7 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestFailure(
                 Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}"
             )
-        if not wire.fits(array.shape):
+        if not fits(wire.dims, array.shape):
             raise RequestFailure(
                 Status.INVALID,
                 f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
@@ -278,13 +278,13 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
-    """Names of the outputs that stay on the device. Raises RequestFailure."""
+    """Return the names of the outputs that stay on the device. Raises RequestFailure."""
     names = [tensor.name for tensor in callee.remote.interface.variants[0].outputs.tensors]
-    wanted = frozenset(names if keep is True else keep or ())
-    if wanted and callee.endpoint.hooks.postprocess is not None:
+    kept = frozenset(names if keep is True else keep or ())
+    if kept and callee.endpoint.hooks.postprocess is not None:
         raise RequestFailure(
             Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
         )
-    if unknown := sorted(wanted - set(names)):
+    if unknown := sorted(kept - set(names)):
         raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
-    return wanted
+    return kept

@@ -1,7 +1,8 @@
-"""One connection to the runtime, and the memory that the requests on it live in."""
+"""One connection to the runtime, and the shared memory of the requests on it."""
 
 import os
 import select
+import socket
 import stat
 import time
 from collections import deque
@@ -10,49 +11,87 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.stub.launch import Greeted
 from rsrv.stub.memory_limits import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.calls import (
     Call,
-    Entrance,
     Leaving,
     Release,
     pack_calls,
-    pack_entrances,
     pack_leavings,
     pack_releases,
 )
-from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
-from rsrv.wire.layout import NUMPY, Tensor
-from rsrv.wire.memory import Arena, Bytes, Place, read_document
-from rsrv.wire.socket import Closed, send
+from rsrv.wire.frames import Completion, Kind, ProtocolError, check_hello, hello
+from rsrv.wire.memory import Arena, Bytes, Place, read_board, read_document
+from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
 
 Array = npt.NDArray[Any]
-T = TypeVar("T")
 
+#: seconds for a frame's answer that needs no work
+_GREETING_TIMEOUT_S = 60.0
 #: seconds that requests may wait for a runtime that does not read: execute() waits with them
-_SHORT = 0.1
-#: the same for what a run of a meta model says on its own connection, which then is of no use
-_LONG = 1.0
+_SEND_S = 0.1
+#: the same for frames of a meta model's run on its own connection, which is broken after that
+_RUN_SEND_S = 1.0
 
 
 class Rejected(Exception):
-    """The runtime cannot load the model; the message says why.
-
-    `client`: what its clients may be told, if anything.
-    """
+    """The runtime cannot load the model; the message says why."""
 
     def __init__(self, reason: str, client: str = "") -> None:
+        """`client` is the text for the model's clients, "" for none."""
         super().__init__(reason)
         self.client = client
+
+
+class LaunchError(Exception):
+    """The runtime cannot be started; the message says why and what to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A connected socket after the first frames on it."""
+
+    sock: socket.socket
+    receiver: Receiver
+    board: memoryview
+
+
+def greet(sock: socket.socket) -> Greeted:
+    """Exchange the first frames on a new connection.
+
+    Raises LaunchError, Closed, ProtocolError or OSError, and closes the socket.
+    """
+    sock.settimeout(_GREETING_TIMEOUT_S)
+    try:
+        send(sock, hello())
+        receiver = Receiver(sock)
+        frame, fds = receiver.receive()
+        try:
+            check_hello(frame)
+            if len(fds) != 1:
+                raise ProtocolError("the runtime's greeting comes without its board")
+            board = read_board(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+    except TimeoutError:
+        sock.close()
+        raise LaunchError(
+            f"the runtime accepted no connection within {_GREETING_TIMEOUT_S:.0f} s: it is stopped, or there are as many as its limit "
+            "of open files allows, which the server's log says; raise that (ulimit -Hn, a container's --ulimit nofile)"
+        ) from None
+    except BaseException:
+        sock.close()
+        raise
+    return Greeted(sock, receiver, board)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,17 +102,13 @@ class Slab:
     segment: Bytes
     users: int
 
-    def view(self, offset: int, tensor: Tensor, rows: int) -> Array:
-        """A tensor at `offset` bytes of the segment."""
-        return np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], self.segment, offset)
-
 
 class _ArrayMemory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The memory of one array. A type of its own, so that numpy does not go past it to what it lies in."""
+    """The memory of one array. As a type of its own it stays the base of views, where numpy would skip a plain array."""
 
 
 class RuntimeConnection:
-    """Sends from any thread; receives from one thread at a time."""
+    """A connection to the runtime. Sends from any thread; receives from one thread at a time."""
 
     def __init__(self, greeted: Greeted) -> None:
         self.sock = greeted.sock
@@ -87,24 +122,24 @@ class RuntimeConnection:
         self._arena = Arena(spare=spare_memory)
         self._lock = Lock()  # the arena and the order of frames
         self._next_id = 0
-        #: whether the runtime did not read in time: until it does nobody waits for it again
+        #: whether the runtime did not read in time: until it reads again, frames do not wait for it
         self._stuck = False
-        #: places of arrays that nothing refers to any more
+        #: places of arrays that were garbage-collected
         self._returned: deque[Place] = deque()
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def register(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Wait, however long compiling takes, until the model is ready. Raises Rejected, Closed, ProtocolError."""
-        if not self._send(frames.pack_json(Kind.REGISTER, wanted), _LONG):
+    def register(self, registration: dict[str, Any]) -> dict[str, Any]:
+        """Register, and wait until the model is ready, however long compiling takes. Raises Rejected, Closed, ProtocolError."""
+        if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed("the runtime does not read")
         self._readable.poll()
         frame, fds = self._receiver.receive()
         try:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REJECTED:
-                said = frames.unpack_json(frame)
-                raise Rejected(str(said.get("reason")), str(said.get("client", "")))
+                answer = frames.unpack_json(frame)
+                raise Rejected(str(answer.get("reason")), str(answer.get("client", "")))
             if kind is not Kind.REGISTERED or len(fds) != 1:
                 raise ProtocolError(f"{kind.name} where REGISTERED was expected")
             return read_document(fds[0])
@@ -113,9 +148,9 @@ class RuntimeConnection:
                 os.close(fd)
 
     def report(self, report: dict[str, Any], patience: float) -> dict[str, Any]:
-        """Say what was measured; what the runtime answers. On a connection for nothing else.
+        """Report measurements on a connection for nothing else, and return the runtime's answer.
 
-        Raises TimeoutError when it says nothing for `patience` seconds, Closed, ProtocolError.
+        Raises TimeoutError if there is none for `patience` seconds, Closed, ProtocolError.
         """
         if not self._send(frames.pack_json(Kind.REPORT, report), patience):
             raise TimeoutError("the runtime does not read")
@@ -125,18 +160,18 @@ class RuntimeConnection:
         for fd in fds:
             os.close(fd)
         if frames.read_header(frame)[0] is not Kind.REPORTED:
-            raise ProtocolError("something else where REPORTED was expected")
+            raise ProtocolError("another frame where REPORTED was expected")
         return frames.unpack_json(frame)
 
-    def tell_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
-        """What was seen of traced requests, on a connection as `report`'s. Raises TimeoutError, Closed."""
+    def report_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
+        """Report ended spans, on a connection for reports. Raises TimeoutError, Closed."""
         if not all(self._send(frame, patience) for frame in pack_spans(spans, dropped)):
             raise TimeoutError("the runtime does not read")
 
     # --- memory -------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, users: int) -> Slab:
-        """Memory that `users` requests share until each has released it. Raises OSError when there is none."""
+        """Allocate memory that `users` requests share until each has released it. Raises OSError if there is none."""
         with self._lock:
             place = self._arena.take(nbytes)
             return Slab(place, self._arena.segment(place), users)
@@ -149,18 +184,18 @@ class RuntimeConnection:
                 self._drop()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array in memory that the runtime sees, until nothing refers to it. Raises OSError when there is none."""
+        """Allocate an array in memory that the runtime sees; garbage collection frees it. Raises OSError if there is none."""
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
             self._take_back()
             place = self._arena.take(nbytes)
-            held = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
-        # Whichever thread finds that nothing refers to it: it may hold the lock.
-        finalize(held, self._returned.append, place).atexit = False
-        return np.ndarray(shape, dtype, held)
+            memory = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
+        # Any thread may collect the array, and it may hold the lock.
+        finalize(memory, self._returned.append, place).atexit = False
+        return np.ndarray(shape, dtype, memory)
 
     def tidy(self) -> None:
-        """The connection is not used for a while: give up the memory of large arrays that nothing refers to."""
+        """Free the memory of large arrays that were collected, before the connection is idle for a while."""
         with self._lock:
             self._take_back()
             self._drop()
@@ -170,13 +205,13 @@ class RuntimeConnection:
             self._arena.give(self._returned.popleft())
 
     def _drop(self) -> None:
-        """Now, for as long as the runtime maps it the memory of a large request stays in use."""
+        """Announce dropped segments at once: a large request's memory stays in use for as long as the runtime maps it."""
         if self._arena.dropped:
             with suppress(Closed, OSError):
-                self._announce(0)  # later ones tell what this one could not
+                self._announce(0)  # the next announcement has the rest
 
     def locate(self, array: Array) -> tuple[int, int] | None:
-        """(segment, offset in bytes) of an array that lies in this connection's memory as the runtime reads it; else None."""
+        """Return (segment, offset in bytes) of an array that lies in this connection's memory as the runtime reads it, or None."""
         if not array.flags.c_contiguous:
             return None
         with self._lock:
@@ -190,54 +225,52 @@ class RuntimeConnection:
             first, self._next_id = self._next_id, self._next_id + count
         return range(first, first + count)
 
-    def submit(self, submissions: Sequence[Submission]) -> int:
-        """How many of them could be sent; the others could not, because the runtime does not read. Raises Closed."""
-        return self._request(submissions, frames.pack_submissions)
+    def submit(
+        self, entries: Sequence[Any], pack: Callable[[Sequence[Any]], bytes] = frames.pack_submissions
+    ) -> int:
+        """Send requests, in frames that `pack` makes. Returns the number sent. Raises Closed.
 
-    def enter(self, entrances: Sequence[Entrance]) -> int:
-        """Ask to let runs of a meta model in. As `submit`."""
-        return self._request(entrances, pack_entrances)
+        The others could not be sent, because the runtime does not read.
+        """
+        with self._lock:
+            if (self._arena.fresh or self._arena.dropped) and not self._announce(_SEND_S):
+                return 0
+            for at in range(0, len(entries), frames.MAX_ENTRIES):
+                if not self._send(pack(entries[at : at + frames.MAX_ENTRIES]), _SEND_S):
+                    return at
+            return len(entries)
 
     def mark(self, marks: Sequence[Mark]) -> None:
-        """These requests, which are sent next, are traced. If that cannot be said now, they are not."""
+        """Announce that requests which are sent next are traced. If the runtime does not read now, they are not."""
         with suppress(Closed, OSError), self._lock:
             for at in range(0, len(marks), frames.MAX_ENTRIES):
                 self._send(pack_marks(marks[at : at + frames.MAX_ENTRIES]), 0)
 
-    def _request(self, entries: Sequence[T], pack: Callable[[Sequence[T]], bytes]) -> int:
-        with self._lock:
-            if not self._announce(_SHORT):
-                return 0
-            for at in range(0, len(entries), frames.MAX_ENTRIES):
-                if not self._send(pack(entries[at : at + frames.MAX_ENTRIES]), _SHORT):
-                    return at
-            return len(entries)
-
     def call(self, calls: Sequence[Call], releases: Sequence[Release]) -> None:
-        """Send sub-calls, after giving up what is not needed on the device any more.
+        """Send sub-calls, and before them the releases of device tensors that are not needed any more.
 
-        Raises Closed, also when the runtime does not read, and ProtocolError.
+        Raises Closed, also if the runtime does not read, and ProtocolError.
         """
         with self._lock:
-            well = self._announce(_LONG) and all(
-                self._send(frame, _LONG) for frame in (*_pack_releases(releases), *pack_calls(calls))
+            sent = self._announce(_RUN_SEND_S) and all(
+                self._send(frame, _RUN_SEND_S) for frame in (*_pack_releases(releases), *pack_calls(calls))
             )
-        if not well:
+        if not sent:
             raise Closed("the runtime does not read")
 
-    def leave(self, leaving: Leaving, patience: float = _LONG) -> None:
-        """A run is over. Raises Closed, also when the runtime does not read within `patience` seconds."""
+    def leave(self, leaving: Leaving, patience: float = _RUN_SEND_S) -> None:
+        """End a run. Raises Closed, also if the runtime does not read within `patience` seconds."""
         with self._lock:
             if not self._send(pack_leavings([leaving]), patience):
                 raise Closed("the runtime does not read")
 
     def cancel(self, ids: Sequence[int]) -> bool:
-        """Whether it could be said, as the runtime reads. Raises Closed."""
+        """Ask to cancel requests. Returns False if the runtime does not read now. Raises Closed."""
         with self._lock:
             return self._send(frames.pack_ids(Kind.CANCEL, ids), 0)
 
     def _announce(self, patience: float) -> bool:
-        """Tell the runtime which segments are new and which are gone, as far as it reads; whether that was all."""
+        """Send the segments that are new and those that are gone. Returns False if the runtime did not read all of it."""
         while self._arena.fresh:
             id, fd = self._arena.fresh[0]
             if not self._send(frames.pack_ids(Kind.SEGMENT, [id]), patience, [fd]):
@@ -250,7 +283,7 @@ class RuntimeConnection:
         return True
 
     def _send(self, frame: bytes, patience: float, fds: Sequence[int] = ()) -> bool:
-        """Whether the runtime took it. It is waited for at most `patience` seconds, and then not again."""
+        """Send a frame. Returns False if the runtime does not read within `patience` seconds; then frames do not wait again."""
         try:
             send(self.sock, frame, fds)
         except BlockingIOError:
@@ -263,24 +296,24 @@ class RuntimeConnection:
 
     @property
     def reads(self) -> bool:
-        """Whether the runtime takes what it is sent."""
+        """Whether the runtime reads."""
         return bool(self._writable.poll(0))
 
     @property
-    def robbed(self) -> bool:
-        """Whether somebody else has closed its socket: code in this process that closes what is not its own."""
+    def closed_by_others(self) -> bool:
+        """Whether code of model.py has closed the socket, which is not its own."""
         fd = self.sock.fileno()
         if fd < 0:
             return False
         try:
-            lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
+            is_lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
         except OSError:
-            lost = True
-        # Another thread of ours may have closed it meanwhile, and then has forgotten its number first.
-        return lost and self.sock.fileno() == fd
+            is_lost = True
+        # If another thread of rsrv has closed the socket meanwhile, its number is gone.
+        return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
-        """The next completions, waiting at most `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
+        """Return the next completions, within `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
         if not self._readable.poll(max(0.0, timeout * 1e3)):
             raise TimeoutError
         frame, fds = self._receiver.receive()
@@ -291,10 +324,10 @@ class RuntimeConnection:
             raise ProtocolError(f"{kind.name} where DONE was expected")
         return frames.unpack_completions(frame, count)
 
-    def device_free_in_ns(self) -> int:
-        """When the device will have done what it has to do now, as the runtime predicts; 0: it is free."""
-        ahead: int = self._board[0] - time.monotonic_ns()
-        return max(0, ahead)
+    def device_free_in_s(self) -> float:
+        """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free."""
+        ahead_ns: int = self._board[0] - time.monotonic_ns()
+        return max(0.0, ahead_ns / 1e9)
 
     def close(self) -> None:
         with self._lock:
@@ -302,8 +335,8 @@ class RuntimeConnection:
             self._arena.close()
 
     def abandon(self) -> None:
-        """Let go of the socket only, from a process that was forked: the runtime must see the end of its parent."""
-        with suppress(OSError):  # somebody else closed it
+        """Close only the socket, in a process that was forked: the runtime must see the end of its parent."""
+        with suppress(OSError):  # other code has closed it
             self.sock.close()
 
 

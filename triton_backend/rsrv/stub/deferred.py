@@ -1,7 +1,7 @@
-"""Answers that come after execute() returned: one thread reads completions, a few send responses.
+"""Answers after execute() returned: one thread reads completions, a few send responses.
 
-The reading thread also looks after those who wait: whether a client is gone, and whether a deadline has passed that nobody
-else keeps, because the runtime does not answer or a hook takes its time.
+The reading thread also checks waiting requests: for clients that are gone, and for deadlines that the runtime does not
+enforce, because it does not answer or a hook takes long.
 """
 
 import heapq
@@ -18,19 +18,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.replies import Reply, Responses
 from rsrv.stub.request import ClientRequest
-from rsrv.stub.session import DOWN, UNLOADED, Link, Session
+from rsrv.stub.session import DOWN, UNLOADED, Attachment, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds between looks whether clients are still there; each look costs up to 0.2 ms, so few per round
-_CANCEL_ROUND = 0.05
-_CANCEL_CHECKS = 16
-#: nanoseconds after which a deadline is kept here: the runtime keeps it before, if it is well
-_GRACE_NS = 100_000_000
+#: seconds between two checks of a request for cancellation; each costs up to 0.2 ms, so few are made per round
+_CHECK_PERIOD_S = 0.05
+_MAX_CHECKS = 16
+#: nanoseconds after a deadline until it is enforced here: a healthy runtime enforces it before
+_DEADLINE_GRACE_NS = 100_000_000
 #: late answers per round, as each takes this thread some tenths of a millisecond
-_LATE_ANSWERS = 64
+_MAX_LATE_ANSWERS = 64
 
 #: threads that send deferred replies and run slow hooks: four keep a slow hook from holding up the replies behind it
 SENDER_THREADS = 4
@@ -41,18 +41,18 @@ _BROKEN = "the model's process cannot go on; it is being restarted"
 
 
 class DeferredRequest(Protocol):
-    """A request that will be answered after execute() returned."""
+    """A request that is answered after execute() returned."""
 
     id: int  # unique on its connection
     connection: RuntimeConnection
     request: ClientRequest
-    #: if it was made already
+    #: None until it is made
     response: Any
-    checked: float  # when its client was last asked after, seconds of time.monotonic
+    checked: float  # time.monotonic of the latest check for cancellation
     cancelling: bool
 
     def write(self) -> Any:
-        """What to send for it."""
+        """Return the entry of a frame that asks for it."""
 
     def finish(self, done: Completion) -> None: ...
 
@@ -60,24 +60,27 @@ class DeferredRequest(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the answer, about."""
+        """About the size of the answer."""
 
     def release(self) -> None:
-        """It is answered."""
+        """Free the request's memory, after the answer."""
 
 
 W = TypeVar("W", bound=DeferredRequest)
 
 
 class DeferredReplies(Generic[W]):
-    """`send` writes what jobs ask for to a connection, and says for how many it could; `respond` turns a finished job into
-    a Triton response, and must not raise; `end` ends the process when it cannot go on."""
+    """Requests that wait for the runtime, and the threads that answer them.
+
+    `pack` makes the frame that submits requests. `respond` makes a Triton response of a finished request, and must not
+    raise. `end` ends the process if it cannot go on.
+    """
 
     def __init__(
         self,
         session: Session,
         responses: Responses,
-        send: Callable[[RuntimeConnection, list[Any]], int],
+        pack: Callable[[Sequence[Any]], bytes],
         respond: Callable[[W], Any],
         threads: int,
         end: Callable[[str], object],
@@ -85,15 +88,15 @@ class DeferredReplies(Generic[W]):
         self._session = session
         self._responses = responses
         self._end = end
-        self._send_to = send
+        self._pack = pack
         self._respond = respond
         self._threads = threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
-        #: connections that this object reads: their pending jobs by id, their link, and what to do when none is left
+        #: by connection: its pending requests by id, its attachment, and a callback for when none is pending
         self._connections: dict[RuntimeConnection, dict[int, W]] = {}
-        self._links: dict[RuntimeConnection, Link] = {}
+        self._attachments: dict[RuntimeConnection, Attachment] = {}
         self._when_idle: dict[RuntimeConnection, Callable[[], None]] = {}
         self._poll = select.poll()
         self._by_fd: dict[int, RuntimeConnection] = {}
@@ -102,75 +105,80 @@ class DeferredReplies(Generic[W]):
         self._closed = False
         #: whether the reading thread sleeps until it is woken
         self._asleep = False
-        self._looked = 0.0
+        #: time.monotonic of the latest look for late requests
+        self._late_checked = 0.0
         self._reader = threading.Thread(target=self._read, name="completions", daemon=True)
         self._reader.start()
 
     # --- from execute() and from reconnecting -------------------------------------------------------------
 
-    def watch(self, link: Link) -> None:
-        """Read a new link's connection from now on; also notices at once when the runtime dies."""
-        self._add(link, link.deferred, {})
+    def watch(self, attachment: Attachment) -> None:
+        """Read the deferred connection of a new attachment, which also detects the runtime's crash at once."""
+        self._add(attachment, attachment.deferred, {})
 
     def adopt(
-        self, link: Link, connection: RuntimeConnection, jobs: Iterable[W], when_idle: Callable[[], None]
+        self,
+        attachment: Attachment,
+        connection: RuntimeConnection,
+        requests: Iterable[W],
+        when_idle: Callable[[], None],
     ) -> None:
-        """Take over a connection with submitted jobs; `when_idle` is called when the last of them is answered."""
-        self._add(link, connection, {job.id: job for job in jobs}, when_idle)
+        """Take over a connection with submitted requests; `when_idle` is called when the last of them is answered."""
+        self._add(attachment, connection, {one.id: one for one in requests}, when_idle)
 
     def reply(self, request: ClientRequest) -> Reply:
-        """Give a request that is answered later its reply. From now on it is looked after."""
+        """Give a request its reply. From now on it is checked for its deadline and for cancellation."""
         sender = request.triton.get_response_sender()
-        reply = request.reply = Reply(sender, self._responses, request.terms.deadline_ns, request.id)
+        reply = request.reply = Reply(sender, self._responses, request.params.deadline_ns, request.id)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
         return reply
 
-    def submit(self, link: Link, jobs: Sequence[W]) -> None:
-        """Send prepared jobs on the link's connection; each is answered in time, whatever happens to the runtime."""
-        submissions = [job.write() for job in jobs]
+    def submit(self, attachment: Attachment, requests: Sequence[W]) -> None:
+        """Submit prepared requests. Each is answered in time, even if the runtime crashes or hangs."""
+        submissions = [one.write() for one in requests]
         with self._lock:
-            pending = self._connections.get(link.deferred)
+            pending = self._connections.get(attachment.deferred)
             if pending is not None:
-                pending.update((job.id, job) for job in jobs)
+                pending.update((one.id, one) for one in requests)
         try:
             if pending is None:
-                raise Closed("the link was lost")
-            sent = self._send_to(link.deferred, submissions)
+                raise Closed("the runtime was lost")
+            sent = attachment.deferred.submit(submissions, self._pack)
         except (Closed, OSError):
-            self.lose(link)
-            # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
+            self.lose(attachment)
+            # `lose` fails pending requests; if the runtime was lost before, these were not among them.
             if pending is None:
-                self._fail(jobs, Status.RUNTIME_DOWN, DOWN)
+                self._fail(requests, Status.RUNTIME_DOWN, DOWN)
             return
-        if sent < len(jobs):
+        if sent < len(requests):
             with self._lock:
-                # Without those that were answered because the link was lost meanwhile.
-                refused = [job for job in jobs[sent:] if pending.pop(job.id, None) is not None]
+                # Without the requests that failed because the runtime was lost meanwhile.
+                refused = [one for one in requests[sent:] if pending.pop(one.id, None) is not None]
             self._fail(refused, Status.QUEUE_FULL, STUCK)
 
-    def lose(self, link: Link) -> None:
-        """The runtime behind a link is gone: answer all that waited for it, and look for another. Any thread."""
-        if link.deferred.robbed or link.direct.robbed:
+    def lose(self, attachment: Attachment) -> None:
+        """Fail all requests of an attachment, for its runtime is gone, and have the session reconnect. Thread-safe."""
+        if attachment.deferred.closed_by_others or attachment.direct.closed_by_others:
             log.error(
-                "somebody has closed the connection to the runtime: code of model.py that closes all files?"
+                "the connection to the runtime was closed by other code of this process: does model.py close all files?"
             )
             self._end(_BROKEN)
         with self._lock:
-            handed_over = link.direct in self._connections
-            jobs = [
-                job
-                for connection in (link.deferred, link.direct)
-                for job in self._forget(connection).values()
+            handed_over = attachment.direct in self._connections
+            requests = [
+                one
+                for connection in (attachment.deferred, attachment.direct)
+                for one in self._forget(connection).values()
             ]
-        self._session.lost(link)
-        link.deferred.close()
+        self._session.lost(attachment)
+        attachment.deferred.close()
         if handed_over:
-            link.direct.close()
-        self._fail(jobs, Status.RUNTIME_DOWN, DOWN)
+            attachment.direct.close()
+        self._fail(requests, Status.RUNTIME_DOWN, DOWN)
 
     def run(self, work: Callable[[], None]) -> None:
-        """On one of the sending threads, which are started when first needed."""
+        """Do work on a sender thread. The threads are started when they are first needed."""
         if self._started < self._threads:
             with self._lock:
                 if self._started < self._threads:
@@ -178,7 +186,7 @@ class DeferredReplies(Generic[W]):
         self._work.put(work)
 
     def _start_thread(self) -> None:
-        """Under the lock. Where the system has no thread left, those that there are must do."""
+        """Start a sender thread, under the lock. If the system has no thread left, the running ones must do."""
         try:
             threading.Thread(target=self._send, name="sender", daemon=True).start()
             self._started += 1
@@ -186,20 +194,20 @@ class DeferredReplies(Generic[W]):
             if not self._started:
                 self._end(_BROKEN)
 
-    def finish(self, job: W) -> None:
-        """Answer a job whose outcome is known, on a sending thread."""
-        self.run(lambda: self._answer(job))
+    def finish(self, deferred: W) -> None:
+        """Answer a request whose outcome is known, on a sender thread."""
+        self.run(lambda: self._answer(deferred))
 
     def close(self) -> None:
-        """Who still waits is told now: nobody reads their answers any more."""
+        """Fail the waiting requests, and end the threads."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
         self._reader.join(timeout=5)
         with self._lock:
-            jobs = [
-                job for connection in list(self._connections) for job in self._forget(connection).values()
+            requests = [
+                one for connection in list(self._connections) for one in self._forget(connection).values()
             ]
-        self._fail(jobs, Status.RUNTIME_DOWN, UNLOADED)
+        self._fail(requests, Status.RUNTIME_DOWN, UNLOADED)
         for _ in range(self._started):
             self._work.put(None)
 
@@ -207,14 +215,14 @@ class DeferredReplies(Generic[W]):
 
     def _add(
         self,
-        link: Link,
+        attachment: Attachment,
         connection: RuntimeConnection,
         pending: dict[int, W],
         when_idle: Callable[[], None] | None = None,
     ) -> None:
         with self._lock:
             self._connections[connection] = pending
-            self._links[connection] = link
+            self._attachments[connection] = attachment
             if when_idle is not None:
                 self._when_idle[connection] = when_idle
             self._by_fd[connection.sock.fileno()] = connection
@@ -226,16 +234,15 @@ class DeferredReplies(Generic[W]):
             while not self._closed:
                 self._round()
         except Exception:
-            # Nobody would be answered any more.
             log.exception("the runtime's answers cannot be read any more")
             self._end(_BROKEN)
 
     def _round(self) -> None:
-        # Said before it is looked: who comes in between wakes it.
+        # Set before the check: a reply that is added in between wakes the thread.
         self._asleep = True
         waiting = not self._responses.settled
         self._asleep = not waiting
-        ready = self._poll.poll(_CANCEL_ROUND * 1e3 if waiting else None)
+        ready = self._poll.poll(_CHECK_PERIOD_S * 1e3 if waiting else None)
         self._asleep = False
         for fd, _ in ready:
             if fd == self._wake:
@@ -245,16 +252,14 @@ class DeferredReplies(Generic[W]):
             if connection is not None:
                 self._receive(connection)
         if waiting:
-            self._look_for_late()
-            self._look_for_cancelled()
-
-    # What goes wrong with one of them must not end the thread.
+            self._fail_late()
+            self._check_cancelled()
 
     def _receive(self, connection: RuntimeConnection) -> None:
         with self._lock:
-            link = self._links.get(connection)
-        if link is None:
-            return  # another thread found out first
+            attachment = self._attachments.get(connection)
+        if attachment is None:
+            return  # another thread has lost it meanwhile
         try:
             completions = connection.receive(0)
         except TimeoutError:
@@ -262,58 +267,58 @@ class DeferredReplies(Generic[W]):
         except (Closed, ProtocolError, OSError) as error:
             if not self._closed:
                 log.error("lost the runtime: %s", error)
-            self.lose(link)
+            self.lose(attachment)
             return
         except Exception:
             log.exception("the runtime's answers cannot be read")
-            self.lose(link)
+            self.lose(attachment)
             return
         idle = None
         with self._lock:
             pending = self._connections.get(connection, {})
-            jobs = [(pending.pop(done.request), done) for done in completions if done.request in pending]
+            requests = [(pending.pop(done.request), done) for done in completions if done.request in pending]
             if not pending and connection in self._when_idle:
                 idle = self._when_idle.pop(connection)
                 self._forget(connection)
-        for job, done in jobs:
-            job.finish(done)
-            self.finish(job)
+        for one, done in requests:
+            one.finish(done)
+            self.finish(one)
         if idle is not None:
             idle()
 
-    def _look_for_late(self) -> None:
-        """Tell those whose time is long up. What they wait for goes on, with its memory, and ends unheard."""
+    def _fail_late(self) -> None:
+        """Fail requests whose deadline passed long ago. Their executions go on, with their memory, without an answer."""
         now = time.monotonic()
-        if now - self._looked < _CANCEL_ROUND:
+        if now - self._late_checked < _CHECK_PERIOD_S:
             return
-        self._looked = now
-        until_ns = time.monotonic_ns() - _GRACE_NS
+        self._late_checked = now
+        until_ns = time.monotonic_ns() - _DEADLINE_GRACE_NS
         late = [reply for reply in self._responses.owed() if 0 < reply.deadline_ns < until_ns]
-        for reply in late[:_LATE_ANSWERS]:
+        for reply in late[:_MAX_LATE_ANSWERS]:
             reply.send_failure(Status.DEADLINE, LATE)
 
-    def _look_for_cancelled(self) -> None:
+    def _check_cancelled(self) -> None:
         now = time.monotonic()
         with self._lock:
             due = [
-                job
+                one
                 for pending in self._connections.values()
-                for job in pending.values()
-                if not job.cancelling and now - job.checked > _CANCEL_ROUND
+                for one in pending.values()
+                if not one.cancelling and now - one.checked > _CHECK_PERIOD_S
             ]
-        # Those that were not looked at for longest, so that everybody's turn comes.
-        for job in heapq.nsmallest(_CANCEL_CHECKS, due, key=attrgetter("checked")):
-            job.checked = now
+        # The requests that were checked longest ago, so that each is checked in turn.
+        for one in heapq.nsmallest(_MAX_CHECKS, due, key=attrgetter("checked")):
+            one.checked = now
             try:
-                if job.request.reply is not None and job.request.reply.cancelled():
-                    job.cancelling = job.connection.cancel([job.id])
+                if one.request.reply is not None and one.request.reply.cancelled():
+                    one.cancelling = one.connection.cancel([one.id])
             except Exception:
-                log.exception("looking whether a client is still there")
+                log.exception("checking a request for cancellation failed")
 
     def _forget(self, connection: RuntimeConnection) -> dict[int, W]:
-        """Under the lock."""
+        """Stop reading a connection, and return its pending requests. Call this under the lock."""
         pending = self._connections.pop(connection, {})
-        self._links.pop(connection, None)
+        self._attachments.pop(connection, None)
         self._when_idle.pop(connection, None)
         for fd, other in list(self._by_fd.items()):
             if other is connection:
@@ -321,12 +326,12 @@ class DeferredReplies(Generic[W]):
                 self._poll.unregister(fd)
         return pending
 
-    def _fail(self, jobs: Iterable[W], status: Status, text: str) -> None:
-        for job in jobs:
-            job.fail(status, text)
-            self.finish(job)
+    def _fail(self, requests: Iterable[W], status: Status, text: str) -> None:
+        for one in requests:
+            one.fail(status, text)
+            self.finish(one)
 
-    # --- the sending threads ------------------------------------------------------------------------------
+    # --- the sender threads -------------------------------------------------------------------------------
 
     def _send(self) -> None:
         try:
@@ -335,14 +340,14 @@ class DeferredReplies(Generic[W]):
                     work()
                 except Exception:
                     log.exception("answering failed")
-                del work  # a job must not live on here: its reply answers when dropped
+                del work  # a request must not live on here: its reply answers when dropped
         except Exception:  # noqa: BLE001
-            # There is not even the memory to say what failed.
+            # There is no memory even for the log.
             self._end(_BROKEN)
 
-    def _answer(self, job: W) -> None:
-        assert job.request.reply is not None
+    def _answer(self, deferred: W) -> None:
+        assert deferred.request.reply is not None
         try:
-            job.request.reply.send(job.response or self._respond(job), job.nbytes)
+            deferred.request.reply.send(deferred.response or self._respond(deferred), deferred.nbytes)
         finally:
-            job.release()
+            deferred.release()

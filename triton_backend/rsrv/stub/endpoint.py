@@ -1,32 +1,38 @@
-"""A model as its callers see it: checks of what they send, hooks, and what the compiled module gets of it."""
+"""A model as its callers see it: checks of requests, hooks, and the inputs and outputs of the compiled module."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks import BadInput
+from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.tracing import Trace
+from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
-from rsrv.wire.layout import NUMPY, Interface, Tensor, Variant
+from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 
 log = logging.getLogger("rsrv.stub")
 
 Array = npt.NDArray[Any]
 
-_MAX_SHAPES = 1024
-_EMA = 0.1
-#: characters of what a hook may say to a client
-_MOST_TOLD = 1000
+#: combinations of shapes whose plans are kept
+_MAX_PLANS = 1024
+#: characters of a hook's message to a client
+_MAX_MESSAGE = 1000
+#: seconds that a hook is taken to last until it is measured; from this on a request's preprocessing leaves execute()'s
+#: thread
+SLOW_HOOK_S = 0.001
+#: weight of the latest call in the learned length of a hook
+_HOOK_WEIGHT = 0.1
 
 
 class Value(Protocol):
@@ -41,49 +47,84 @@ class Value(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor that clients send or get."""
+    """A tensor of a client's request or answer."""
 
     name: str
     dtype: str
     #: with the batch axis; -1 on axes that vary
     dims: tuple[int, ...]
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self.dims) and all(
-            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
-        )
+
+def fits(dims: Sequence[int], shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape has these extents, where -1 stands for any."""
+    if len(shape) != len(dims):
+        return False
+    for expected, extent in zip(dims, shape, strict=True):  # noqa: SIM110 - a generator costs twice as much
+        if expected not in (-1, extent):
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class LearnedDuration:
+    """An estimate of a duration, learned from measurements.
+
+    Waiting for a processor makes single measurements far longer; none is shorter than the work itself. So a shorter one
+    may weigh more than a longer one, which counts for at most `cap` times the estimate.
+    """
+
+    #: the estimate
+    seconds: float
+    #: weights of a shorter and of a longer measurement
+    fall: float
+    rise: float
+    cap: float = 4.0
+
+    def learn(self, seconds: float) -> None:
+        weight = self.fall if seconds < self.seconds else self.rise
+        self.seconds += weight * (min(seconds, self.cap * self.seconds) - self.seconds)
 
 
 # --- shapes: which compiled variant, and how many rows -------------------------------------------------------
 
 
+class PlannedTensor(NamedTuple):
+    """A tensor of a request in shared memory."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    #: bytes from the start of the request's inputs, or of its outputs
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How requests of certain shapes are executed, and how much memory one takes; worked out once."""
+    """The execution and the memory of requests of certain shapes."""
 
-    index: int  # of the variant
+    variant: int
     rows: int
-    inputs: tuple[tuple[Tensor, int], ...]  # with each one's offset in the inputs' block, in bytes
-    outputs: tuple[tuple[Tensor, int], ...]
+    inputs: tuple[PlannedTensor, ...]
+    outputs: tuple[PlannedTensor, ...]
     input_bytes: int
     output_bytes: int
 
 
 class BadShape(Exception):
-    """No execution takes these shapes; the message names the input, what was expected and what came."""
+    """No compiled variant takes these shapes; the message names the input and both shapes."""
 
 
 class WrongAxis(BadShape):
-    """An axis that the model fixes differs: never the number of rows or a choice among variants."""
+    """An axis that the model fixes differs; neither the number of rows nor a choice among variants is at fault."""
 
 
 def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> ExecutionPlan:
-    """The plan for the executable inputs' shapes, in the order of registration. Raises BadShape.
+    """Return the plan for the shapes of the module's inputs, in the order of registration. Raises BadShape.
 
-    Rows are the extent of the batch axis, the same in every input; 1 where there is none.
+    Rows are the extent of the batch axis, the same in every input; 1 if no input has one.
     """
     for index, variant in enumerate(interface.variants):
-        if all(_fits(t, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
+        if all(fits(t.dims, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
             rows = {
                 s[t.batch_axis]
                 for t, s in zip(variant.inputs.tensors, shapes, strict=True)
@@ -98,22 +139,15 @@ def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> Executio
 
 
 def _plan(index: int, variant: Variant, rows: int) -> ExecutionPlan:
-    input_offsets, input_bytes = variant.inputs.places(rows)
-    output_offsets, output_bytes = variant.outputs.places(rows)
-    return ExecutionPlan(
-        index,
-        rows,
-        tuple(zip(variant.inputs.tensors, input_offsets, strict=True)),
-        tuple(zip(variant.outputs.tensors, output_offsets, strict=True)),
-        input_bytes,
-        output_bytes,
-    )
+    inputs, input_bytes = _planned(variant.inputs, rows)
+    outputs, output_bytes = _planned(variant.outputs, rows)
+    return ExecutionPlan(index, rows, inputs, outputs, input_bytes, output_bytes)
 
 
-def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    return len(shape) == len(tensor.dims) and all(
-        want in (-1, got) for want, got in zip(tensor.dims, shape, strict=True)
-    )
+def _planned(block: Block, rows: int) -> tuple[tuple[PlannedTensor, ...], int]:
+    offsets, nbytes = block.places(rows)
+    tensors = zip(block.tensors, offsets, strict=True)
+    return tuple(PlannedTensor(t, t.shape(rows), NUMPY[t.dtype], offset) for t, offset in tensors), nbytes
 
 
 def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool) -> None:
@@ -136,7 +170,7 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
         )
         return BadShape(f"no module is compiled for {came}; compiled are {compiled} (-1 is the batch)")
     for tensor, shape in zip(interface.variants[0].inputs.tensors, shapes, strict=True):
-        if not _fits(tensor, shape):
+        if not fits(tensor.dims, shape):
             batch = "" if tensor.batch_axis is None else f" (axis {tensor.batch_axis} is the batch)"
             return WrongAxis(
                 f"input {tensor.name!r}: expected shape {list(tensor.dims)}{batch}, got {list(shape)}"
@@ -148,88 +182,105 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
 
 
 class Endpoint:
-    """Turns one request's tensors into those of the module, and the module's results into what clients get.
+    """Turns a request's tensors into those of the module, and the module's results into the client's.
 
-    `preprocess_seconds` and `postprocess_seconds` are what the hooks take of late.
+    `preprocess` and `postprocess` are the learned lengths of the hooks, 0 for a hook that the model does not have.
     """
 
     def __init__(
         self, interface: Interface, hooks: Hooks, guard: HookGuard, measure: Callable[[str, float], None]
     ) -> None:
-        """`measure` is told how long each hook took, by its name in metrics; seconds."""
+        """`measure` takes a hook's name in metrics and the seconds of one call."""
         self.hooks = hooks
         self._measure = measure
         self._guard = guard
         self._interface = interface
         self._plans: dict[tuple[tuple[int, ...], ...], ExecutionPlan] = {}
-        self.preprocess_seconds = 0.0
-        self.postprocess_seconds = 0.0
+        self.preprocess, self.postprocess = (
+            LearnedDuration(SLOW_HOOK_S if hook else 0.0, _HOOK_WEIGHT, _HOOK_WEIGHT, cap=math.inf)
+            for hook in (hooks.preprocess, hooks.postprocess)
+        )
 
     def prepare(
-        self, arrays: Mapping[str, Value], who: str, trace: Trace | None = None
+        self, arrays: Mapping[str, Value], client_id: str, span: OpenSpan | None = None
     ) -> tuple[list[Any], ExecutionPlan]:
-        """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises RequestFailure."""
+        """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure."""
         if self.hooks.preprocess is not None:
-            arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, who, trace)
-            self.preprocess_seconds += _EMA * (seconds - self.preprocess_seconds)
+            arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, client_id, span)
+            self.preprocess.learn(seconds)
         inputs: list[Any] = []
+        extents: list[tuple[int, ...]] = []
         for spec in self._interface.variants[0].inputs.tensors:
             array = arrays.get(spec.name)
             if array is None:
-                raise self._wrong_input(f"has no tensor {spec.name!r}", who)
+                raise self._wrong_input(f"has no tensor {spec.name!r}", client_id)
             if array.dtype != NUMPY[spec.dtype]:
-                raise self._wrong_input(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}", who)
+                raise self._wrong_input(
+                    f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}", client_id
+                )
             inputs.append(array)
-        return inputs, self._resolve(tuple([array.shape for array in inputs]), who)
+            extents.append(array.shape)
+        shapes = tuple(extents)
+        return inputs, self._plans.get(shapes) or self._resolve(shapes, client_id)
 
-    def _resolve(self, shapes: tuple[tuple[int, ...], ...], who: str) -> ExecutionPlan:
-        plan = self._plans.get(shapes)
-        if plan is None:
-            try:
-                plan = resolve(self._interface, shapes)
-            except BadShape as error:
-                if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
-                    raise self._wrong_input(f"does not fit: {error}", who) from None
-                raise RequestFailure(Status.INVALID, str(error)) from None
-            if len(self._plans) < _MAX_SHAPES:
-                self._plans[shapes] = plan
+    def _resolve(self, shapes: tuple[tuple[int, ...], ...], client_id: str) -> ExecutionPlan:
+        try:
+            plan = resolve(self._interface, shapes)
+        except BadShape as error:
+            if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
+                raise self._wrong_input(f"does not fit: {error}", client_id) from None
+            raise RequestFailure(Status.INVALID, str(error)) from None
+        if len(self._plans) < _MAX_PLANS:
+            self._plans[shapes] = plan
         return plan
 
-    def _wrong_input(self, what: str, who: str) -> RequestFailure:
+    def _wrong_input(self, what: str, client_id: str) -> RequestFailure:
         if self.hooks.preprocess is None:
             return RequestFailure(Status.INVALID, f"the request {what}")
-        return hook_failed("preprocess", f"its result {what}", who)
+        return hook_failed("preprocess", f"its result {what}", client_id)
 
     def results(
-        self, arrays: Mapping[str, Array], who: str, trace: Trace | None = None
-    ) -> Mapping[str, Array]:
-        """What clients get of the module's outputs. Raises RequestFailure."""
-        if self.hooks.postprocess is None:
-            return arrays
-        arrays, seconds = self._run("postprocess", "post", self.hooks.postprocess, arrays, who, trace)
-        self.postprocess_seconds += _EMA * (seconds - self.postprocess_seconds)
-        return arrays
+        self,
+        arrays: Mapping[str, Array],
+        outputs: Sequence[WireTensor],
+        rows: int | None,
+        client_id: str,
+        span: OpenSpan | None = None,
+    ) -> list[Array]:
+        """Return the client's tensors made of the module's outputs, as `check_results`. Raises RequestFailure."""
+        if self.hooks.postprocess is not None:
+            arrays, seconds = self._run(
+                "postprocess", "post", self.hooks.postprocess, arrays, client_id, span
+            )
+            self.postprocess.learn(seconds)
+        return check_results(arrays, outputs, rows, "postprocess", client_id)
 
     def _run(
-        self, name: str, short: str, hook: Hook, arrays: Mapping[str, Any], who: str, trace: Trace | None
+        self,
+        name: str,
+        short: str,
+        hook: Hook,
+        arrays: Mapping[str, Any],
+        client_id: str,
+        span: OpenSpan | None,
     ) -> tuple[dict[str, Array], float]:
-        """Its result, and the seconds that it took, which is measured also when it raises RequestFailure."""
+        """Return a hook's result and its seconds, which are measured even if it raises RequestFailure."""
         started, error = time.perf_counter(), ""
         try:
-            result = run_hook(name, hook, arrays, who, self._guard)
+            result = run_hook(name, hook, arrays, client_id, self._guard)
         except RequestFailure as failure:
             error = failure.text
             raise
         finally:
             seconds = time.perf_counter() - started
             self._measure(short, seconds)
-            if trace is not None:
-                trace.part(name, started, error)
+            if span is not None:
+                span.add_child(name, started, error)
         return result, seconds
 
 
 def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:
-    """A Triton request's tensors by name; valid while the request is held. Raises RequestFailure."""
+    """Return a Triton request's tensors by name; they are valid while the request is held. Raises RequestFailure."""
     arrays = {}
     for tensor in request.inputs():
         try:
@@ -243,7 +294,9 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
-        if array.ndim != len(wire.dims):  # Triton has looked, but not at a product of extents beyond 64 bits
+        if array.ndim != len(
+            wire.dims
+        ):  # Triton has checked, but not for a product of extents beyond 64 bits
             text = f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}"
             raise RequestFailure(Status.INVALID, text)
         arrays[name] = array
@@ -251,76 +304,76 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
 
 
 def check_results(
-    arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str, who: str
+    arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str, client_id: str
 ) -> list[Array]:
-    """The tensors for clients, in order, as the interface has them; `rows`: as many as each must have.
+    """Return the client's tensors in the order of the interface. `rows` is each one's number of rows, if it is given.
 
-    Raises RequestFailure: the function `hook` of model.py made something else for the request `who`.
+    Raises RequestFailure if the function `hook` of model.py did not make them for the request `client_id`.
     """
     checked = []
     for wire in outputs:
         array = arrays.get(wire.name)
         if array is None:
-            raise hook_failed(hook, f"its result has no {wire.name!r}", who)
+            raise hook_failed(hook, f"its result has no {wire.name!r}", client_id)
         if array.ndim == len(wire.dims) - 1:
             array = array.reshape(*array.shape, 1)
-        if array.dtype != NUMPY[wire.dtype] or not wire.fits(array.shape):
+        if array.dtype != NUMPY[wire.dtype] or not fits(wire.dims, array.shape):
             raise hook_failed(
                 hook,
                 f"its result has {wire.name!r} of {array.dtype} {list(array.shape)}, "
                 f"expected {wire.dtype} {list(wire.dims)}",
-                who,
+                client_id,
             )
         if rows is not None and len(array) != rows:
             raise hook_failed(
-                hook, f"its result has {wire.name!r} of {len(array)} rows for a request of {rows}", who
+                hook, f"its result has {wire.name!r} of {len(array)} rows for a request of {rows}", client_id
             )
         checked.append(array)
     return checked
 
 
-def hook_failed(hook: str, why: str, who: str) -> RequestFailure:
-    """What the client of the request `who` hears of a hook's fault; the log says why."""
-    log.error("request %r: model.py: %s: %s", who, hook, why, extra=of_request(who, hook=hook))
+def hook_failed(hook: str, why: str, client_id: str) -> RequestFailure:
+    """Log a hook's fault, and return the failure of the request `client_id`."""
+    log.error("request %r: model.py: %s: %s", client_id, hook, why, extra=of_request(client_id, hook=hook))
     return RequestFailure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
 
 
 def run_hook(
-    name: str, hook: Hook, arrays: Mapping[str, Any], who: str, guard: HookGuard
+    name: str, hook: Hook, arrays: Mapping[str, Any], client_id: str, guard: HookGuard
 ) -> dict[str, Array]:
-    """Call a hook of model.py for the request `who`. Raises RequestFailure, whatever the hook does."""
+    """Call a hook of model.py for the request `client_id`. Raises nothing but RequestFailure."""
     try:
-        with guard.within(name, who):
+        with guard.within(name, client_id):
             result = hook(dict(arrays))
             return {key: np.asarray(value) for key, value in result.items()}
     except BaseException as error:  # noqa: BLE001 - logged by hook_raised
-        # sys.exit(), too, would end the whole batch, or one of the sending threads for good.
-        raise hook_raised(name, error, who, guard) from None
+        # sys.exit(), too, would end the whole batch, or a sender thread for good.
+        raise hook_raised(name, error, client_id, guard) from None
 
 
-def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> RequestFailure:
-    """What the client of the request `who` is told of what a hook raised. To be called while that is handled."""
+def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuard) -> RequestFailure:
+    """Return the failure of the request `client_id` for a hook's error. Call this while `error` is handled."""
     if isinstance(error, BadInput):
-        return RequestFailure(Status.INVALID, told(error))
+        return RequestFailure(Status.INVALID, message_of(error))
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(
             "request %r: model.py: %s wants more memory than it may have (stub.memory_limit_bytes): %s",
-            who,
+            client_id,
             name,
             error,
-            extra=of_request(who, hook=name),
+            extra=of_request(client_id, hook=name),
         )
         return RequestFailure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
-    log.exception("request %r: model.py: %s raised", who, name, extra=of_request(who, hook=name))
+    log.exception("request %r: model.py: %s raised", client_id, name, extra=of_request(client_id, hook=name))
     return RequestFailure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
 
 
-def told(error: BaseException) -> str:
-    """What a client hears of an exception that a hook has made for it: some text, which Triton can pass on."""
+def message_of(error: BaseException) -> str:
+    """Return the text for the client of an error that a hook raised for it; Triton can pass it on."""
     try:
         text = str(error)
-    except BaseException:  # noqa: BLE001 - it is the hook's own, and so is the exception
+    except BaseException:  # noqa: BLE001 - the error's class is the hook's own
         text = ""
-    text = shorten(text, _MOST_TOLD).encode(errors="backslashreplace").decode()
+    text = shorten(text, _MAX_MESSAGE).encode(errors="backslashreplace").decode()
     return text or "the model does not take this request; it does not say why"

@@ -1,48 +1,136 @@
-"""What execute() does: requests into shared memory, one frame to the runtime, answers in place or later.
+"""A model's stub inside execute(): requests into shared memory, one frame to the runtime, answers in place or deferred.
 
 Waiting inside execute() and returning a list costs a third of the CPU of answering through response
-senders, and lets Triton form batches. But while execute() waits, what is still in Triton's queue is hidden
-from the runtime, which starves a device on long executions. So it waits only for what will be done soon.
+senders, and lets Triton form batches. But while execute() waits, the rest of Triton's queue is hidden
+from the runtime, which starves a device on long executions. So execute() waits only for short executions.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
 from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredReplies
-from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
+from rsrv.stub.endpoint import (
+    SLOW_HOOK_S,
+    Array,
+    Endpoint,
+    ExecutionPlan,
+    LearnedDuration,
+    WireTensor,
+    read_inputs,
+)
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
-from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
 from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ClientRequest, ModelRequest
-from rsrv.stub.session import DOWN, Link, Session
+from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
 #: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
-#: whole server down, and what else waits in Triton's queue cannot be seen meanwhile
-_MAX_BLOCK = 0.2
-#: seconds of preprocessing per request above which it runs on other threads
-_SLOW_HOOK = 0.001
+#: whole server down, and the rest of Triton's queue stays hidden meanwhile
+_MAX_BLOCK_S = 0.2
 #: how much longer than its own executions a request may wait for others' inside execute()
 _QUEUE_FACTOR = 5
-#: share of a longer execution in the learned length
+#: weight of a longer execution in the learned length
 _RISE = 0.01
-#: bytes of the direct connection's memory: the least, and how much of it stays after a large batch
-_LEAST, _KEEP = 64 << 10, 16 << 20
+#: bytes of the slab for answers in place: the least, and how much of it stays after a large batch
+_MIN_SLAB_BYTES, _KEEP_SLAB_BYTES = 64 << 10, 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
 
 
+@dataclass(slots=True, eq=False)
+class ModelRequest:
+    """One request of a model on its way through the stub."""
+
+    id: int  # unique on its connection
+    request: ClientRequest
+    connection: RuntimeConnection
+    inputs: Sequence[Array] = ()
+    #: None until the shapes are known
+    plan: ExecutionPlan | None = None
+    client_rows: int = 0  # as the client counts them, if Triton batches
+    #: memory of the request's batch; its inputs and outputs lie at these bytes of the segment
+    slab: Slab | None = None
+    inputs_at: int = 0
+    outputs_at: int = 0
+    execute_ns: int = 0  # of the execution that it was part of
+    response: Any = None  # if it was made before the rest of its batch was done
+    checked: float = 0.0  # time.monotonic of the latest check for cancellation
+    cancelling: bool = False
+
+    def write(self) -> Submission:
+        """Copy the inputs to shared memory, and return the submission to send."""
+        plan, slab = self.plan, self.slab
+        assert plan is not None
+        assert slab is not None
+        for planned, array in zip(plan.inputs, self.inputs, strict=True):
+            at = self.inputs_at + planned.offset
+            np.ndarray(planned.shape, planned.dtype, slab.segment, at)[...] = array
+        self.inputs = ()
+        deadline_ns, priority, run = self.request.params
+        return Submission(
+            self.id,
+            deadline_ns,
+            plan.rows,
+            plan.variant,
+            priority,
+            slab.place.segment,
+            self.inputs_at,
+            self.outputs_at,
+            run,
+            self.request.tag,
+        )
+
+    def outputs(self) -> dict[str, Array]:
+        """Return the module's outputs, where they lie in shared memory."""
+        plan, slab = self.plan, self.slab
+        assert plan is not None
+        assert slab is not None
+        return {
+            planned.tensor.name: np.ndarray(
+                planned.shape, planned.dtype, slab.segment, self.outputs_at + planned.offset
+            )
+            for planned in plan.outputs
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """About the size of the answer, as far as it may be sent in two steps.
+
+        A sub-call's answer may not: the second step would end the server (24.10 takes it for another answer), while an
+        answer that finds no room is missed by its caller for as long as a call through Triton may take.
+        """
+        return self.plan.output_bytes if self.plan and not self.request.params.run else 0
+
+    def release(self) -> None:
+        """Give the memory back, after the answer."""
+        if self.slab is not None:
+            self.connection.release(self.slab)
+
+    def finish(self, done: Completion) -> None:
+        self.execute_ns = done.execute_ns
+        if done.status is not Status.OK:
+            self.fail(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = RequestFailure(status, text)
+
+
 class Engine:
+    """Answers the requests of one model."""
+
     def __init__(
         self,
         tensors: Tensors,
@@ -67,51 +155,50 @@ class Engine:
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
         self._drain_and_exit = DrainAndExit(session.stop, responses)
-        self._execute_ns = 0.0
-        #: memory for answers in place: only one batch is ever under way on that connection, and Triton has copied its
-        #: answers when the next one comes
+        #: memory for answers in place: the connection has one batch at a time, and Triton has copied its answers
+        #: when the next one comes
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
-        self._link = link = session.begin()
+        self._attachment = attachment = session.begin()
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
             responses,
-            RuntimeConnection.submit,
+            pack_submissions,
             self._respond,
             SENDER_THREADS,
             self._drain_and_exit,
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit)
-        session.on_link = self._deferred.watch
-        self._deferred.watch(link)
-        self._switch(link)
+        #: answers Triton's requests, as `EntryPoint.execute`
+        self.execute = EntryPoint(
+            self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit
+        ).execute
+        session.on_attach = self._deferred.watch
+        self._deferred.watch(attachment)
+        self._switch(attachment)
 
-    def _switch(self, link: Link) -> None:
-        """On execute()'s thread, which alone uses `_slab` and `_link`."""
+    def _switch(self, attachment: Attachment) -> None:
+        """Use another attachment. Runs on execute()'s thread, which alone uses `_slab` and `_attachment`."""
         if self._direct is not None:
             self._direct.close()
-        self._link, self._direct, self._slab = link, link.direct, None
-        self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
-        (model,) = link.models
+        self._attachment, self._direct, self._slab = attachment, attachment.direct, None
+        self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
+        (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
-        self._endpoint = endpoint = Endpoint(
+        self._endpoint = Endpoint(
             model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
         )
-        # Until they are measured.
-        endpoint.preprocess_seconds = _SLOW_HOOK if self._hooks.preprocess else 0.0
-        endpoint.postprocess_seconds = _SLOW_HOOK if self._hooks.postprocess else 0.0
-        self._execute_ns = float(model.cost_ns)
+        self._execution = LearnedDuration(model.cost_ns / 1e9, fall=1.0, rise=_RISE)
 
     @property
     def ready(self) -> bool:
-        """Whether there is a runtime that serves this model, and takes requests."""
+        """Whether a runtime serves this model, and takes requests."""
         return self._session.ready
 
     def guard_hooks(self) -> None:
-        """See to it that hooks hurt nobody but this model, by what is done to the whole process."""
+        """Limit the harm that hooks can do to other models, by settings of the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
-            settings = self._link.settings["stub"]
+            settings = self._attachment.settings["stub"]
             self._guard.start(settings, SENDER_THREADS, self._drain_and_exit, self._session.abandon)
 
     def close(self) -> None:
@@ -119,236 +206,212 @@ class Engine:
         self._deferred.close()
         self._session.close()
 
-    # --- execute ------------------------------------------------------------------------------------------
-
-    def execute(self, requests: list[Any]) -> list[Any] | None:
-        """As `EntryPoint.execute`."""
-        return self._entry.execute(requests)
+    # --- a batch ------------------------------------------------------------------------------------------
 
     def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
-        """As `outcomes.Answer`."""
-        link = self._session.link
-        if link is None:
-            return self._outcomes.turned_away(requests, Status.RUNTIME_DOWN, self._session.down)
-        if link is not self._link:
-            self._switch(link)
-        if self._direct is link.direct and self._soon(link, len(requests)):
+        """Answer a batch, as `request.Answer`."""
+        attachment = self._session.attachment
+        if attachment is None:
+            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self._session.down)
+        if attachment is not self._attachment:
+            self._switch(attachment)
+        if self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
             try:
-                return self._in_place(link, link.direct, requests)
+                return self._answer_in_place(attachment, attachment.direct, requests)
             except BaseException:
-                # What is left on the connection must not be taken for the next batch's.
-                self._deferred.lose(link)
+                # Frames that are left on the connection must not be taken for the next batch's.
+                self._deferred.lose(attachment)
                 raise
-        self._answer_later(link, requests)
+        self._answer_later(attachment, requests)
         return None
 
-    def _soon(self, link: Link, count: int) -> bool:
-        """Whether to wait inside execute(): the executions take at most stub.in_place_ms and start before long.
+    def _is_soon(self, attachment: Attachment, count: int) -> bool:
+        """Tell whether to wait inside execute(): the executions take at most stub.in_place_ms, and start before long.
 
-        The executions' own length decides, for a device waits for the next batch after each of them; a queue in
-        front of them keeps it busy meanwhile, so that only bounds how long execute() may be held.
+        The executions' own length decides, for a device waits for the next batch after each of them. A queue in
+        front of them keeps the device busy meanwhile, so it only bounds how long execute() may be held.
         """
-        limit = link.settings["stub"]["in_place_ms"] * 1e6
-        rounds = 1 + (count - 1) // self._largest
+        limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
+        executions = 1 + (count - 1) // self._largest
         endpoint = self._endpoint
-        hooks = endpoint.preprocess_seconds + endpoint.postprocess_seconds
-        own = self._execute_ns * rounds + hooks * count * 1e9
-        return bool(own <= limit and link.direct.device_free_in_ns() <= _QUEUE_FACTOR * limit)
+        hooks = endpoint.preprocess.seconds + endpoint.postprocess.seconds
+        own_s = self._execution.seconds * executions + hooks * count
+        return bool(own_s <= limit_s and attachment.direct.device_free_in_s() <= _QUEUE_FACTOR * limit_s)
 
-    def _learn(self, execute_ns: int) -> None:
-        """Track the length of undisturbed executions: at once downwards, slowly upwards.
-
-        Waiting for a processor makes single ones far longer. Taken at face value, they would send answers the
-        dearer way, which makes the machine busier still.
-        """
-        if execute_ns < self._execute_ns:
-            self._execute_ns = float(execute_ns)
-        else:
-            self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
-
-    def _in_place(
-        self, link: Link, connection: RuntimeConnection, requests: list[ClientRequest]
+    def _answer_in_place(
+        self, attachment: Attachment, connection: RuntimeConnection, requests: list[ClientRequest]
     ) -> list[Any] | None:
-        jobs = self._receive(connection, requests)
-        placed = self._place_all(jobs, connection, self._take_direct)
-        waiting = {job.id: job for job in placed}
-        _mark(connection, placed)
+        batch = self._receive(connection, requests)
+        waiting = self._place(batch, connection, self._take_direct)
+        placed = list(waiting.values())
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
-        until = time.monotonic() + _MAX_BLOCK
+        until = time.monotonic() + _MAX_BLOCK_S
         try:
             for at in range(0, len(placed), step):
                 sending = placed[at : at + step]
-                sent = connection.submit([job.write() for job in sending])
+                sent = connection.submit([one.write() for one in sending])
                 if sent < len(sending):
-                    for job in placed[at + sent :]:
-                        waiting.pop(job.id).fail(Status.QUEUE_FULL, STUCK)
+                    for one in placed[at + sent :]:
+                        waiting.pop(one.id).fail(Status.QUEUE_FULL, STUCK)
                     break
             while waiting:
-                done = connection.receive(until - time.monotonic())
-                for completion in done:
-                    waiting[completion.request].finish(completion)
-                for completion in done:
-                    job = waiting.pop(completion.request)
-                    job.response = self._respond(job)
+                completions = connection.receive(until - time.monotonic())
+                for done in completions:
+                    waiting[done.request].finish(done)
+                for done in completions:
+                    one = waiting.pop(done.request)
+                    one.response = self._respond(one)
         except TimeoutError:
-            self._hand_over(link, connection, jobs, waiting)
+            self._hand_over(attachment, connection, batch, waiting)
             return None
         except (Closed, ProtocolError, OSError):
-            self._deferred.lose(link)
-            for job in waiting.values():
-                job.fail(Status.RUNTIME_DOWN, DOWN)
-        return [job.response or self._respond(job) for job in jobs]
+            self._deferred.lose(attachment)
+            for one in waiting.values():
+                one.fail(Status.RUNTIME_DOWN, DOWN)
+        return [one.response or self._respond(one) for one in batch]
 
     def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
-        """The direct connection's one slab, made anew when it is too small, or far too large to keep."""
+        """Return the direct connection's one slab, another one if it is too small, or far too large to keep."""
         slab = self._slab
-        if slab is None or not nbytes <= slab.place.nbytes <= _KEEP + 8 * nbytes:
+        if slab is None or not nbytes <= slab.place.nbytes <= _KEEP_SLAB_BYTES + 8 * nbytes:
             if slab is not None:
-                self._slab = None  # also if nothing takes its place: what was given back is not ours to reuse
+                self._slab = None  # a slab that was given back must not be reused if taking another one fails
                 connection.release(slab, slab.users)
-            slab = self._slab = connection.take(max(nbytes, _LEAST), users)
+            slab = self._slab = connection.take(max(nbytes, _MIN_SLAB_BYTES), users)
         slab.users = users
         return slab
 
     def _hand_over(
         self,
-        link: Link,
+        attachment: Attachment,
         connection: RuntimeConnection,
-        jobs: list[ModelRequest],
+        batch: list[ModelRequest],
         waiting: dict[int, ModelRequest],
     ) -> None:
-        """It takes longer than predicted: let execute() return, and the connection and its memory with it."""
+        """Answer the batch later, for it takes longer than predicted. The connection and its memory go with it."""
         self._direct = self._slab = None
-        for job in jobs:
-            self._deferred.reply(job.request)
+        for one in batch:
+            self._deferred.reply(one.request)
 
         def idle() -> None:
-            if self._link is link:
+            if self._attachment is attachment:
                 self._direct = connection
 
-        self._deferred.adopt(link, connection, waiting.values(), idle)
-        for job in jobs:
-            if job.id not in waiting:
-                self._deferred.finish(job)
+        self._deferred.adopt(attachment, connection, waiting.values(), idle)
+        for one in batch:
+            if one.id not in waiting:
+                self._deferred.finish(one)
 
-    def _answer_later(self, link: Link, requests: list[ClientRequest]) -> None:
-        jobs = self._receive(link.deferred, requests)
+    def _answer_later(self, attachment: Attachment, requests: list[ClientRequest]) -> None:
+        batch = self._receive(attachment.deferred, requests)
         now = time.monotonic()
-        for job in jobs:
-            self._deferred.reply(job.request)
-            job.checked = now
-        if self._endpoint.preprocess_seconds * len(jobs) < _SLOW_HOOK:
-            self._submit_later(link, jobs)
+        for one in batch:
+            self._deferred.reply(one.request)
+            one.checked = now
+        if self._endpoint.preprocess.seconds * len(batch) < SLOW_HOOK_S:
+            self._submit_later(attachment, batch)
             return
-        for job in jobs:
-            self._deferred.run(partial(self._submit_later, link, [job]))
+        for one in batch:
+            self._deferred.run(partial(self._submit_later, attachment, [one]))
 
-    def _submit_later(self, link: Link, jobs: list[ModelRequest]) -> None:
-        placed = self._place_all(jobs, link.deferred, RuntimeConnection.take)
-        waiting = {job.id for job in placed}
-        for job in jobs:
-            if job.id not in waiting:
-                self._deferred.finish(job)
-        _mark(link.deferred, placed)
-        self._deferred.submit(link, placed)
+    def _submit_later(self, attachment: Attachment, batch: list[ModelRequest]) -> None:
+        placed = self._place(batch, attachment.deferred, RuntimeConnection.take)
+        for one in batch:
+            if one.id not in placed:
+                self._deferred.finish(one)
+        self._deferred.submit(attachment, list(placed.values()))
 
     # --- one request --------------------------------------------------------------------------------------
 
     def _receive(self, connection: RuntimeConnection, requests: list[ClientRequest]) -> list[ModelRequest]:
-        """Return jobs for all requests; some of these have failed."""
-        if self._internal:
-            for request in requests:
-                if request.failure is None and not request.terms.run:
-                    request.failure = RequestFailure(Status.NOT_FOUND, _INTERNAL)
-        ids = connection.next_ids(len(requests))
-        return [ModelRequest(id, request, connection) for id, request in zip(ids, requests, strict=True)]
+        """Number the requests of a batch; some of them have failed."""
+        batch = []
+        for id, request in zip(connection.next_ids(len(requests)), requests, strict=True):
+            if self._internal and request.failure is None and not request.params.run:
+                request.failure = RequestFailure(Status.NOT_FOUND, _INTERNAL)
+            batch.append(ModelRequest(id, request, connection))
+        return batch
 
-    def _place_all(
+    def _place(
         self,
-        jobs: list[ModelRequest],
+        batch: list[ModelRequest],
         connection: RuntimeConnection,
         take: Callable[[RuntimeConnection, int, int], Slab],
-    ) -> list[ModelRequest]:
-        """Those of the jobs that need the device, with a place in shared memory; others may fail."""
-        resolved: list[ModelRequest] = []
+    ) -> dict[int, ModelRequest]:
+        """Find a place in shared memory for each request; others fail. Returns the requests that need the device, by id."""
+        prepared: list[ModelRequest] = []
         nbytes = 0
-        for job in jobs:
-            if job.request.failure is not None:
+        for one in batch:
+            if one.request.failure is not None:
                 continue
             try:
-                nbytes += self._resolve_job(job, nbytes)
+                nbytes += self._prepare(one, nbytes)
             except Exception as error:  # noqa: BLE001 - logged by blame
-                blame(job.request, error)
+                one.request.blame(error)
             else:
-                resolved.append(job)
-        if not resolved:
-            return []
+                prepared.append(one)
+        if not prepared:
+            return {}
         try:
-            slab = take(connection, nbytes, len(resolved))
+            slab = take(connection, nbytes, len(prepared))
         except OSError:
             log.exception("no memory for %d bytes of requests", nbytes, extra=of_request(""))
-            for job in resolved:
-                job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
-            return []
-        for job in resolved:
-            job.put(slab)
-        return [job for job in resolved if job.plan is not None and job.plan.rows]
+            for one in prepared:
+                one.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
+            return {}
+        placed = {}
+        marks = []
+        for one in prepared:
+            one.slab = slab
+            one.inputs_at += slab.place.offset
+            one.outputs_at += slab.place.offset
+            if one.plan is not None and one.plan.rows:
+                placed[one.id] = one
+                if one.request.span is not None:
+                    marks.append(one.request.span.mark(one.id))
+        if marks:
+            connection.mark(marks)
+        return placed
 
-    def _resolve_job(self, job: ModelRequest, at: int) -> int:
-        """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
-        request = job.request
+    def _prepare(self, one: ModelRequest, at: int) -> int:
+        """Read and check a request's tensors. Returns the bytes that it needs, of which its inputs start at `at`."""
+        request = one.request
         if request.reply is not None and request.reply.sent:
-            raise RequestFailure(Status.DEADLINE, LATE)  # nobody needs what the hook would do
-        arrays = read_inputs(self._tensors, request.triton, self._link.inputs)
+            raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
+        arrays = read_inputs(self._tensors, request.triton, self._attachment.inputs)
         if self._batched:
-            job.client_rows = len(next(iter(arrays.values())))
-        job.inputs, plan = self._endpoint.prepare(arrays, request.id, request.trace)
-        job.plan = plan
-        job.inputs_at = at
-        job.outputs_at = at + plan.input_bytes
+            one.client_rows = len(next(iter(arrays.values())))
+        one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
+        one.plan = plan
+        request.rows = plan.rows
+        one.inputs_at = at
+        one.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
 
-    def _respond(self, job: ModelRequest) -> Any:
-        """The response of a job whose outcome is known; never raises."""
-        request = job.request
+    def _respond(self, one: ModelRequest) -> Any:
+        """Return the response of a request whose outcome is known; never raises."""
+        request = one.request
         if request.failure is None and request.reply is not None and request.reply.sent:
-            job.fail(Status.DEADLINE, LATE)
+            one.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
-            return self._outcomes.failed(request, request.failure, job.attributes)
-        if job.execute_ns:
-            self._learn(job.execute_ns)
+            return self._outcomes.failed(request, request.failure)
+        if one.execute_ns:
+            self._execution.learn(one.execute_ns / 1e9)
         try:
-            response = self._responses.answer(self._outputs_of(job))
-            self._outcomes.ended(request, Status.OK, attributes=job.attributes)
+            rows = one.client_rows if self._batched else None
+            results = self._endpoint.results(one.outputs(), self._outputs, rows, request.id, request.span)
+            made = [
+                self._tensors.make(wire.name, array, wire.dtype)
+                for wire, array in zip(self._outputs, results, strict=True)
+            ]
+            response = self._responses.answer(made)
+            self._outcomes.ended(request, Status.OK)
             return response
         except RequestFailure as failure:
-            return self._outcomes.failed(request, failure, job.attributes)
+            return self._outcomes.failed(request, failure)
         except Exception:
             log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
             why = RequestFailure(Status.INTERNAL, "the answer could not be made; the server's log says why")
-            return self._outcomes.failed(request, why, job.attributes)
-
-    def _outputs_of(self, job: ModelRequest) -> list[Any]:
-        assert job.plan is not None
-        assert job.slab is not None
-        arrays = {
-            spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
-            for spec, offset in job.plan.outputs
-        }
-        who = job.request.id
-        results = self._endpoint.results(arrays, who, job.request.trace)
-        rows = job.client_rows if self._batched else None
-        checked = check_results(results, self._outputs, rows, "postprocess", who)
-        return [
-            self._tensors.make(wire.name, array, wire.dtype)
-            for wire, array in zip(self._outputs, checked, strict=True)
-        ]
-
-
-def _mark(connection: RuntimeConnection, jobs: Sequence[ModelRequest]) -> None:
-    """Tell the runtime which of the jobs that come next are traced."""
-    marks = [job.request.trace.mark(job.id) for job in jobs if job.request.trace is not None]
-    if marks:
-        connection.mark(marks)
+            return self._outcomes.failed(request, why)

@@ -1,13 +1,13 @@
-"""Hooks that go wrong: what keeps them from hurting anybody but their own model.
+"""Guards against hooks that go wrong, so that they harm no other model.
 
-A hook that hangs. Whoever executes one notes it in a slot of its thread and clears it after, which is all that a request
-pays. One thread looks at the slots ten times per timeout, and counts in how many looks in a row a thread was in the
-same interval of a hook. Looks are counted, not seconds: a process that was stopped, or got no processor, is not blamed
-for the time that it did not have. Python's threads cannot be ended, so the process is, after all have been answered
-(`DrainAndExit`). A hook that holds the interpreter's lock keeps even that from happening: then a thread of C's, which is put
-off at each look while there are hooks to look at, ends the process without a word to anybody.
+A hook that hangs. A thread that executes a hook notes it in a slot, and clears the slot afterwards, which is all that a
+request pays. One thread checks the slots ten times per timeout, and counts in how many checks in a row a thread was in
+the same interval of a hook. Checks are counted, not seconds: a process that was stopped, or got no processor, is not
+blamed for that time. Python cannot end a thread, so the process ends, after all requests are answered
+(`DrainAndExit`). A hook that holds the interpreter's lock prevents even that. Then a thread of C's ends the process
+without answers; it is put off at each check while there are hooks to check.
 
-A hook that allocates without bound. It gets MemoryError, and its request fails. If its memory does not come back, the
+A hook that allocates without bound. It gets MemoryError, and its request fails. If its memory is not freed, the
 process ends.
 
 A hook that forks. The child must neither answer requests nor keep the runtime from seeing the end of this process.
@@ -32,23 +32,23 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: looks per timeout
-LOOKS = 10
-#: seconds between two looks, at least
-_SHORTEST = 0.01
-#: timeouts after which a process ends that nobody looks after
-_BACKSTOP = 2.0
-#: share of the memory that hooks may have which must be there again when one has failed for want of it
-_FREE = 1 / 8
+#: checks per timeout
+CHECKS = 10
+#: seconds between two checks, at least
+_MIN_CHECK_PERIOD_S = 0.01
+#: timeouts after which the backstop ends a process without checks
+_BACKSTOP_TIMEOUTS = 2.0
+#: share of the hooks' memory that must be free again after a hook got MemoryError
+_MIN_FREE_SHARE = 1 / 8
 
-#: threads that may start at any time: the one here, the backstop's, the log's, one that looks for a runtime
+#: threads that may start at any time: the one here, the backstop's, the log's, the session's that reconnects
 _MORE_THREADS = 5
-#: seconds that a process which ends may take to answer all requests
+#: seconds that a process which drains may take to answer all requests
 _DRAIN_S = 5.0
 
 
 class Backstop(Protocol):
-    """Ends the process unless it is put off in time, whatever else the process does."""
+    """Ends the process unless it is put off in time, even if the process does nothing else."""
 
     def put_off(self, seconds: float) -> None: ...
 
@@ -56,7 +56,7 @@ class Backstop(Protocol):
 
 
 class Faulthandler:
-    """A thread of C's, which writes all stacks to the server's log first. It takes no lock of the interpreter's."""
+    """A thread of C's that writes all stacks to the server's log and ends the process, without the interpreter's lock."""
 
     def put_off(self, seconds: float) -> None:
         with suppress(RuntimeError):  # a hook has taken the memory for the thread
@@ -67,12 +67,12 @@ class Faulthandler:
 
 
 class DrainAndExit:
-    """The end of a stub's process that cannot go on, after all its requests are answered.
+    """Ends a stub's process that cannot go on, after all its requests are answered.
 
-    Triton never answers the requests of a process that has ended, but for those inside execute(). So they are answered
-    first. The control process loads a model without a process again.
+    If a process has ended, Triton answers its requests inside execute(), and none of the others. So they are answered
+    first. The control process loads a model whose process has ended again.
 
-    `stop` keeps further requests away, `leave` ends the process.
+    `stop` refuses further requests, `leave` ends the process.
     """
 
     def __init__(
@@ -86,22 +86,21 @@ class DrainAndExit:
         self._responses = responses
         self._leave = leave
         self._backstop = backstop or Faulthandler()
-        self._said = threading.Lock()
+        self._begun = threading.Lock()
 
     def __call__(self, text: str) -> None:
-        """Answer all that wait with INTERNAL and this text, and end. Of several threads the first one does it."""
-        if not self._said.acquire(blocking=False):
+        """Answer all requests with INTERNAL and this text, and end the process. Only the first call has an effect."""
+        if not self._begun.acquire(blocking=False):
             return
-        lift_limit()  # it may be for want of memory
+        lift_limit()  # lack of memory may be the reason
         self._backstop.put_off(_DRAIN_S)
         try:
-            # What comes from now on is told to come again.
             self._stop()
             while not self._responses.settled:
                 for reply in self._responses.owed():
                     reply.send_failure(Status.INTERNAL, text)
         except Exception:
-            log.exception("answering the requests of a process that ends")
+            log.exception("answering requests before the process ends failed")
         finally:
             log.critical("this process ends: %s", text)
             self._leave(1)
@@ -109,71 +108,71 @@ class DrainAndExit:
 
 @dataclass(slots=True, eq=False)
 class HookInterval:
-    """A hook that executes without a break. A meta model's run that calls others has one before and after each call."""
+    """A hook's execution without a break. A meta model's run has one before and after each sub-call."""
 
     hook: str
-    #: its request's id
+    #: the client's id of its request
     request: str
 
 
-#: by thread: the interval that it was last seen in, and in how many looks in a row
+#: by thread: the interval of the last check, and the number of checks in a row
 Seen = Mapping[int, tuple[HookInterval, int]]
 
 
-def look(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
-    """What is known after one more look at the threads."""
+def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
+    """Return the intervals after one more check of the threads."""
     seen = {}
     for thread, interval in now.items():
         if interval is not None:
-            last, looks = before.get(thread, (None, 0))
-            seen[thread] = (interval, looks + 1 if last is interval else 1)
+            last, checks = before.get(thread, (None, 0))
+            seen[thread] = (interval, checks + 1 if last is interval else 1)
     return seen
 
 
 def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
-    """A thread whose hook has taken longer than it may."""
-    for thread, (interval, looks) in seen.items():
-        if looks > LOOKS:  # between the first and the last one lies the whole timeout
+    """Return a thread whose hook has taken longer than the timeout, if there is one."""
+    for thread, (interval, checks) in seen.items():
+        if checks > CHECKS:  # between the first and the last one lies the whole timeout
             return thread, interval
     return None
 
 
 class HookGuard:
-    """Of one process. Only notes who is in which hook until it is told what hooks may do."""
+    """The guard of one process. Until it is started, it only notes which thread is in which hook."""
 
     def __init__(self, backstop: Backstop | None = None) -> None:
         #: by thread, None between intervals
         self._intervals: dict[int, HookInterval | None] = {}
         self._end: Callable[[str], object] = lambda text: None
         self._closed = threading.Event()
-        #: whether this is not the stub, but a copy of it that a hook made
+        #: whether this process is a fork that a hook made
         self._forked = False
-        #: bytes that hooks may have; 0: no limit
+        #: bytes that hooks may take; 0: no limit
         self._allowance = 0
         self._timeout = 0.0
         self._backstop = backstop or Faulthandler()
         self._lock = threading.Lock()
-        #: whether the backstop stands ready, or need not; and whether a hook has started since the last look
+        #: whether the backstop runs, or need not; and whether a hook has started since the last check
         self._armed = True
         self._used = False
 
-    # --- what executes hooks ------------------------------------------------------------------------------
+    # --- executing hooks ----------------------------------------------------------------------------------
 
-    def within(self, hook: str, request: str) -> "_Turn":
-        """`with` it, this thread executes a hook."""
-        return _Turn(self, HookInterval(hook, request))
+    def within(self, hook: str, request: str) -> "_SlotContext":
+        """Return a context in which this thread executes a hook."""
+        return _SlotContext(self, HookInterval(hook, request))
 
-    def waiting(self) -> "_Turn":
-        """`with` it, inside a hook, this thread waits for what is not the hook's fault."""
-        return _Turn(self, None)
+    def waiting(self) -> "_SlotContext":
+        """Return a context in which this thread waits, inside a hook, for work that is not the hook's."""
+        return _SlotContext(self, None)
 
     def out_of_memory(self, error: BaseException) -> None:
-        """A hook has got no memory: let go of what it had, and end the process if that does not help."""
+        """Free the memory of a hook that got MemoryError, and end the process if that does not suffice."""
         traceback.clear_frames(error.__traceback__)
-        if self._allowance and not can_have(int(_FREE * self._allowance)):
+        if self._allowance and not can_have(int(_MIN_FREE_SHARE * self._allowance)):
             self._end("the model's hooks keep all memory that they may have; the model is being restarted")
 
-    # --- what hooks may do --------------------------------------------------------------------------------
+    # --- limits of hooks ----------------------------------------------------------------------------------
 
     def start(
         self,
@@ -182,10 +181,10 @@ class HookGuard:
         end: Callable[[str], object],
         in_fork: Callable[[], None],
     ) -> None:
-        """Of this process, for as long as it lives.
+        """Limit the hooks of this process for good.
 
-        `settings` is the section `stub`; `threads` so many that are not hooks' may still start; `end` ends the
-        process; `in_fork` is called in each copy of it.
+        `settings` is the section `stub`; `threads` is the number of other threads that may still start; `end` ends the
+        process; `in_fork` is called in each fork of it.
         """
         self._end = end
         self._allowance = settings["memory_limit_bytes"] or total_memory() // 2
@@ -200,7 +199,7 @@ class HookGuard:
             self.watch(settings["hook_timeout_s"], end)
 
     def watch(self, timeout: float, end: Callable[[str], object]) -> None:
-        """Have `end` called when a hook takes longer than `timeout` seconds."""
+        """Call `end` if a hook takes longer than `timeout` seconds."""
         self._timeout, self._end = timeout, end
         self._armed = False
         threading.Thread(target=self._watch, name="hooks", daemon=True).start()
@@ -215,15 +214,15 @@ class HookGuard:
 
     def _watch(self) -> None:
         seen: Seen = {}
-        while not self._closed.wait(max(self._timeout / LOOKS, _SHORTEST)):
-            seen = look(seen, dict(self._intervals))
+        while not self._closed.wait(max(self._timeout / CHECKS, _MIN_CHECK_PERIOD_S)):
+            seen = check(seen, dict(self._intervals))
             self._put_off(idle=not seen)
             hung = find_hung(seen)
             if hung is not None:
-                self._tell(*hung)
+                self._end_hung(*hung)
                 return
 
-    def _tell(self, thread: int, interval: HookInterval) -> None:
+    def _end_hung(self, thread: int, interval: HookInterval) -> None:
         frame = sys._current_frames().get(thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
         del frame
@@ -239,22 +238,22 @@ class HookGuard:
 
     def _put_off(self, *, idle: bool) -> None:
         with self._lock:
-            self._armed = False  # from here on, who starts a hook sees to the backstop
+            self._armed = False  # from here on, a thread that starts a hook arms the backstop
             used, self._used = self._used, False
             if used or not idle:
                 self._arm()
             else:
-                # So that a process that is stopped while it has nothing to do does not end when it goes on.
+                # A process that is stopped while it is idle must not end when it continues.
                 self._backstop.cancel()
 
     def _arm(self) -> None:
         if not self._closed.is_set():
-            self._backstop.put_off(_BACKSTOP * self._timeout)
+            self._backstop.put_off(_BACKSTOP_TIMEOUTS * self._timeout)
         self._armed = True
 
 
-class _Turn(AbstractContextManager[None]):
-    """A class of its own: contextlib's way costs four times as much."""
+class _SlotContext(AbstractContextManager[None]):
+    """Sets the slot of a thread. A generator with contextlib costs four times as much."""
 
     __slots__ = ("_before", "_guard", "_interval", "_thread")
 
@@ -276,8 +275,8 @@ class _Turn(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._guard._forked:
-            # A copy of this process came back from the hook. It must not go on as if it were the stub.
+            # A fork of this process came back from the hook. It must not go on as the stub.
             os._exit(1)
         before = self._before
-        # The hook that this one interrupted starts anew.
+        # A new interval begins of the hook that this one interrupted.
         self._guard._intervals[self._thread] = before and HookInterval(before.hook, before.request)

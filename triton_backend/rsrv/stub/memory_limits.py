@@ -1,4 +1,4 @@
-"""How much memory there is: of the machine, or of the container's control group if that has less."""
+"""Memory of the machine, or of the container's control group if that has less; and this process's limit of it."""
 
 import ctypes
 import gc
@@ -11,17 +11,17 @@ import numpy as np
 from rsrv.limits import raise_limit
 
 _libc = ctypes.CDLL(None)
-#: bytes of a thread's stack where the system sets no limit
-_STACK = 2 << 20
+#: bytes of a thread's stack if the system sets no limit
+_DEFAULT_STACK_BYTES = 2 << 20
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and its neighbours may have together."""
+    """Return the bytes that this process and its neighbours may take together."""
     return min([_meminfo(root, "MemTotal"), *(limit for _, limit in _limits(root))])
 
 
 def spare_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken now, about; what the kernel only caches is free for that."""
+    """Return about the bytes that can be taken now; memory of the kernel's file cache counts as free."""
     found = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
         used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
@@ -32,12 +32,12 @@ def spare_memory(root: Path = Path("/")) -> int:
 
 
 def private_bytes(root: Path = Path("/")) -> int:
-    """What counts against RLIMIT_DATA: private memory that can be written to, touched or not; stacks, too."""
+    """Return the bytes that count against RLIMIT_DATA: private writable memory, touched or not, with stacks."""
     return _fields(root / "proc" / "self" / "status")["VmData:"] * 1024
 
 
 def limit_private_bytes(more: int) -> None:
-    """Have this process take at most that many bytes more than it has. Shared memory and files do not count."""
+    """Limit this process to this many bytes more than it has. Shared memory and files do not count."""
     limit = private_bytes() + more
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
@@ -46,18 +46,18 @@ def limit_private_bytes(more: int) -> None:
 
 
 def stack_bytes() -> int:
-    """What each further thread takes of private memory, most of which it never touches."""
+    """Return the private memory of each further thread, most of which it never touches."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    return _STACK if soft == resource.RLIM_INFINITY else soft
+    return _DEFAULT_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
 
 
 def lift_limit() -> None:
-    """Take back what `limit_private_bytes` did."""
+    """Revoke `limit_private_bytes`."""
     raise_limit(resource.RLIMIT_DATA)
 
 
 def can_have(nbytes: int) -> bool:
-    """Whether this process gets that much memory in one piece: from the system, or of what it has freed."""
+    """Tell whether this process can allocate this much in one piece, from the system or from memory that it has freed."""
     gc.collect()
     _libc.malloc_trim(0)
     try:
@@ -72,7 +72,7 @@ def _meminfo(root: Path, name: str) -> int:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """The control groups that limit this process's memory, each with its limit in bytes.
+    """Yield the control groups that limit this process's memory, each with its limit in bytes.
 
     Inside a container the path that the kernel names may be the one outside: then the group is at the root.
     """
@@ -91,7 +91,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """None also for "max", and for a file that is not there."""
+    """Return the number in a file; None for "max", and for a file that does not exist."""
     try:
         text = file.read_text().strip()
     except OSError:

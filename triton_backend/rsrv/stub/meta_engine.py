@@ -1,38 +1,57 @@
 """A meta model's stub: each request is one run of model.py's `run(inputs, call)`, on a thread.
 
-The runtime lets in as many runs as it is set to. Up to that number this stub starts runs at once, which ask with their
-first sub-call; the others wait in the runtime, not on threads here, until it says that their turn has come.
+The runtime admits as many runs at a time as meta.concurrency says. Up to that number this stub starts runs at once,
+which ask for admission with their first sub-call. The others wait in the runtime, not on threads here.
 """
 
 import inspect
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
-from rsrv.stub.bls import MAX_CALLS, Bls
-from rsrv.stub.call_router import CallRouter, ThroughTriton
-from rsrv.stub.calls import AsyncCall, Callee, CallError, SyncCall, grace, make_callees, run_async
+from rsrv.stub.bls import MAX_CALLS, Bls, ThroughTriton
+from rsrv.stub.calls import (
+    AsyncCall,
+    Callee,
+    CallError,
+    Keep,
+    Pending,
+    SyncCall,
+    grace,
+    make_callees,
+    run_async,
+)
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import SENDER_THREADS, DeferredReplies
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
+from rsrv.stub.endpoint import (
+    Array,
+    LearnedDuration,
+    WireTensor,
+    check_results,
+    hook_raised,
+    message_of,
+    read_inputs,
+)
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
-from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
-from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ClientRequest, MetaRequest
-from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
+from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.calls import Leaving
-from rsrv.wire.frames import Status
+from rsrv.wire.calls import Entrance, Leaving, pack_entrances
+from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -40,13 +59,68 @@ log = logging.getLogger("rsrv.stub")
 Run = Callable[[dict[str, Array], Any], Any]
 
 #: seconds that execute() may wait at most, as for other models
-_MAX_BLOCK = 0.2
-#: weight of the latest run in the learned length of one: single ones are disturbed, none is faster than it can be
+_MAX_BLOCK_S = 0.2
+#: weights of a shorter and of a longer run in the learned length
 _FALL, _RISE = 0.5, 0.02
+#: seconds between two checks of a run for cancellation; each costs up to 0.2 ms
+_CHECK_PERIOD_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class MetaRequest:
+    """One request of a meta model on its way through the stub."""
+
+    id: int  # of its ENTER
+    request: ClientRequest
+    attachment: Attachment
+    connection: RuntimeConnection  # of its ENTER, if it has to wait
+    #: random, so that other requests cannot name it
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    admitted: bool = False
+    response: Any = None
+    checked: float = 0.0
+    cancelling: bool = False
+    #: arrays that the response may refer to
+    results: Sequence[Array] = ()
+    #: the queue at which execute() waits for it
+    inbox: queue.SimpleQueue["MetaRequest"] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self) -> Entrance:
+        deadline_ns, priority, _ = self.request.params
+        return Entrance(self.id, self.token, deadline_ns, priority, self.request.tag)
+
+    def finish(self, done: Completion) -> None:
+        self.admitted = done.status is Status.OK
+        if self.request.span is not None:
+            self.request.span.add_child("queue", self.request.since, done.text)
+        if not self.admitted:
+            self.fail(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = RequestFailure(status, text)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.results)
+
+    def release(self) -> None:
+        self.request.triton, self.results = None, ()
+
+    def check(self) -> None:
+        """Raise RequestFailure if the request is late or cancelled."""
+        if 0 < self.request.params.deadline_ns <= time.monotonic_ns():
+            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
+        now = time.monotonic()
+        reply = self.request.reply
+        if reply is not None and now - self.checked > _CHECK_PERIOD_S:
+            self.checked = now
+            if reply.cancelled():
+                raise RequestFailure(Status.CANCELLED, "the request was cancelled")
 
 
 class MetaEngine:
-    """`hooks` are those of the called models, by name; `external` names models outside of the runtime."""
+    """Answers the requests of one meta model."""
 
     def __init__(
         self,
@@ -60,6 +134,7 @@ class MetaEngine:
         session: Session,
         make_bls: Callable[[dict[str, Any]], Bls],
     ) -> None:
+        """`hooks` are those of the callees, by name; `external` names models outside of the runtime."""
         self._tensors = tensors
         self._responses = responses
         self._run = run
@@ -72,49 +147,54 @@ class MetaEngine:
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
         self._drain_and_exit = DrainAndExit(session.stop, responses)
-        #: whether runs have to be let in: those that call nobody in the runtime do not use the device
+        #: whether runs need admission: without callees in the runtime they do not use the device
         self._gated = bool(hooks)
-        link = session.begin()
-        settings = link.settings["meta"]
+        attachment = session.begin()
+        settings = attachment.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None
         self._concurrency = settings["concurrency"]
-        #: what a run takes, seconds; at first it is not waited for
-        self._seconds = _MAX_BLOCK
-        self._underway = 0
-        #: those that were answered in place last: Triton reads their responses after execute() has returned
+        #: length of a run; execute() does not wait for the first ones
+        self._run_length = LearnedDuration(_MAX_BLOCK_S, _FALL, _RISE)
+        self._running = 0
+        #: the requests that were answered in place last: Triton reads their responses after execute() has returned
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
-        #: connections that no run uses now, and the callees, of one link
+        #: idle connections, and the callees, of one attachment
         self._connections: list[RuntimeConnection] = []
-        self._link: Link | None = None
+        self._attachment: Attachment | None = None
         self._callees: dict[str, Callee] = {}
-        self._stub_settings = link.settings["stub"]
+        self._stub_settings = attachment.settings["stub"]
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
         self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
-            session, responses, RuntimeConnection.enter, self._respond, threads, self._drain_and_exit
+            session, responses, pack_entrances, self._respond, threads, self._drain_and_exit
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit)
-        session.on_link = self._watch
-        self._watch(link)
+        #: answers Triton's requests, as `EntryPoint.execute`
+        self.execute = EntryPoint(
+            self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit
+        ).execute
+        session.on_attach = self._use
+        self._use(attachment)
 
-    def _watch(self, link: Link) -> None:
+    def _use(self, attachment: Attachment) -> None:
+        """Use another attachment."""
         with self._lock:
-            old, self._connections = self._connections, [link.direct]
-            self._link, self._callees = link, make_callees(link.models, self._hooks, self._guard, self.meters)
-            self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
+            old, self._connections = self._connections, [attachment.direct]
+            self._attachment = attachment
+            self._callees = make_callees(attachment.models, self._hooks, self._guard, self.meters)
+            self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         for connection in old:
             connection.close()
-        self._deferred.watch(link)
+        self._deferred.watch(attachment)
 
     @property
     def ready(self) -> bool:
-        """Whether there is a runtime that serves all models that this one calls, and takes requests."""
+        """Whether a runtime serves all callees, and takes requests."""
         return self._session.ready
 
     def guard_hooks(self) -> None:
-        """As `Engine`'s."""
+        """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""
         self._guard.start(self._stub_settings, self._threads, self._drain_and_exit, self._session.abandon)
 
     def close(self) -> None:
@@ -122,138 +202,133 @@ class MetaEngine:
         self._deferred.close()
         if self._bls is not None:
             self._bls.close()
-        # Runs under way end on their connections: one that is closed wakes nobody who waits for it to become readable.
+        # Runs end on their connections: closing one would not wake a thread that polls it.
         self._session.close(direct=False)
         with self._lock:
-            connections, self._connections, self._link = self._connections, [], None
+            connections, self._connections, self._attachment = self._connections, [], None
         for connection in connections:
             connection.close()
 
-    # --- execute ------------------------------------------------------------------------------------------
-
-    def execute(self, requests: list[Any]) -> list[Any] | None:
-        """As `EntryPoint.execute`."""
-        return self._entry.execute(requests)
+    # --- a batch ------------------------------------------------------------------------------------------
 
     def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
-        """As `outcomes.Answer`."""
-        link = self._session.link
-        if link is None:
-            return self._outcomes.turned_away(requests, Status.RUNTIME_DOWN, self._session.down)
-        ids = link.deferred.next_ids(len(requests))
-        visits = [
-            MetaRequest(id, request, link, link.deferred) for id, request in zip(ids, requests, strict=True)
+        """Answer a batch, as `request.Answer`."""
+        attachment = self._session.attachment
+        if attachment is None:
+            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self._session.down)
+        ids = attachment.deferred.next_ids(len(requests))
+        batch = [
+            MetaRequest(id, request, attachment, attachment.deferred)
+            for id, request in zip(ids, requests, strict=True)
         ]
-        at_once, waiting = self._divide(visits)
-        limit = link.settings["stub"]["in_place_ms"] / 1e3
-        if not waiting and self._seconds <= limit:
-            return self._in_place(visits, at_once)
-        for visit in visits:
-            self._deferred.reply(visit.request)
-        self._start(at_once)
-        for visit in visits:
-            if visit.request.failure is not None:
-                self._deferred.finish(visit)
+        running, waiting = self._divide(batch)
+        limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
+        if not waiting and self._run_length.seconds <= limit_s:
+            return self._answer_in_place(batch, running)
+        for one in batch:
+            self._deferred.reply(one.request)
+        self._start(running)
+        for one in batch:
+            if one.request.failure is not None:
+                self._deferred.finish(one)
         if waiting:
-            self._deferred.submit(link, waiting)
+            self._deferred.submit(attachment, waiting)
         return None
 
-    def _divide(self, visits: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
-        """Those that run at once, and those that wait for the others' ends; not those that have failed."""
-        well = [visit for visit in visits if visit.request.failure is None]
+    def _divide(self, batch: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
+        """Return the requests that run at once, and those that wait for admission, without those that have failed."""
+        valid = [one for one in batch if one.request.failure is None]
         with self._lock:
-            free = max(0, self._concurrency - self._underway) if self._gated else len(well)
-            at_once, waiting = well[:free], well[free:]
-            self._underway += len(at_once)
-        return at_once, waiting
+            free = max(0, self._concurrency - self._running) if self._gated else len(valid)
+            running, waiting = valid[:free], valid[free:]
+            self._running += len(running)
+        return running, waiting
 
-    def _start(self, visits: list[MetaRequest]) -> None:
-        for visit in visits:
-            self._deferred.run(partial(self._attend, visit))
+    def _start(self, batch: list[MetaRequest]) -> None:
+        for one in batch:
+            self._deferred.run(partial(self._serve_at_once, one))
 
-    def _in_place(self, visits: list[MetaRequest], running: list[MetaRequest]) -> list[Any] | None:
+    def _answer_in_place(self, batch: list[MetaRequest], running: list[MetaRequest]) -> list[Any] | None:
         inbox: queue.SimpleQueue[MetaRequest] = queue.SimpleQueue()
-        for visit in running:
-            visit.inbox = inbox
+        for one in running:
+            one.inbox = inbox
         self._start(running)
-        until = time.monotonic() + _MAX_BLOCK
+        until = time.monotonic() + _MAX_BLOCK_S
         try:
             for _ in running:
                 inbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            # It takes longer than it used to: let execute() return.
-            self._seconds = _MAX_BLOCK
-            for visit in visits:
-                self._hand_over(visit)
+            # The runs take longer than predicted: let execute() return.
+            self._run_length.seconds = _MAX_BLOCK_S
+            for one in batch:
+                self._hand_over(one)
             return None
-        self._answered = visits
-        return [visit.response or self._failed(visit) for visit in visits]
+        self._answered = batch
+        return [one.response or self._failed(one) for one in batch]
 
-    def _hand_over(self, visit: MetaRequest) -> None:
-        with visit.lock:
-            self._deferred.reply(visit.request)
-            ended = visit.response is not None or visit.request.failure is not None
+    def _hand_over(self, one: MetaRequest) -> None:
+        with one.lock:
+            self._deferred.reply(one.request)
+            ended = one.response is not None or one.request.failure is not None
         if ended:
-            self._deferred.finish(visit)
+            self._deferred.finish(one)
 
-    # --- one run, on a sending thread ---------------------------------------------------------------------
+    # --- one run, on a sender thread ----------------------------------------------------------------------
 
-    def _attend(self, visit: MetaRequest) -> None:
-        """A run that was started at once; whoever it is for is told."""
-        response = self._serve(visit)
-        with visit.lock:
-            visit.response = response
-            reply = visit.request.reply
+    def _serve_at_once(self, one: MetaRequest) -> None:
+        """Execute a run that did not wait, and answer its request."""
+        response = self._serve(one)
+        with one.lock:
+            one.response = response
+            reply = one.request.reply
         if reply is None:
-            assert visit.inbox is not None
-            visit.inbox.put(visit)
+            assert one.inbox is not None
+            one.inbox.put(one)
         else:
-            reply.send(response, visit.nbytes)
-            visit.release()
+            reply.send(response, one.nbytes)
+            one.release()
 
-    def _respond(self, visit: MetaRequest) -> Any:
-        """The response of a visit that was let in, or turned away; never raises."""
-        if visit.request.failure is not None:
-            return self._failed(visit)
+    def _respond(self, one: MetaRequest) -> Any:
+        """Return the response of a request that was admitted or refused; never raises."""
+        if one.request.failure is not None:
+            return self._failed(one)
         with self._lock:
-            self._underway += 1
-        return self._serve(visit)
+            self._running += 1
+        return self._serve(one)
 
-    def _failed(self, visit: MetaRequest) -> Any:
-        assert visit.request.failure is not None
-        return self._outcomes.failed(visit.request, visit.request.failure)
+    def _failed(self, one: MetaRequest) -> Any:
+        assert one.request.failure is not None
+        return self._outcomes.failed(one.request, one.request.failure)
 
-    def _serve(self, visit: MetaRequest) -> Any:
-        """One run, which counts as under way until it is over."""
+    def _serve(self, one: MetaRequest) -> Any:
+        """Execute a run, which counts as running until it has ended. Returns its response; never raises."""
         started = time.perf_counter()
         try:
-            response = self._responses.answer(self._run_one(visit))
-            self._outcomes.ended(visit.request, Status.OK)
+            response = self._responses.answer(self._execute_run(one))
+            self._outcomes.ended(one.request, Status.OK)
             return response
         except RequestFailure as failure:
-            return self._outcomes.failed(visit.request, failure)
+            return self._outcomes.failed(one.request, failure)
         except Exception:
-            who = visit.request.id
-            log.exception("request %r: its run failed", who, extra=of_request(who))
+            log.exception("request %r: its run failed", one.request.id, extra=of_request(one.request.id))
             text = "the request failed; the server's log says why"
-            return self._outcomes.failed(visit.request, RequestFailure(Status.INTERNAL, text))
+            return self._outcomes.failed(one.request, RequestFailure(Status.INTERNAL, text))
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
-                self._underway -= 1
-                weight = _FALL if seconds < self._seconds else _RISE
-                self._seconds += weight * (min(seconds, 4 * self._seconds) - self._seconds)
+                self._running -= 1
+                self._run_length.learn(seconds)
 
-    def _run_one(self, visit: MetaRequest) -> list[Any]:
-        connection, request = self._take_connection(visit), visit.request
-        trace = None if request.trace is None else request.trace.child()
-        deadline_ns, priority, _ = request.terms
-        run = DirectRun(connection, visit.token, deadline_ns, priority, request.tag, request.id, trace)
-        run.entered = visit.let_in
+    def _execute_run(self, one: MetaRequest) -> list[Any]:
+        connection, request = self._take_connection(one), one.request
+        span = None if request.span is None else request.span.child()
+        deadline_ns, priority, _ = request.params
+        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
+        run.entered = one.admitted
         status = Status.INTERNAL
         try:
-            visit.check()
-            tensors = self._results(visit, run)
+            one.check()
+            tensors = self._results(one, run)
             status = Status.OK
             return tensors
         except RequestFailure as failure:
@@ -262,100 +337,157 @@ class MetaEngine:
         finally:
             run.leave(status, grace(deadline_ns))
             if run.broken:
-                self._withdraw(visit, status)
-            self._give_connection(visit.link, connection, broken=run.broken)
+                self._withdraw(one, status)
+            self._give_connection(one.attachment, connection, broken=run.broken)
 
-    def _results(self, visit: MetaRequest, run: DirectRun) -> list[Any]:
-        arrays = read_inputs(self._tensors, visit.request.triton, visit.link.inputs)
+    def _results(self, one: MetaRequest, run: DirectRun) -> list[Any]:
+        arrays = read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        results = self._call_user(visit, run, arrays)
-        checked = check_results(results, self._outputs, rows, "run", visit.request.id)
-        visit.results = checked
+        results = self._call_user(one, run, arrays)
+        one.results = check_results(results, self._outputs, rows, "run", one.request.id)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
-            for wire, array in zip(self._outputs, checked, strict=True)
+            for wire, array in zip(self._outputs, one.results, strict=True)
         ]
 
-    def _call_user(self, visit: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        who, deadline_ns = visit.request.id, visit.request.terms.deadline_ns
-        triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, who, run.trace)
+    def _call_user(self, one: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
+        client_id, deadline_ns = one.request.id, one.request.params.deadline_ns
+        triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, client_id, run.span)
         router = CallRouter(
             run,
             self._callees,
             self._external,
             triton,
             deadline_ns,
-            visit.token,
+            one.token,
             self._guard,
             through_triton=self._through_triton,
         )
         started, error = time.perf_counter(), ""
         try:
-            with self._guard.within("run", who):
+            with self._guard.within("run", client_id):
                 if inspect.iscoroutinefunction(self._run):
-                    results = run_async(self._run, arrays, AsyncCall(router, deadline_ns, visit.check))
+                    results = run_async(self._run, arrays, AsyncCall(router, deadline_ns, one.check))
                 else:
-                    results = self._run(arrays, SyncCall(router, deadline_ns, visit.check))
+                    results = self._run(arrays, SyncCall(router, deadline_ns, one.check))
                 return {key: np.asarray(value) for key, value in results.items()}
         except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
-            failure = _failure_of(raised, who, self._guard)
+            failure = _failure_of(raised, client_id, self._guard)
             error = failure.text
             try:
                 raise failure from None
             finally:
-                # Its traceback leads here: the arrays would live until somebody looks for such rings.
+                # The traceback leads to this frame: the arrays would live until the next garbage collection.
                 del failure
         finally:
             router.over = True
             self.meters.hook(self._session.model, "run", time.perf_counter() - started)
-            if run.trace is not None:
-                run.trace.end("run", started, error, {})
+            if run.span is not None:
+                run.span.end("run", started, error, {})
 
     # --- connections --------------------------------------------------------------------------------------
 
-    def _take_connection(self, visit: MetaRequest) -> RuntimeConnection:
-        link = visit.link
+    def _take_connection(self, one: MetaRequest) -> RuntimeConnection:
+        attachment = one.attachment
         with self._lock:
-            if link is not self._link:
-                raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
+            if attachment is not self._attachment:
+                raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the request came for a runtime that is gone
             if self._connections:
                 return self._connections.pop()
         try:
-            return self._session.open_connection(link.key)
+            return self._session.open_connection(attachment.key)
         except UNREACHABLE as error:
-            who = visit.request.id
-            log.error("request %r: no connection for its run: %s", who, error, extra=of_request(who))
-            self._withdraw(visit, Status.RUNTIME_DOWN)
+            client_id = one.request.id
+            log.error(
+                "request %r: no connection for its run: %s", client_id, error, extra=of_request(client_id)
+            )
+            self._withdraw(one, Status.RUNTIME_DOWN)
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
-    def _withdraw(self, visit: MetaRequest, status: Status) -> None:
-        """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
-        if visit.let_in:
+    def _withdraw(self, one: MetaRequest, status: Status) -> None:
+        """End an admitted run that has no connection of its own, on the connection of its ENTER."""
+        if one.admitted:
             try:
                 # Without waiting: execute() sends on that connection, too.
-                visit.connection.leave(Leaving(visit.token, status), patience=0)
+                one.connection.leave(Leaving(one.token, status), patience=0)
             except (Closed, OSError):
-                # Else the runtime would count the run as under way for ever.
-                self._deferred.lose(visit.link)
+                # Otherwise the runtime would count the run as running for good.
+                self._deferred.lose(one.attachment)
 
-    def _give_connection(self, link: Link, connection: RuntimeConnection, *, broken: bool) -> None:
+    def _give_connection(
+        self, attachment: Attachment, connection: RuntimeConnection, *, broken: bool
+    ) -> None:
         if not broken:
             connection.tidy()
         with self._lock:
-            if link is self._link and not broken:
+            if attachment is self._attachment and not broken:
                 self._connections.append(connection)
                 return
         connection.close()
 
 
-def _failure_of(error: BaseException, who: str, guard: HookGuard) -> RequestFailure:
-    """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
+def _failure_of(error: BaseException, client_id: str, guard: HookGuard) -> RequestFailure:
+    """Return the failure of the request `client_id` for an error of its run. Call this while `error` is handled."""
     if isinstance(error, CallError):
-        failure = RequestFailure(error.status, told(error))
+        failure = RequestFailure(error.status, message_of(error))
     elif isinstance(error, RequestFailure):  # there was no memory for a buffer
-        failure = error.anew()
+        failure = error.copy()
     else:
-        failure = hook_raised("run", error, who, guard)
-    # asyncio keeps the error in the frames that this leads to.
+        failure = hook_raised("run", error, client_id, guard)
+    # asyncio keeps the error in the frames of its traceback.
     error.__traceback__ = None
     return failure
+
+
+class CallRouter:
+    """Sends each sub-call of one run straight to the runtime or through Triton; `Callees`."""
+
+    def __init__(
+        self,
+        run: DirectRun,
+        callees: Mapping[str, Callee],
+        external: Collection[str],
+        triton: ThroughTriton | None,
+        deadline_ns: int,
+        token: int,
+        guard: HookGuard,
+        *,
+        through_triton: bool,
+    ) -> None:
+        self._guard = guard
+        self._run = run
+        self._callees = callees
+        self._external = external
+        self._triton = triton
+        self._deadline_ns = deadline_ns
+        self._token = token
+        self._through_triton = through_triton
+        self._thread = threading.get_ident()
+        #: whether the run has ended: its connection may be another run's now
+        self.over = False
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if self.over or threading.get_ident() != self._thread:
+            raise RequestFailure(
+                Status.INTERNAL, "call is for the thread that executes `run`, until that returns"
+            )
+        if self._triton is not None and name in self._external:
+            return self._triton.external(name, inputs)
+        callee = self._callees.get(name)
+        if callee is None:
+            raise RequestFailure(
+                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
+            )
+        if self._triton is None or not self._through_triton:
+            return self._run.start(callee, inputs, keep)
+        with self.waiting():
+            self._run.await_admission(grace(self._deadline_ns))
+        return self._triton.internal(callee, inputs, keep, self._token)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._guard.waiting()
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if self._through_triton:
+            return np.empty(shape, dtype)
+        return self._run.scratch(shape, dtype)

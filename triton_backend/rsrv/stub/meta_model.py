@@ -1,6 +1,6 @@
-"""The class that Triton's Python backend looks for in the generated model.py of a meta model."""
+"""The entry of Triton's Python backend for a meta model: `TritonPythonModel`, which a generated model.py imports."""
 
-import asyncio  # noqa: F401  as in `model`
+import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rsrv import logs
+from rsrv.hooks.loader import HookError, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
-from rsrv.stub.hooks import HookError, load_hooks, load_run
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.stub.model import Setup, set_up
@@ -18,18 +18,18 @@ from rsrv.stub.session import UNREACHABLE
 from rsrv.stub.tensors import BrokenPairing, Tensors
 
 
-class TritonPythonModel:
-    """One meta model's stub. Everything that matters happens in `MetaEngine` and in the runtime."""
+class MetaModelStub:
+    """One meta model's stub; its work is done by `MetaEngine` and the runtime."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Returns when all models that it calls are compiled, warm and ready; raises with the reason otherwise."""
+        """Return when all callees are compiled, warm and ready. Raises TritonModelException with the reason otherwise."""
         import triton_python_backend_utils as pb_utils
 
         setup: Setup = set_up(args, pb_utils)
         folder = setup.bundle.parent / "calls"
-        called = sorted(folder.iterdir()) if folder.is_dir() else []
+        callees = sorted(folder.iterdir()) if folder.is_dir() else []
         repository = Path(args["model_repository"]).parent
-        session = setup.session({path.name: str(path) for path in called})
+        session = setup.session({path.name: str(path) for path in callees})
         external = setup.config["parameters"].get("rsrv_external", {"string_value": "[]"})
         try:
             tensors = Tensors(pb_utils)
@@ -37,7 +37,7 @@ class TritonPythonModel:
                 tensors,
                 Responses(pb_utils),
                 load_run(setup.bundle / "model.py"),
-                {path.name: load_hooks(path / "model.py") for path in called},
+                {path.name: load_hooks(path / "model.py") for path in callees},
                 json.loads(external["string_value"]),
                 setup.outputs,
                 setup.batched,
@@ -47,13 +47,13 @@ class TritonPythonModel:
                     pb_utils,
                     tensors,
                     limit(read_pool_size(setup.launcher.server_pid)),
-                    [path.name for path in called if not (repository / path.name).is_dir()],
+                    [path.name for path in callees if not (repository / path.name).is_dir()],
                 ),
             )
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.log_as_set(session)
+        setup.apply_log_settings(session)
         self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 
@@ -61,7 +61,7 @@ class TritonPythonModel:
         return self._engine.execute(requests)
 
     def is_ready(self) -> bool:
-        """Asked by Triton 26.03 and later for the model's readiness."""
+        """Tell Triton 26.03 and later whether the model is ready."""
         return self._engine.ready
 
     def finalize(self) -> None:
@@ -73,7 +73,7 @@ class TritonPythonModel:
 def _make_bls(
     pb_utils: Any, tensors: Tensors, most: int, carried_only: Sequence[str], settings: dict[str, Any]
 ) -> Bls:
-    """`carried_only`: called models that Triton does not know. Raises ValueError."""
+    """Make the calls through Triton. `carried_only` are callees that Triton does not know. Raises ValueError."""
     if carried_only and settings["transport"] == "bls":
         raise ValueError(
             f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "
@@ -81,5 +81,8 @@ def _make_bls(
         )
     return Bls(pb_utils, tensors, min(MAX_CALLS, most), CALL_TIMEOUT_S)
 
+
+#: the name that Triton's Python backend looks for
+TritonPythonModel = MetaModelStub
 
 __all__ = ["TritonPythonModel"]

@@ -1,35 +1,35 @@
-"""Figures of a stub: measured, reported to the runtime, and shown in Triton's own metrics."""
+"""Measurements of a stub, their reports to the runtime, and the runtime's counts in Triton's own metrics."""
 
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.stub.tracing import Spans
+from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
 Report = dict[str, Any]
-#: outcomes of requests that are shown in Triton's metrics
+#: outcomes of requests in Triton's metrics
 _OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
-#: seconds between two reports, at least; and between two looks at figures that stood still, which only others'
-#: requests can change
-_PAUSE, _LONG_PAUSE = 1.0, 10.0
+#: seconds between two reports, at least; and between two queries of counts that did not change, as only other models'
+#: requests can change them
+_REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
 #: seconds that the runtime may take to answer
-_PATIENCE = 5.0
-#: seconds that the end of the model waits for the thread
-_GRACE = 2.0
+_REPORT_TIMEOUT_S = 5.0
+#: seconds that `close` waits for the thread
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class Meters:
-    """For any thread. `some` is set when there is something to report."""
+    """Measurements since the last report; `some` is set if there are any. Thread-safe."""
 
     def __init__(self) -> None:
         self.some = threading.Event()
@@ -44,7 +44,7 @@ class Meters:
         self._hooks: dict[tuple[str, str], Histogram] = {}
 
     def answered(self, status: Status, since: float) -> None:
-        """A request that came at `since`, of time.perf_counter, has its answer."""
+        """Count a request that was answered now, and arrived at `since`, of time.perf_counter."""
         seconds = time.perf_counter() - since
         with self._lock:
             self._requests.observe(seconds)
@@ -53,7 +53,7 @@ class Meters:
             self.some.set()
 
     def hook(self, model: str, hook: str, seconds: float) -> None:
-        """One of these functions of a model has returned, or raised."""
+        """Count a call of a function of model.py that took this long, also if it raised."""
         with self._lock:
             found = self._hooks.get((model, hook))
             if found is None:
@@ -63,7 +63,7 @@ class Meters:
             self.some.set()
 
     def take(self) -> Report:
-        """All since the last time, as REPORT has it (docs/protocol.md)."""
+        """Return the measurements since the last call, in the form of REPORT (docs/protocol.md)."""
         self.some.clear()
         with self._lock:
             requests, responses, hooks = self._requests, self._responses, self._hooks
@@ -82,19 +82,19 @@ class Meters:
 
 
 class Mirror(Protocol):
-    """Where figures are shown. For one thread at a time; raises nothing."""
+    """Shows the runtime's counts elsewhere. For one thread at a time; never raises."""
 
     def show(self, figures: Mapping[str, Any] | None) -> None:
-        """As REPORTED has them (docs/protocol.md); None: there is no runtime."""
+        """Show counts in the form of REPORTED (docs/protocol.md); None: there is no runtime."""
 
     def clear(self) -> None:
-        """The model ends: nothing waits, and no runtime is seen any more."""
+        """Show that no request waits and no runtime is connected, at the model's end."""
 
 
 class Reporting:
-    """One thread, from its making until `close`, that reports, and shows the runtime's figures in `mirror` if there is one.
+    """A thread that reports until `close`, and shows the runtime's counts in `mirror` if there is one.
 
-    It is on no request's way: it has a connection of its own, and whatever goes wrong costs figures and nothing else.
+    It has a connection of its own, so its failures cost counts, and no request.
     """
 
     def __init__(
@@ -103,21 +103,21 @@ class Reporting:
         meters: Meters,
         mirror: Mirror | None,
         *,
-        pause: float = _PAUSE,
-        long_pause: float = _LONG_PAUSE,
+        period: float = _REPORT_PERIOD_S,
+        idle_period: float = _IDLE_PERIOD_S,
     ) -> None:
         self._session = session
         self._meters = meters
         self._mirror = mirror
-        self._pause, self._long_pause = pause, long_pause
-        self._link: Link | None = None
+        self._period, self._idle_period = period, idle_period
+        self._attachment: Attachment | None = None
         self._connection: RuntimeConnection | None = None
         self._closed = threading.Event()
-        #: what was shown last
+        #: the counts that were shown last
         self._shown: Mapping[str, Any] | None = None
         if mirror is not None:
-            # Before the first request: what is counted by now is not this stub's.
-            self._tell()
+            # Before the first request: the counts up to now are not this stub's.
+            self._exchange()
         session.on_change = meters.some.set
         self._thread = threading.Thread(target=self._run, name="reporting", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class Reporting:
     def close(self) -> None:
         self._closed.set()
         self._meters.some.set()
-        self._thread.join(_GRACE)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             return  # it holds the mirror
         self._drop()
@@ -133,95 +133,88 @@ class Reporting:
             self._mirror.clear()
 
     def _run(self) -> None:
-        pause = None if self._mirror is None else self._pause
+        timeout = None if self._mirror is None else self._period
         while True:
-            self._meters.some.wait(pause)
+            self._meters.some.wait(timeout)
             if self._closed.is_set():
                 return
-            changed = self._tell()
+            changed = self._exchange()
             if self._mirror is not None:
-                pause = self._pause if changed else self._long_pause
-            if self._closed.wait(self._pause):
+                timeout = self._period if changed else self._idle_period
+            if self._closed.wait(self._period):
                 return
 
-    def _tell(self) -> bool:
-        """Report, and show; whether there was something new to be shown."""
+    def _exchange(self) -> bool:
+        """Report, and show the counts. Returns whether they have changed."""
         try:
             figures = self._report(self._meters.take())
             if self._mirror is not None:
                 self._mirror.show(figures)
         except Exception:
-            log.exception("what was measured cannot be reported")
+            log.exception("reporting measurements failed")
             self._drop()  # an answer that was not read must not be taken for the next one
             return False
         changed, self._shown = figures != self._shown, figures
         return changed
 
     def _report(self, report: Report) -> dict[str, Any] | None:
-        """The runtime's figures. None: it does not answer, and what was to be reported is lost."""
-        link = self._session.link
-        if link is not self._link:
+        """Send a report, and return the runtime's counts. None: the runtime does not answer, and the report is lost."""
+        attachment = self._session.attachment
+        if attachment is not self._attachment:
             self._drop()
-        if link is None:
+        if attachment is None:
             return None
         try:
             if self._connection is None:
-                self._connection, self._link = self._session.open_connection(link.key), link
-            self._tell_spans(self._connection)
-            return self._connection.report({**report, "figures": self._mirror is not None}, _PATIENCE)
+                self._connection, self._attachment = self._session.open_connection(attachment.key), attachment
+            self._report_spans(self._connection)
+            return self._connection.report({**report, "figures": self._mirror is not None}, _REPORT_TIMEOUT_S)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
             return None
 
-    def _tell_spans(self, connection: RuntimeConnection) -> None:
-        while (told := self._meters.spans.take()) != ([], 0):
+    def _report_spans(self, connection: RuntimeConnection) -> None:
+        while (taken := self._meters.spans.take()) != ([], 0):
             try:
-                connection.tell_spans(*told, _PATIENCE)
+                connection.report_spans(*taken, _REPORT_TIMEOUT_S)
             except Exception:
-                spans, dropped = told
+                spans, dropped = taken
                 self._meters.spans.lost(len(spans) + dropped)
                 raise
 
     def _drop(self) -> None:
-        connection, self._connection, self._link = self._connection, None, None
+        connection, self._connection, self._attachment = self._connection, None, None
         if connection is not None:
             connection.close()
 
 
 # --- Triton's metrics ---------------------------------------------------------------------------------------
 #
-# Whatever Triton does not like about a metric may end the whole server (24.10): a counter that falls, a family made
-# twice with another kind, two threads at once. So each call is checked before it is made, and after the first one that
-# fails there is none any more. Triton never forgets a metric: counters go on with the model's next stub.
+# A wrong call about a metric may crash the whole server (24.10): a counter that falls, a family made
+# twice with another kind, two threads at once. So each call is checked before it is made, and the first one that
+# fails is the last one. Triton never forgets a metric: counters go on with the model's next stub.
 
 
 def make_mirror(pb_utils: Any, server_pid: int, model: str, version: str) -> "TritonMirror | None":
-    """None where this Triton has no metrics, or they are switched off."""
+    """Make a mirror in Triton's metrics. Returns None if this Triton has none, or they are switched off."""
     if not hasattr(pb_utils, "MetricFamily") or not _has_metrics(server_pid):
         return None
     try:
         return TritonMirror(pb_utils, {"model": model, "version": version})
     except Exception:
-        log.exception("the model shows nothing in Triton's metrics")
+        log.exception("the model has no metrics in Triton's")
         return None
 
 
 def _has_metrics(server_pid: int) -> bool:
-    """By tritonserver's command line; if that cannot be read, no: whoever asks without being sure may end the server."""
-    try:
-        words = Path(f"/proc/{server_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
-        name, _, given = flag.partition("=")
-        if name == "--allow-metrics" and (given or value).lower() not in ("true", "1"):
-            return False
-    return True
+    """Tell whether tritonserver has metrics; not if that is unknown, because asking a server without metrics may end it."""
+    words = read_command_line(server_pid)
+    return bool(words) and Options(words).is_on("allow-metrics", default=True)
 
 
 class TritonMirror:
-    """`Mirror`. Made on the thread of `initialize`, before anybody else uses it."""
+    """Shows counts in Triton's metrics; `Mirror`. Made on the thread of `initialize`, then used by another."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str]) -> None:
         family, kinds = pb_utils.MetricFamily, pb_utils.MetricFamily
@@ -231,7 +224,7 @@ class TritonMirror:
             self._families.append(made)
             return made.Metric(labels={**labels, **more})
 
-        #: they must live as long as their metrics
+        #: families must live as long as their metrics
         self._families: list[Any] = []
         counter, gauge = kinds.COUNTER, kinds.GAUGE
         requests = "Requests that are over, as rsrv's runtime saw them."
@@ -246,7 +239,7 @@ class TritonMirror:
         self._up = metric(
             "rsrv_runtime_up", gauge, "1 while the model's process is connected to rsrv's runtime."
         )
-        #: the runtime's counts that are shown; None: none yet
+        #: the runtime's counts at the last call of `show`; None: there was none
         self._counted: dict[str, float] | None = None
         self._gauges: dict[int, float] = {}
         self._broken = False
@@ -264,7 +257,7 @@ class TritonMirror:
             self._set(self._up, float(figures is not None))
         except Exception:
             self._broken = True
-            log.exception("the model shows nothing in Triton's metrics any more")
+            log.exception("the model's metrics in Triton's stop")
 
     def clear(self) -> None:
         self.show(None)
@@ -274,9 +267,9 @@ class TritonMirror:
         now["seconds"] = float(figures["device_seconds"])
         before, self._counted = self._counted, now
         if before is None:
-            return  # what was counted before this stub, its predecessor has shown
+            return  # the stub's predecessor has shown the counts up to now
         for name, metric in (*self._requests.items(), ("seconds", self._device_seconds)):
-            # Less than before: it is another runtime, which began anew.
+            # Less than before: another runtime counts from 0.
             more = now[name] - before.get(name, 0.0)
             more = now[name] if more < 0 else more
             if isfinite(more) and more > 0:

@@ -1,4 +1,4 @@
-"""The class that Triton's Python backend looks for in a generated model.py."""
+"""The entry of Triton's Python backend for a model: `TritonPythonModel`, which a generated model.py imports."""
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost the first request 25 ms
 import json
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rsrv import logs
+from rsrv.hooks.loader import HookError, load_hooks
+from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.hooks import HookError, load_hooks
-from rsrv.stub.launch import Launcher, LaunchError, server_pid
 from rsrv.stub.metrics import Reporting, TritonMirror, make_mirror
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import UNREACHABLE, Session
+from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
 
 #: Triton's data types -> ours
@@ -27,11 +27,11 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class TritonPythonModel:
-    """One model's stub. Everything that matters happens in `Engine` and in the runtime."""
+class ModelStub:
+    """One model's stub; its work is done by `Engine` and the runtime."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Returns when the model is compiled, warm and ready; raises with the reason when it cannot be."""
+        """Return when the model is compiled, warm and ready. Raises TritonModelException with the reason if it cannot be."""
         import triton_python_backend_utils as pb_utils
 
         setup = set_up(args, pb_utils)
@@ -49,7 +49,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.log_as_set(session)
+        setup.apply_log_settings(session)
         self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return self._engine.execute(requests)
 
     def is_ready(self) -> bool:
-        """Asked by Triton 26.03 and later for the model's readiness."""
+        """Tell Triton 26.03 and later whether the model is ready."""
         return self._engine.ready
 
     def finalize(self) -> None:
@@ -68,7 +68,7 @@ class TritonPythonModel:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What Triton tells a stub that starts."""
+    """Triton's arguments of a stub that starts."""
 
     name: str
     #: config.pbtxt
@@ -78,44 +78,44 @@ class Setup:
     #: whether Triton batches this model
     batched: bool
     launcher: Launcher
-    #: as Triton counts it
+    #: Triton's number
     version: str
 
     def session(self, calls: Mapping[str, str] | None = None) -> Session:
-        """`calls`: of a meta model, the bundles of those that it calls, by name."""
+        """Make the session; `calls` are the bundles of a meta model's callees, by name."""
         return Session(self.launcher.open, self.name, str(self.bundle), calls)
 
-    def log_as_set(self, session: Session) -> None:
-        """From now on as the settings say: `session` has been told them."""
-        link = session.link
-        if link is not None:
-            # Requests are told of as they fail: from here on they must not wait for the log.
-            logs.setup(link.settings["logs"]["format"], self.name, aside=True)
+    def apply_log_settings(self, session: Session) -> None:
+        """Log as the settings say, which `session` has received from the runtime."""
+        attachment = session.attachment
+        if attachment is not None:
+            # Failed requests are logged: from here on they must not wait for the log.
+            logs.setup(attachment.settings["logs"]["format"], self.name, aside=True)
 
     def mirror(self, session: Session, pb_utils: Any) -> TritonMirror | None:
-        """If the settings want one: `session` has been told them."""
-        link = session.link
-        if link is None or not link.settings["metrics"]["triton"]:
+        """Make the mirror in Triton's metrics if the settings, which `session` has received, want one."""
+        attachment = session.attachment
+        if attachment is None or not attachment.settings["metrics"]["triton"]:
             return None
         return make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
 
 
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
-    """From `initialize`'s arguments; the process then logs to the server. Raises TritonModelException."""
-    # Whatever a hook imports must not leave .pyc files in the model's directory: to Triton's poll mode
-    # they would look like a change.
+    """Read `initialize`'s arguments, and begin to log. Raises TritonModelException."""
+    # Imports of a hook must not leave .pyc files in the model's directory: Triton's poll mode takes them for a
+    # change.
     sys.dont_write_bytecode = True
     name = args["model_name"]
     logs.setup(model=name)
     config = json.loads(args["model_config"])
     if (count := instances(config)) > 1:
-        # The runtime's figures would count each request once per process, and a dead one would not be noticed.
+        # The runtime would count each request once per process, and a crash of one process would not be noticed.
         raise pb_utils.TritonModelException(
             f"{name}: instance_group in {args['model_repository']}/config.pbtxt makes {count} instances, and rsrv "
             "serves a model from one. The runtime executes requests of one instance together: set count to 1 in a "
             "single group of KIND_CPU, or run rsrv-gen again"
         )
-    # As the server sees it, wherever hooks go.
+    # Absolute: hooks may change the working directory.
     directory = Path(args["model_repository"]).absolute()
     try:
         server = server_pid()
@@ -128,7 +128,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
         directory / args["model_version"] / "bundle",
         [_wire(tensor, batched) for tensor in config["output"]],
         batched,
-        # The runtime lives and dies with the server.
+        # The runtime ends with the server.
         Launcher(
             server,
             args["model_instance_device_id"],
@@ -150,5 +150,8 @@ def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:
     dims = (int(extent) for extent in tensor["dims"])
     return WireTensor(tensor["name"], _DTYPES[tensor["data_type"]], (-1, *dims) if batched else tuple(dims))
 
+
+#: the name that Triton's Python backend looks for
+TritonPythonModel = ModelStub
 
 __all__ = ["TritonPythonModel"]

@@ -1,4 +1,4 @@
-"""Exactly one answer for every request, whatever path fails."""
+"""Responses and failures in Triton's terms, and response senders that answer exactly once."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: what Triton has no code of its own for: a tag in front of the message tells
+#: statuses that Triton has no code for: a tag in front of the message names them
 _TAGGED = (Status.QUEUE_FULL, Status.DEADLINE, Status.RUNTIME_DOWN, Status.NOT_RESIDENT, Status.PAUSED)
 _TAG = re.compile(
     r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "
@@ -27,39 +27,39 @@ _CODES = {
 
 
 #: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
-_LARGE = 256 * 1024
-#: how often an answer must fit into what is free there, so that it finds room whatever else is sent meanwhile
-_AMPLE = 4
+_LARGE_BYTES = 256 * 1024
+#: times that an answer must fit into the free part of that memory, so that it finds room beside other answers
+_AMPLE_FACTOR = 4
 
 
 def free_shared_memory() -> int:
-    """Bytes by which Triton's shared memory can grow."""
+    """Return the bytes by which Triton's shared memory can grow."""
     found = os.statvfs("/dev/shm")
     return found.f_bavail * found.f_frsize
 
 
 class RequestFailure(Exception):
-    """How a request ends when not with an answer; `text` is for the client."""
+    """A request ends without an answer; `text` is for the client."""
 
     def __init__(self, status: Status, text: str) -> None:
         super().__init__(text)
         self.status = status
         self.text = text
 
-    def anew(self) -> "RequestFailure":
-        """To be raised by whoever keeps this one: its traceback would lead back there, and keep all on the way alive."""
+    def copy(self) -> "RequestFailure":
+        """Return a failure without a traceback: the traceback of a kept one would keep all frames on its way alive."""
         return RequestFailure(self.status, self.text)
 
 
 def tag_failure(status: Status, text: str) -> str:
-    """A message that tells the status, whatever becomes of the code beside it; `untag` is the way back."""
+    """Return a message that names the status, in case the code beside it is lost; `untag` reverses it."""
     return f"[rsrv:{status.name}] {text}"
 
 
 def untag(message: str) -> RequestFailure | None:
-    """What `tag_failure` was given; None for a message without a tag.
+    """Return the failure of a tagged message, or None for a message without a tag.
 
-    The tag may have something in front of it: an ensemble puts its own name there.
+    The tag need not come first: an ensemble puts its own name there.
     """
     found = _TAG.search(message)
     if found is None:
@@ -76,19 +76,19 @@ class Responses:
         self._owed: dict[int, ReferenceType[Reply]] = {}
 
     def owed(self) -> list["Reply"]:
-        """Those that nobody has sent or dropped yet. Any thread may ask."""
+        """Return the replies that are neither sent nor dropped. Thread-safe."""
         return [reply for reference in list(self._owed.values()) if (reply := reference()) is not None]
 
     @property
     def settled(self) -> bool:
-        """Whether none is owed."""
+        """Whether no reply is owed."""
         return not self._owed
 
     def answer(self, tensors: list[Any]) -> Any:
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def failure(self, status: Status, text: str, *, sub_call: bool = False) -> Any:
-        """`sub_call`: the answer goes to another model, through BLS, which makes every code INTERNAL."""
+        """Make the response of a failed request. A `sub_call` comes through BLS, which makes every code INTERNAL."""
         code = getattr(self._pb.TritonError, _CODES.get(status, "UNAVAILABLE"))
         message = tag_failure(status, text) if sub_call or status in _TAGGED else text
         error = self._pb.TritonError(message, code)
@@ -96,19 +96,19 @@ class Responses:
 
 
 class Reply:
-    """A response sender that answers once: never twice, and, if it is dropped, with an error.
+    """A response sender that answers exactly once; if it is dropped, with an error.
 
     A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
     whether a request is cancelled after its answer kills the server. Hence the lock.
 
-    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none; `who` the id that its client gave it.
+    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none.
     """
 
-    def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0, who: str = "") -> None:
+    def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0, client_id: str = "") -> None:
         self._sender = sender
         self._responses = responses
         self.deadline_ns = deadline_ns
-        self._who = who
+        self._client_id = client_id
         self._lock = Lock()
         self._sent = False
         responses._owed[id(self)] = ref(self)
@@ -118,19 +118,19 @@ class Reply:
         return self._sent
 
     def send(self, response: Any, nbytes: int = 0) -> None:
-        """Send the answer, of about `nbytes`, unless there was one.
+        """Send the answer, of about `nbytes`, unless one was sent.
 
-        Triton closes a sender for good before it copies a final response, so if there is no room in its shared
-        memory for the copy, nobody would ever hear. A large answer is therefore sent first and finished after, where
-        room may be lacking; only there, because if the request came from another model by BLS, Triton 24.10 takes
-        the end that comes by itself for a second answer, and the whole server dies of it.
+        Triton closes a sender for good before it copies a final response. If its shared memory has no room for the
+        copy, the client would get nothing. So if room may be lacking, the answer is sent first, and the end after it.
+        Only then, because for a request of another model through BLS, Triton 24.10 takes a separate end for a second
+        answer, and the whole server crashes.
         """
         with self._lock:
             if self._sent:
                 return
             self._sent = True
             self._responses._owed.pop(id(self), None)
-            if nbytes <= _LARGE or _AMPLE * nbytes <= free_shared_memory():
+            if nbytes <= _LARGE_BYTES or _AMPLE_FACTOR * nbytes <= free_shared_memory():
                 self._sender.send(response, flags=self._responses.final)
                 return
             try:
@@ -139,11 +139,13 @@ class Reply:
                 self._sender.send(flags=self._responses.final)
 
     def send_failure(self, status: Status, text: str) -> None:
-        """As `send`; raises nothing."""
+        """Send a failure unless an answer was sent; never raises."""
         try:
             self.send(self._responses.failure(status, text))
         except Exception:
-            log.exception("request %r could not be answered", self._who, extra=of_request(self._who))
+            log.exception(
+                "request %r could not be answered", self._client_id, extra=of_request(self._client_id)
+            )
 
     def cancelled(self) -> bool:
         with self._lock:
@@ -151,5 +153,5 @@ class Reply:
 
     def __del__(self) -> None:
         if not self._sent:
-            log.error("request %r was dropped", self._who, extra=of_request(self._who))
+            log.error("request %r was dropped", self._client_id, extra=of_request(self._client_id))
             self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")

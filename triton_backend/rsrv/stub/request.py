@@ -1,23 +1,17 @@
-"""Requests of a stub: as a client sent them, and on their way through a model or a meta model."""
+"""Client requests: read when they arrive, answered exactly once, counted, traced, and logged if they fail."""
 
 import json
 import logging
-import queue
-import secrets
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rsrv.logs import ID, of_request, shorten
-from rsrv.stub.connection import RuntimeConnection, Slab
-from rsrv.stub.endpoint import Array, ExecutionPlan
-from rsrv.stub.replies import Reply, RequestFailure
-from rsrv.stub.session import Link
-from rsrv.stub.tracing import Spans, Trace
-from rsrv.wire.calls import Entrance
-from rsrv.wire.frames import Completion, Status, Submission, request_tag
+from rsrv.logs import ID, TEXT, fields, of_request, shorten
+from rsrv.stub.metrics import Meters
+from rsrv.stub.replies import Reply, RequestFailure, Responses
+from rsrv.stub.tracing import OpenSpan, Spans, end_request
+from rsrv.throttle import Throttle, more
+from rsrv.wire.frames import Status, request_tag
 
 log = logging.getLogger("rsrv.stub")
 
@@ -26,15 +20,21 @@ RUN = "rsrv_run"
 #: relative deadline in ns, the parameter that clients of ReactantServer send
 _REACTANT_TIMEOUT = "reactant_timeout_ns"
 #: the latest deadline that a frame can carry, in ns
-_NEVER = (1 << 63) - 1
-#: seconds between looks whether a run's client is still there; each costs up to 0.2 ms
-_CHECK = 0.05
+_LATEST_DEADLINE_NS = (1 << 63) - 1
 
-#: what a client hears of a fault that is not its own
-OUR_FAULT = "the request could not be handled; the server's log says why"
+#: failures that are the client's affair
+_CLIENT_FAULTS = (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED)
+#: requests of a batch that a line of the log names
+_MAX_NAMED = 16
+
+#: the client's text for a fault of rsrv
+_INTERNAL = "the request could not be handled; the server's log says why"
 
 
-class Now(NamedTuple):
+# --- arrival --------------------------------------------------------------------------------------------------
+
+
+class Arrival(NamedTuple):
     """The time at which a batch of requests arrives."""
 
     seconds: float  # time.perf_counter
@@ -42,64 +42,77 @@ class Now(NamedTuple):
     unix_ns: int
 
     @classmethod
-    def read(cls) -> "Now":
+    def now(cls) -> "Arrival":
         return cls(time.perf_counter(), time.monotonic_ns(), time.time_ns())
 
 
-class Terms(NamedTuple):
-    """What a request asks for beside its tensors."""
+class RequestParams(NamedTuple):
+    """A request's parameters that rsrv obeys."""
 
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
     priority: int = 0
-    #: token of the meta model's run that it is a sub-call of; 0: none
+    #: token of the meta model's run that the request is a sub-call of; 0: none
     run: int = 0
 
 
-class ClientRequest:
-    """All that a client chooses freely is read here, when the request arrives, and cannot raise later.
+_NO_PARAMS = RequestParams(0)
 
-    `failure` says why the request gets no further, if so: text that is not UTF-8, or wrong parameters.
+
+class ClientRequest:
+    """A request as its client sent it.
+
+    Everything that a client chooses freely is read when the request arrives, and cannot raise later. `failure` is set if
+    the request gets no further: its text is not UTF-8, or its parameters are wrong.
     """
 
-    __slots__ = ("failure", "id", "reply", "since", "tag", "terms", "trace", "triton")
+    __slots__ = ("failure", "id", "params", "reply", "rows", "since", "span", "tag", "triton")
 
-    def __init__(self, triton: Any, now: Now, spans: Spans | None = None) -> None:
-        """`triton` is Triton's object for the request. `spans`: None if no request is traced. Never raises."""
-        #: None once the request is answered and its inputs are given back
+    def __init__(self, triton: Any, arrival: Arrival, spans: Spans | None = None) -> None:
+        """Read Triton's request object `triton`; never raises. `spans` is None if no request is traced."""
+        #: None once the request is answered and its inputs are released
         self.triton = triton
-        self.since = now.seconds
-        #: the client's id for it, "" for none, cut to what the log and traces take; and what stands for it in frames
+        self.since = arrival.seconds
+        #: the client's id, "" for none, cut to what the log and traces take
         self.id = ""
+        #: stands for the id in frames; 0: there is no id
         self.tag = 0
-        self.terms = Terms(0)
-        self.trace: Trace | None = None
+        self.params = _NO_PARAMS
+        #: None until the shapes are known
+        self.rows: int | None = None
+        self.span: OpenSpan | None = None
         self.failure: RequestFailure | None = None
         #: set if the request is answered after execute() returned
         self.reply: Reply | None = None
         try:
-            self._read(now, spans)
+            id = triton.request_id()
+            if id:
+                self.id, self.tag = shorten(id, ID), request_tag(id)
+            text, timeout_us = triton.parameters(), triton.timeout()
+            parameters = parse_parameters(text) if len(text) > 2 else {}
+            if spans is not None:
+                self.span = spans.begin(triton, parameters)
+            if parameters or timeout_us:
+                self.params = read_params(timeout_us, parameters, arrival.monotonic_ns, arrival.unix_ns)
         except RequestFailure as failure:
-            self.failure = failure.anew()  # without a traceback, which would keep the whole batch alive
+            self.failure = failure.copy()  # a traceback would keep the whole batch alive
         except UnicodeDecodeError:
             self.failure = RequestFailure(Status.INVALID, "the request's id and parameters must be UTF-8")
         except Exception:
             log.exception("request %r: reading failed", self.id, extra=of_request(self.id))
-            self.failure = RequestFailure(Status.INTERNAL, OUR_FAULT)
+            self.failure = RequestFailure(Status.INTERNAL, _INTERNAL)
 
-    def _read(self, now: Now, spans: Spans | None) -> None:
-        id = self.triton.request_id()
-        self.id, self.tag = shorten(id, ID), request_tag(id)
-        parameters = read_parameters(self.triton)
-        if spans is not None:
-            self.trace = spans.begin(self.triton, parameters)
-        self.terms = read_terms(self.triton.timeout(), parameters, now.monotonic_ns, now.unix_ns)
+    def blame(self, error: Exception) -> None:
+        """Set the failure for an error of preparing the request. Call this while `error` is handled."""
+        if isinstance(error, RequestFailure):
+            self.failure = error.copy()
+        else:
+            log.exception("request %r: preparing failed", self.id, extra=of_request(self.id))
+            text = "the request could not be prepared; the server's log says why"
+            self.failure = RequestFailure(Status.INTERNAL, text)
 
 
-def read_parameters(triton: Any) -> Mapping[str, Any]:
-    """Return a Triton request's parameters, and the headers that Triton forwards. Raises RequestFailure, UnicodeDecodeError."""
-    text = triton.parameters()
-    if len(text) <= 2:
-        return {}
+def parse_parameters(text: str) -> Mapping[str, Any]:
+    """Return a Triton request's parameters, and the headers that Triton forwards. Raises RequestFailure."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -109,27 +122,25 @@ def read_parameters(triton: Any) -> Mapping[str, Any]:
     return found
 
 
-def read_terms(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> Terms:
-    """Return what the parameters ask for, and the earliest of the deadlines. Raises RequestFailure for wrong parameters.
+def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> RequestParams:
+    """Return the parameters that rsrv obeys, with the earliest of the deadlines. Raises RequestFailure for wrong ones.
 
     `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the
     calendar. Only deadlines by the calendar depend on it, and only here, when the request arrives: a later change of
     the machine's calendar neither expires nor prolongs them.
     """
     deadlines = [now_ns + timeout_us * 1000] if timeout_us else []
-    if not parameters:
-        return Terms(min(*deadlines, _NEVER) if deadlines else 0)
     priority = _integer(parameters, "rsrv_priority", 0, 0xFFFF)
     if until_unix_ns := _integer(parameters, "rsrv_deadline_unix_ns", 0, 1 << 63):
         deadlines.append(max(1, until_unix_ns - unix_ns + now_ns))
-    # There, too, no deadline is 0 or below.
+    # ReactantServer, too, takes 0 and less for no deadline.
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
     # As text: a reader that takes JSON numbers for floating-point ones would change it.
     run = str(parameters.get(RUN, "0"))
     if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
         raise RequestFailure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
-    return Terms(min(*deadlines, _NEVER) if deadlines else 0, priority, int(run))
+    return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, int(run))
 
 
 def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -> int:
@@ -142,130 +153,141 @@ def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -
     return value
 
 
-@dataclass(slots=True, eq=False)
-class ModelRequest:
-    """One request of a model on its way through the stub."""
-
-    id: int  # unique on its connection
-    request: ClientRequest
-    connection: RuntimeConnection
-    #: what the request asks for, once its shapes are known
-    inputs: Sequence[Array] = ()
-    plan: ExecutionPlan | None = None
-    client_rows: int = 0  # as the client counts them, if Triton batches
-    #: where its inputs and outputs lie, bytes from the segment's start
-    slab: Slab | None = None
-    inputs_at: int = 0
-    outputs_at: int = 0
-    execute_ns: int = 0  # of the execution it was part of
-    response: Any = None  # if it was made before the rest of its batch was done
-    checked: float = 0.0  # when its client was last asked after
-    cancelling: bool = False
-
-    def put(self, slab: Slab) -> None:
-        """Give it its part of a batch's memory, in which `inputs_at` and `outputs_at` were counted from 0."""
-        self.slab = slab
-        self.inputs_at += slab.place.offset
-        self.outputs_at += slab.place.offset
-
-    def write(self) -> Submission:
-        """Copy the inputs to shared memory; what to send then."""
-        plan, slab = self.plan, self.slab
-        assert plan is not None
-        assert slab is not None
-        for (spec, offset), array in zip(plan.inputs, self.inputs, strict=True):
-            slab.view(self.inputs_at + offset, spec, plan.rows)[...] = array
-        self.inputs = ()
-        deadline_ns, priority, run = self.request.terms
-        return Submission(
-            self.id,
-            deadline_ns,
-            plan.rows,
-            plan.index,
-            priority,
-            slab.place.segment,
-            self.inputs_at,
-            self.outputs_at,
-            run,
-            self.request.tag,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Of the answer, about, as far as it may be sent in two steps.
-
-        Not that of a sub-call: the second one would end the server (24.10 takes it for another answer), while an answer
-        that finds no room is missed by its caller for as long as a call through Triton may take.
-        """
-        return self.plan.output_bytes if self.plan and not self.request.terms.run else 0
-
-    @property
-    def attributes(self) -> Mapping[str, int]:
-        """What its span tells of it."""
-        return {} if self.plan is None else {"rsrv.rows": self.plan.rows}
-
-    def release(self) -> None:
-        """It is answered: its memory serves others."""
-        if self.slab is not None:
-            self.connection.release(self.slab)
-
-    def finish(self, done: Completion) -> None:
-        self.execute_ns = done.execute_ns
-        if done.status is not Status.OK:
-            self.fail(done.status, done.text)
-
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
+# --- outcomes -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class MetaRequest:
-    """One request of a meta model on its way through the stub."""
+class Outcomes:
+    """The record of how the requests of any kind of model end. Thread-safe."""
 
-    id: int  # of its ENTER
-    request: ClientRequest
-    link: Link
-    connection: RuntimeConnection  # that its ENTER goes by, if it has to wait
-    #: random, so that nobody else can name it
-    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
-    let_in: bool = False
-    response: Any = None
-    checked: float = 0.0
-    cancelling: bool = False
-    #: arrays that the response may refer to
-    results: Sequence[Array] = ()
-    #: where execute() waits for it
-    inbox: queue.SimpleQueue["MetaRequest"] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, meters: Meters, responses: Responses) -> None:
+        self._meters = meters
+        self._responses = responses
+        self._failure_log = FailureLog()
+        self._key = ""
+        #: collects the spans of requests; None: no request is traced
+        self.spans: Spans | None = None
 
-    def write(self) -> Entrance:
-        deadline_ns, priority, _ = self.request.terms
-        return Entrance(self.id, self.token, deadline_ns, priority, self.request.tag)
+    def serve(self, key: str, *, traced: bool) -> None:
+        """Attribute the requests that come from now on to the model `key`, NAME@VERSION."""
+        self._key, self.spans = key, self._meters.spans if traced else None
 
-    def finish(self, done: Completion) -> None:
-        self.let_in = done.status is Status.OK
-        if self.request.trace is not None:
-            self.request.trace.part("queue", self.request.since, done.text)
-        if not self.let_in:
-            self.fail(done.status, done.text)
+    def ended(self, request: ClientRequest, status: Status, text: str = "") -> None:
+        """Record that the request has its answer, or fails with `text`."""
+        self._meters.answered(status, request.since)
+        if request.span is not None:
+            end_request(request.span, self._key, request.since, status, text, request.id, request.rows)
 
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
+    def failed(self, request: ClientRequest, failure: RequestFailure) -> Any:
+        """Return the response of a request that ends with `failure`."""
+        self.ended(request, failure.status, failure.text)
+        self._failure_log.ended(failure.status, failure.text, request.id)
+        return self._responses.failure(failure.status, failure.text, sub_call=request.params.run != 0)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.results)
+    def refused(self, requests: Sequence[ClientRequest], status: Status, text: str) -> list[Any]:
+        """Return the responses of requests that get no further; a request that failed before keeps its own failure."""
+        failure = RequestFailure(status, text)
+        return [self.failed(request, request.failure or failure) for request in requests]
 
-    def release(self) -> None:
-        self.request.triton, self.results = None, ()
 
-    def check(self) -> None:
-        """Raises RequestFailure when nobody needs the answer any more."""
-        if 0 < self.request.terms.deadline_ns <= time.monotonic_ns():
-            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
-        now = time.monotonic()
-        reply = self.request.reply
-        if reply is not None and now - self.checked > _CHECK:
-            self.checked = now
-            if reply.cancelled():
-                raise RequestFailure(Status.CANCELLED, "the request was cancelled")
+class FailureLog:
+    """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.
+
+    Each failure of rsrv has a line, as far as `LineLimit` admits it. Other failures come in crowds, and refusing a
+    request must stay cheap: each status has one line a second, which counts the failures since the line before.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._throttle = Throttle(clock=clock)
+
+    def ended(self, status: Status, text: str, request: str) -> None:
+        """Log a failure. `text` is the client's; `request` is its id as `ClientRequest` has it, or ""."""
+        if status is Status.INTERNAL:
+            log.error(
+                "request %r failed: %s",
+                request,
+                shorten(text, TEXT),
+                extra=of_request(request, status="INTERNAL"),
+            )
+            return
+        left_out = self._throttle.take(status)
+        if left_out is not None:
+            log.log(
+                logging.INFO if status in _CLIENT_FAULTS else logging.WARNING,
+                "request %r: %s: %s%s",
+                request,
+                status.name,
+                shorten(text, TEXT),
+                more(left_out),
+                extra=fields(request=request, status=status.name, more=left_out),
+            )
+
+
+#: Answers a batch: with a response for each request, in order; or with None, and then each request has a reply, which
+#: is sent later.
+Answer = Callable[[list[ClientRequest]], Sequence[Any] | None]
+
+
+class EntryPoint:
+    """Triton's entry to a stub: it never raises, and each request is answered exactly once.
+
+    If `execute()` raises while replies of the same batch are sent, Triton 24.10 crashes with all of its models, or hangs.
+    A request without an answer blocks its client, the unload of its model and the server's shutdown. So `execute`
+    returns what is right for Triton even if `answer` raises or leaves requests out.
+
+    `reply` gives a request a reply. `end` ends the process, for when not even a failure can be answered.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        outcomes: Outcomes,
+        reply: Callable[[ClientRequest], object],
+        end: Callable[[str], object],
+    ) -> None:
+        self._answer = answer
+        self._outcomes = outcomes
+        self._reply = reply
+        self._end = end
+
+    def execute(self, batch: Sequence[Any]) -> list[Any] | None:
+        """Answer Triton's requests: a list of responses, or None if they come later."""
+        requests: list[ClientRequest] = []
+        try:
+            arrival, spans = Arrival.now(), self._outcomes.spans
+            for triton in batch:
+                requests.append(ClientRequest(triton, arrival, spans))
+            responses = self._answer(requests)
+            replied = [request for request in requests if request.reply is not None]
+            if responses is None and len(replied) == len(batch):
+                return None
+            if responses is not None and not replied and len(responses) == len(batch):
+                return list(responses)
+            count = "no" if responses is None else len(responses)
+            text = "a batch of %d requests has %d replies and %s responses"
+            log.error(text, len(batch), len(replied), count, extra=of_request(""))
+        except BaseException:  # SystemExit, too, would leave the batch without answers
+            named = [request.id for request in requests[:_MAX_NAMED]]
+            text = "a batch of %d requests failed: %s"
+            log.exception(text, len(batch), named, extra=of_request("", requests=named))
+        try:
+            return self._rescue(batch, requests)
+        except BaseException:
+            log.exception("requests are without an answer")
+            self._end("the model's process cannot answer any more; it is being restarted")
+            return None
+
+    def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> list[Any] | None:
+        """Fail each request that has no answer. Requests of one batch must all be answered in the same way."""
+        if all(request.reply is None for request in requests):
+            arrival = Arrival.now()
+            requests = [*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])]
+            failure = RequestFailure(Status.INTERNAL, _INTERNAL)
+            return [self._outcomes.failed(request, failure) for request in requests]
+        for request in requests:
+            if request.reply is None:
+                self._reply(request)
+            assert request.reply is not None
+            if not request.reply.sent:
+                self._outcomes.ended(request, Status.INTERNAL, _INTERNAL)
+                request.reply.send_failure(Status.INTERNAL, _INTERNAL)
+        return None

@@ -1,38 +1,50 @@
-"""The stub's tie to the runtime: its connections, the model's registration, and coming back after the runtime died."""
+"""The stub's session with the runtime: starting it, connecting, registering the model, and reconnecting after a crash."""
 
+import fcntl
 import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
-from rsrv.stub.launch import Greeted, LaunchError
+from rsrv.wire import paths
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import SharedMemoryError
-from rsrv.wire.paths import RuntimeDirectoryError
-from rsrv.wire.socket import Closed
+from rsrv.wire.socket import Closed, connect
 
 log = logging.getLogger("rsrv.stub")
 
 DOWN = "the model runtime is not reachable; it is being restarted, try again"
 UNLOADED = "the model is being unloaded"
-_REFUSED = "the model runtime does not load this model again; the server's log says why"
+_REJECTED = "the model runtime does not load this model again; the server's log says why"
 
-#: seconds between attempts to reach a runtime, doubling; the last one if it answers, and refuses the model: each
-#: attempt has it read the whole bundle
-_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REFUSED = 0.05, 5.0, 60.0
+#: seconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model, because
+#: it reads the whole bundle each time
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _MAX_REJECTED_BACKOFF_S = 0.05, 5.0, 60.0
 
-#: deaths of runtimes that a model's first load goes through
+#: attempts of a model's first load while runtimes crash
 _FIRST_ATTEMPTS = 10
 
-#: what reaching a runtime may raise
+#: seconds for the runtime's process to listen; it loads jax later
+_START_TIMEOUT_S = 60.0
+
+#: errors of reaching a runtime
 UNREACHABLE = (
     LaunchError,
-    RuntimeDirectoryError,
+    paths.RuntimeDirectoryError,
     ProtocolError,
     SharedMemoryError,
     Rejected,
@@ -47,12 +59,12 @@ class Remote:
 
     name: str
     interface: Interface
-    #: what clients send and get
+    #: tensors of clients' requests and answers
     inputs: tuple[WireTensor, ...]
     outputs: tuple[WireTensor, ...]
-    #: whether all of these have their rows first
+    #: whether all of these tensors have the batch axis first
     batched: bool
-    #: the shortest execution, as measured
+    #: nanoseconds of the shortest execution, as measured
     cost_ns: int
 
     @classmethod
@@ -68,24 +80,28 @@ def _wires(value: list[Any]) -> tuple[WireTensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One life of the runtime, as this stub sees it."""
+class Attachment:
+    """The model's registration with one runtime, and the connections to it; ends with the runtime."""
 
     key: str
-    #: what clients send, by name
+    #: tensors of clients' requests, by name
     inputs: Mapping[str, WireTensor]
-    #: the model, or those that a meta model calls
+    #: the model, or the callees of a meta model
     models: tuple[Remote, ...]
     #: sections of rsrv.yaml
     settings: dict[str, dict[str, Any]]
-    #: for what is done inside execute(), used by one thread
+    #: for answers inside execute(), used by one thread
     direct: RuntimeConnection
     #: for answers after execute() returned
     deferred: RuntimeConnection
 
 
 class Session:
-    """`link` is None while there is no runtime, and `down` says why, for clients. `on_link` is called with each new one, on the thread that made it."""
+    """Keeps a model attached to a runtime.
+
+    `attachment` is None while no runtime serves the model; then `down` is the reason for clients. `on_attach` is called
+    with each new attachment, on the thread that made it.
+    """
 
     def __init__(
         self,
@@ -96,50 +112,50 @@ class Session:
     ) -> None:
         self._open = open_connection
         self.model = model
-        self._wanted: dict[str, Any] = {"model": model, "bundle": bundle}
+        self._registration: dict[str, Any] = {"model": model, "bundle": bundle}
         if calls is not None:
-            self._wanted["calls"] = dict(calls)
+            self._registration["calls"] = dict(calls)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._connections: WeakSet[RuntimeConnection] = WeakSet()
-        self.link: Link | None = None
+        self.attachment: Attachment | None = None
         self.down = DOWN
-        self.on_link: Callable[[Link], None] = lambda link: None
-        #: called after `link` has become another, or None
+        self.on_attach: Callable[[Attachment], None] = lambda attachment: None
+        #: called after `attachment` has changed
         self.on_change: Callable[[], object] = lambda: None
 
-    def begin(self) -> Link:
-        """`establish` for the first time. Raises one of UNREACHABLE.
+    def begin(self) -> Attachment:
+        """Attach for the first time. Raises one of UNREACHABLE.
 
-        That the runtime dies meanwhile, be it of another model, is no reason to give up: the next one says no to a
-        model that does that every time.
+        If the runtime crashes meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a
+        model that crashes it repeatedly.
         """
-        pause = _FIRST_PAUSE
+        backoff = _FIRST_BACKOFF_S
         for _ in range(_FIRST_ATTEMPTS - 1):
             try:
-                return self.establish()
+                return self.attach()
             except (Closed, ConnectionError) as error:
                 if self._closed.is_set():
                     raise
-                log.error("the runtime ended before the model was there: %s", error)
-            self._closed.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return self.establish()
+                log.error("the runtime ended before the model was ready: %s", error)
+            self._closed.wait(backoff)
+            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+        return self.attach()
 
-    def establish(self) -> Link:
+    def attach(self) -> Attachment:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
         direct = self._connect()
         try:
-            body = direct.register(self._wanted)
+            body = direct.register(self._registration)
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
-                # It was there a moment ago: this is another runtime.
-                raise Closed(f"the runtime that had it is gone: {error}") from None
+                # The key was registered a moment ago: this is another runtime.
+                raise Closed(f"the runtime that registered the model is gone: {error}") from None
         except BaseException:
             direct.close()
             raise
-        link = Link(
+        attachment = Attachment(
             body["key"],
             {wire.name: wire for wire in _wires(body["client"]["inputs"])},
             tuple(Remote.from_json(model) for model in body["models"]),
@@ -152,14 +168,14 @@ class Session:
                 direct.close()
                 deferred.close()
                 raise Closed(UNLOADED)
-            # First: whoever sees the link may already use it.
-            self.on_link(link)
-            self.link = link
+            # First: once the attachment is visible, execute() may use it.
+            self.on_attach(attachment)
+            self.attachment = attachment
         self.on_change()
-        return link
+        return attachment
 
     def open_connection(self, key: str) -> RuntimeConnection:
-        """A further connection for what is registered by that key. Raises one of UNREACHABLE."""
+        """Open a further connection for the registration `key`. Raises one of UNREACHABLE."""
         connection = self._connect()
         try:
             connection.register({"key": key})
@@ -175,60 +191,198 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a runtime that serves what was registered, and takes requests."""
-        link = self.link
-        return link is not None and link.deferred.reads
+        """Whether a runtime serves the registration, and reads requests."""
+        attachment = self.attachment
+        return attachment is not None and attachment.deferred.reads
 
-    def lost(self, link: Link) -> None:
-        """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""
+    def lost(self, attachment: Attachment) -> None:
+        """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly."""
         with self._lock:
-            if self.link is not link:
+            if self.attachment is not attachment:
                 return
-            self.link, self.down = None, DOWN
+            self.attachment, self.down = None, DOWN
         self.on_change()
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
 
     def _reconnect(self) -> None:
-        pause = _FIRST_PAUSE
+        backoff = _FIRST_BACKOFF_S
         while not self._closed.is_set():
-            longest = _LONGEST_PAUSE
+            most = _MAX_BACKOFF_S
             try:
-                self.establish()
+                self.attach()
             except Rejected as error:
-                log.error("the runtime refuses the model: %s", error)
-                self.down = error.client or _REFUSED
-                longest = _LONGEST_REFUSED
+                log.error("the runtime rejects the model: %s", error)
+                self.down = error.client or _REJECTED
+                most = _MAX_REJECTED_BACKOFF_S
             except UNREACHABLE as error:
                 log.error("no runtime yet: %s", error)
                 self.down = DOWN
             except Exception:
-                # Whatever it is, giving up would leave the model without a runtime for ever.
+                # Without a further attempt the model would have no runtime for good.
                 log.exception("no runtime yet")
                 self.down = DOWN
             else:
                 log.info("reconnected to the runtime")
                 return
-            self._closed.wait(pause)
-            pause = min(2 * pause, longest)
+            self._closed.wait(backoff)
+            backoff = min(2 * backoff, most)
 
-    def stop(self) -> Link | None:
-        """Take no more requests; returns the link that there was."""
+    def stop(self) -> Attachment | None:
+        """Take no more requests. Returns the attachment, if there was one."""
         with self._lock:
             self._closed.set()
-            link, self.link = self.link, None
-        return link
+            attachment, self.attachment = self.attachment, None
+        return attachment
 
     def abandon(self) -> None:
-        """In a process that was forked: let go of the connections, as the runtime must see the end of its parent."""
+        """Close the sockets in a process that was forked: the runtime must see the end of its parent."""
         for connection in self._connections:
             connection.abandon()
 
     def close(self, *, direct: bool = True) -> None:
-        """`direct`: that connection, too; whoever has lent it to a thread closes it when that is done with it."""
-        link = self.stop()
-        if link is not None:
-            link.deferred.close()
+        """Detach for good. `direct` is False if another thread uses that connection, and will close it."""
+        attachment = self.stop()
+        if attachment is not None:
+            attachment.deferred.close()
             if direct:
-                link.direct.close()
+                attachment.direct.close()
+
+
+# --- starting the runtime -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Connects to the runtime that belongs to `server_pid` and `gpu`, and starts it if there is none."""
+
+    server_pid: int
+    gpu: str
+    settings: Path
+    #: the server's own, and its environment: hooks may change both in this process
+    working_directory: Path
+    environment: Mapping[str, str]
+
+    def open(self) -> Greeted:
+        """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
+        directory = paths.runtime_directory(self.server_pid, self.gpu)
+        if not paths.start_time(self.server_pid):
+            # This process outlives its server by a moment: a runtime for it would never end, and leave its directory.
+            raise LaunchError("tritonserver is gone")
+        path = directory / paths.SOCKET
+        try:
+            return greet(connect(path))
+        except (FileNotFoundError, ConnectionError):
+            pass
+        paths.make_private(directory.parent)
+        paths.make_private(directory)
+        # The process that holds the lock starts the runtime; the others wait here and find it listening.
+        with _locked(directory / paths.LOCK):
+            try:
+                return greet(connect(path))
+            except (FileNotFoundError, ConnectionError):
+                self._start(directory)
+            return greet(_connect_soon(path))
+
+    def _start(self, directory: Path) -> None:
+        python = interpreter()
+        ready, child_end = os.pipe2(os.O_CLOEXEC)
+        command = [
+            # -P: files in the server's working directory must not shadow modules.
+            python, "-P", "-m", "rsrv.runtime",
+            "--directory", str(directory),
+            "--server-pid", str(self.server_pid),
+            "--settings", str(self.settings),
+            "--ready-fd", str(child_end),
+        ]  # fmt: skip
+        try:
+            try:
+                started = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(child_end,),
+                    cwd=self.working_directory,
+                    env=self.environment,
+                )
+            except OSError as error:
+                raise LaunchError(
+                    f"the runtime cannot be started with {python}: {error}. RSRV_RUNTIME_PYTHON must name a "
+                    "Python where 'rsrv[runtime]' is installed"
+                ) from None
+            finally:
+                os.close(child_end)
+            message = _read_startup_message(ready, _START_TIMEOUT_S)
+            status = started.wait()  # it has forked the runtime and ended
+        finally:
+            os.close(ready)
+        if not message and status <= 0:
+            raise Closed("the runtime was killed while it started; the server's log may say more")
+        if message != b"ready":
+            reason = (
+                message.decode(errors="replace")
+                or "it ended without a message; the server's log may say more"
+            )
+            raise LaunchError(
+                f"the runtime did not start with {python}: {reason}. RSRV_RUNTIME_PYTHON must name a Python "
+                "where 'rsrv[runtime]' is installed"
+            )
+
+
+def server_pid() -> int:
+    """Return the pid of the tritonserver that started this process. Raises LaunchError if the server has ended.
+
+    Then the parent of this process is init or a supervisor, and a runtime for that would never end.
+    """
+    parent = os.getppid()
+    # Triton passes its pid in the stub's command line.
+    arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    if str(parent).encode() in arguments or _comm(parent) == "tritonserver":
+        return parent
+    raise LaunchError("tritonserver is gone")
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def interpreter() -> str:
+    """Return RSRV_RUNTIME_PYTHON, or the Python that this stub runs on."""
+    chosen = os.environ.get("RSRV_RUNTIME_PYTHON")
+    if chosen:
+        return chosen
+    # Inside the stub the interpreter is embedded: sys.executable may be the stub, or nothing.
+    own = Path(sys.prefix) / "bin" / "python3"
+    return str(own) if own.exists() else shutil.which("python3") or "python3"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _connect_soon(path: Path) -> socket.socket:
+    """Connect to a runtime that was started. If the process that started it died, it may not listen yet."""
+    until = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            return connect(path)
+        except (FileNotFoundError, ConnectionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _read_startup_message(fd: int, timeout: float) -> bytes:
+    """Return the starting process's one short message, or nothing if it died."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return os.read(fd, 4096) if poll.poll(timeout * 1000) else b"it was not ready in time"

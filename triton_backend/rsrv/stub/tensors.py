@@ -16,12 +16,12 @@ log = logging.getLogger("rsrv.stub")
 
 Array = npt.NDArray[Any]
 
-#: numpy's types -> ours. Not those that travel as their bits: uint8 and uint16 stand for themselves.
+#: numpy's types -> rsrv's, without types that travel as their bits: uint8 and uint16 stand for themselves
 _TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16", "f8_e5m2", "f8_e4m3")}
 
 
 class BrokenPairing(Exception):
-    """This Triton and this numpy exchange no tensors correctly."""
+    """This Triton and this numpy cannot exchange tensors correctly."""
 
 
 class Tensors:
@@ -41,22 +41,22 @@ class Tensors:
                     "numpy<2 for the Python that the stubs run in (Triton up to 24.10), or a newer Triton"
                 )
             log.warning(
-                "numpy %s and this Triton's stub do not work together; going around them costs about 0.1 ms "
-                "per tensor. numpy<2 in the stubs' environment, or Triton 24.11, avoids that",
+                "numpy %s and this Triton's stub do not work together; the work-around costs about 0.1 ms "
+                "per tensor. Install numpy<2 in the stubs' environment, or Triton 24.11",
                 np.__version__,
             )
 
     def read(self, tensor: Any, dtype: str) -> Array:
-        """The tensor's elements; valid while `tensor` is held."""
+        """Return the tensor's elements; they are valid while `tensor` is held."""
         if self._numpy_works and dtype != "bf16":
             array: Array = tensor.as_numpy()
             return array
         return _in_place(tensor)
 
     def take(self, tensor: Any) -> Array:
-        """A copy of the elements of a tensor of whatever type: when nobody knows it before, and `tensor` is to go.
+        """Return a copy of the elements of a tensor of any type, which outlives `tensor`.
 
-        Raises what Triton raises for BYTES where the pairing with numpy does not work.
+        For BYTES, Triton's error is raised if the pairing with numpy does not work.
         """
         if self._numpy_works:
             with contextlib.suppress(Exception):  # of a bf16 tensor
@@ -65,10 +65,9 @@ class Tensors:
         return _in_place(tensor).copy()
 
     def make(self, name: str, array: Array, dtype: str | None = None) -> Any:
-        """A Triton tensor of `array`, which it may refer to until the response is sent.
+        """Return a Triton tensor of `array`, which it may refer to until the response is sent.
 
-        Without `dtype` it is what numpy says. Raises ValueError, or what Triton raises, for elements that cannot be
-        sent.
+        Without `dtype` the type is numpy's. Raises ValueError, or Triton's error, for elements that cannot be sent.
         """
         if self._numpy_works and dtype != "bf16":
             return self._tensor(name, array)
@@ -94,18 +93,18 @@ class Tensors:
 
     @staticmethod
     def _probe(way: Any) -> bool:
-        """Whether a tensor of different elements survives both directions; equal ones would hide the fault."""
+        """Tell whether a tensor survives both directions. Its elements differ: equal ones would hide the fault."""
         array = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
         try:
             out, back = way(array)
         except Exception:
-            log.exception("tensor self-check")
+            log.exception("the self-check of tensors failed")
             return False
         return bool(np.array_equal(out, array) and np.array_equal(back, array))
 
 
 def _in_place(tensor: Any) -> Array:
-    """The tensor's elements, valid while `tensor` is held."""
+    """Return the tensor's elements in place, valid while `tensor` is held."""
     address, shape, nbytes, dtype = read_capsule(tensor.to_dlpack())
     buffer = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else b""
     return np.frombuffer(buffer, NUMPY[dtype]).reshape(shape)
@@ -167,7 +166,7 @@ _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 
 def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
-    """A capsule that owns a copy of the elements at `address`: nobody knows when Triton reads them."""
+    """Return a capsule that owns a copy of the elements at `address`: Triton may read them at any time."""
     ndim = len(shape)
     code, bits = _TYPES[dtype]
     nbytes = prod(shape) * bits // 8
@@ -193,7 +192,7 @@ def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
 
 
 def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int, str]:
-    """(address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
+    """Return (address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
 
     Raises ValueError for a tensor elsewhere, with gaps, or of elements that have no token.
     """

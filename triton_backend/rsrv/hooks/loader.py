@@ -1,4 +1,4 @@
-"""A bundle's `model.py`: trusted Python of the user's, run in this process and nowhere else."""
+"""Loading a bundle's `model.py`: trusted Python of the user's, executed in this process."""
 
 import sys
 import types
@@ -14,19 +14,19 @@ Hook = Callable[[Arrays], Arrays]
 
 
 class HookError(Exception):
-    """The hooks' file is wrong; the message names it and says what to do."""
+    """model.py is wrong; the message names the fault and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Each takes and returns {name: array}, row-major, for one request. None: tensors pass unchanged."""
+    """A model's hooks: each takes and returns {name: array}, row-major, for one request. None: tensors pass unchanged."""
 
     preprocess: Hook | None = None
     postprocess: Hook | None = None
 
 
 def load_hooks(path: Path) -> Hooks:
-    """Run a model's `model.py`, if there is one, and take its functions. Raises HookError, and whatever the file raises."""
+    """Execute a model's `model.py`, if it exists, and return its hooks. Raises HookError, and any error of the file."""
     if not path.exists():
         return Hooks()
     module = _execute(path)
@@ -39,7 +39,7 @@ def load_hooks(path: Path) -> Hooks:
 
 
 def load_run(path: Path) -> Callable[..., Any]:
-    """Run a meta model's `model.py` and take its `run`. Raises HookError, and whatever the file raises."""
+    """Execute a meta model's `model.py`, and return its `run`. Raises HookError, and any error of the file."""
     run = _function(_execute(path), "run", "a dict of arrays and `call`")
     if run is None:
         raise HookError("model.py: a meta model defines run(inputs, call)")

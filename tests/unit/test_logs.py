@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from rsrv import logs
 from rsrv.limits import raise_limit
-from rsrv.stub.request import Arrival, ClientRequest, FailureLog
+from rsrv.stub.request import ArrivalTime, ClientRequest, FailureLog
 from rsrv.throttle import LineLimit
 from rsrv.wire.frames import Status
 from tests.fakes import FakeRequest
@@ -325,7 +325,7 @@ def test_from_where_it_serves_nobody_waits_for_the_log(
 @pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
 def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
     """An id and a text of a client's may be as long as its request: what is said of them has a length."""
-    request = ClientRequest(FakeRequest({}, id="i" * 10_000_000), Arrival.now())
+    request = ClientRequest(FakeRequest({}, id="i" * 10_000_000), ArrivalTime.now())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
         FailureLog().ended(status, "t" * 1_000_000, request.id)
     (record,) = caplog.records

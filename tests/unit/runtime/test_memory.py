@@ -16,7 +16,7 @@ from rsrv.stub.connection import Rejected
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.replies import Responses
-from rsrv.stub.request import Arrival, ClientRequest
+from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Launcher, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import read_status
@@ -74,7 +74,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
     if number % 3 == 0:
         attachment = stub._session.attachment
         assert attachment is not None
-        stub._answer_later(attachment, [ClientRequest(FakeRequest({"x": x}), Arrival.now())])
+        stub._answer_later(attachment, [ClientRequest(FakeRequest({"x": x}), ArrivalTime.now())])
     stub.close()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rsrv.stub.endpoint import WireTensor, read_inputs
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.request import Arrival, ClientRequest, RequestParams, read_params
+from rsrv.stub.request import ArrivalTime, ClientRequest, RequestParams, read_params
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
@@ -64,7 +64,7 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
 
 
 def arrived(request: FakeRequest) -> ClientRequest:
-    return ClientRequest(request, Arrival(1.0, NOW, TODAY))
+    return ClientRequest(request, ArrivalTime(1.0, NOW, TODAY))
 
 
 def as_triton_gives(data: bytes) -> Any:

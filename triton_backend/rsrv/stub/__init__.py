@@ -1,1 +1,1 @@
-"""What runs inside Triton's Python stub processes. Imports numpy and nothing heavier: one process per model does."""
+"""The front inside Triton's Python stub processes. Imports numpy and nothing heavier, for each model has a process."""

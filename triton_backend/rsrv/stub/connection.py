@@ -296,12 +296,12 @@ class RuntimeConnection:
 
     @property
     def reads(self) -> bool:
-        """Whether the runtime reads."""
+        """True if the runtime reads."""
         return bool(self._writable.poll(0))
 
     @property
     def closed_by_others(self) -> bool:
-        """Whether code of model.py has closed the socket, which is not its own."""
+        """True if code of model.py has closed the socket, which is not its own."""
         fd = self.sock.fileno()
         if fd < 0:
             return False

@@ -192,7 +192,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether a runtime serves this model, and takes requests."""
+        """True if a runtime serves this model, and takes requests."""
         return self._session.ready
 
     def guard_hooks(self) -> None:

@@ -190,7 +190,7 @@ class MetaEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether a runtime serves all callees, and takes requests."""
+        """True if a runtime serves all callees, and takes requests."""
         return self._session.ready
 
     def guard_hooks(self) -> None:

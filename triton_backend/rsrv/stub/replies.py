@@ -81,7 +81,7 @@ class Responses:
 
     @property
     def settled(self) -> bool:
-        """Whether no reply is owed."""
+        """True if no reply is owed."""
         return not self._owed
 
     def answer(self, tensors: list[Any]) -> Any:

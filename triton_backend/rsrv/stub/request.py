@@ -34,7 +34,7 @@ _INTERNAL = "the request could not be handled; the server's log says why"
 # --- arrival --------------------------------------------------------------------------------------------------
 
 
-class Arrival(NamedTuple):
+class ArrivalTime(NamedTuple):
     """The time at which a batch of requests arrives."""
 
     seconds: float  # time.perf_counter
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
     unix_ns: int
 
     @classmethod
-    def now(cls) -> "Arrival":
+    def now(cls) -> "ArrivalTime":
         return cls(time.perf_counter(), time.monotonic_ns(), time.time_ns())
 
 
@@ -67,7 +67,7 @@ class ClientRequest:
 
     __slots__ = ("failure", "id", "params", "reply", "rows", "since", "span", "tag", "triton")
 
-    def __init__(self, triton: Any, arrival: Arrival, spans: Spans | None = None) -> None:
+    def __init__(self, triton: Any, arrival: ArrivalTime, spans: Spans | None = None) -> None:
         """Read Triton's request object `triton`; never raises. `spans` is None if no request is traced."""
         #: None once the request is answered and its inputs are released
         self.triton = triton
@@ -253,7 +253,7 @@ class EntryPoint:
         """Answer Triton's requests: a list of responses, or None if they come later."""
         requests: list[ClientRequest] = []
         try:
-            arrival, spans = Arrival.now(), self._outcomes.spans
+            arrival, spans = ArrivalTime.now(), self._outcomes.spans
             for triton in batch:
                 requests.append(ClientRequest(triton, arrival, spans))
             responses = self._answer(requests)
@@ -279,7 +279,7 @@ class EntryPoint:
     def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> list[Any] | None:
         """Fail each request that has no answer. Requests of one batch must all be answered in the same way."""
         if all(request.reply is None for request in requests):
-            arrival = Arrival.now()
+            arrival = ArrivalTime.now()
             requests = [*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])]
             failure = RequestFailure(Status.INTERNAL, _INTERNAL)
             return [self._outcomes.failed(request, failure) for request in requests]

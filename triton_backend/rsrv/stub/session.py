@@ -191,7 +191,7 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """Whether a runtime serves the registration, and reads requests."""
+        """True if a runtime serves the registration, and reads requests."""
         attachment = self.attachment
         return attachment is not None and attachment.deferred.reads
 

@@ -21,7 +21,7 @@ _TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16
 
 
 class BrokenPairing(Exception):
-    """This Triton and this numpy cannot exchange tensors correctly."""
+    """Triton and numpy cannot exchange tensors correctly."""
 
 
 class Tensors:

@@ -4,7 +4,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, from the package's metadata, where pyproject.toml's is: looked up when somebody asks."""
+    """Look up `__version__` in the package's metadata, where it comes from pyproject.toml."""
     if name == "__version__":
         from importlib.metadata import version
 

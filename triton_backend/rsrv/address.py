@@ -1,4 +1,4 @@
-"""HOST:PORT, as settings have it."""
+"""Addresses HOST:PORT of settings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ipaddress import ip_address
 
 LOOPBACK = "127.0.0.1"
 
-#: only what is in brackets has colons
+#: a host with colons is in brackets
 _ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][:/\s]*):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where somebody listens."""
+    """The address of a server."""
 
     #: a name or an address, without brackets; empty: all addresses of this machine
     host: str
@@ -26,23 +26,24 @@ class Address:
 
     @property
     def local(self) -> str:
-        """The host, for a client on this machine."""
+        """The host for a client on this machine."""
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """True if only this machine reaches the address."""
         with suppress(ValueError):
             return ip_address(self.host).is_loopback
         return self.host == "localhost"
 
 
 def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) -> Address:
-    """Of HOST:PORT; an IPv6 address is in brackets. Raises ValueError.
+    """Parse HOST:PORT, with an IPv6 address in brackets. Raises ValueError.
 
     Args:
-        any_host: for who listens: there may be no host.
-        any_port: for who listens: 0 is a port that is free.
+        text: the address.
+        any_host: allow an empty host, for a server that listens on all addresses.
+        any_port: allow port 0, for a server that takes any free port.
     """
     found = _ADDRESS.fullmatch(text)
     host, port = ("", -1) if found is None else (found[1], int(found[2]))
@@ -53,5 +54,5 @@ def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) 
 
 
 def bare(host: str) -> str:
-    """Without the brackets that an IPv6 address may have."""
+    """Return a host without the brackets of an IPv6 address."""
     return host.removeprefix("[").removesuffix("]")

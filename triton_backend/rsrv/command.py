@@ -1,11 +1,11 @@
-"""What all of rsrv's commands have in common. Nothing is imported here that `--help` does not need."""
+"""The common part of rsrv's commands. Imports nothing that `--help` does not need."""
 
 import argparse
 from collections.abc import Sequence
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Adds --version."""
+    """Add --version to a parser."""
     parser.add_argument(
         "--version",
         action=_ShowVersion,
@@ -16,7 +16,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 class _ShowVersion(argparse.Action):
-    """As argparse's own, which would have to know the version beforehand: looking it up takes a while."""
+    """Shows the version. argparse's own action needs it beforehand, and looking it up is slow."""
 
     def __call__(
         self,

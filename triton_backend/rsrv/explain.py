@@ -1,4 +1,4 @@
-"""What is wrong with a YAML file: by key, as it stands in the file, and what to do about it."""
+"""Errors of YAML files: the key as the file has it, the fault, and the remedy."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,28 +10,28 @@ from ruamel.yaml import YAML
 
 
 class YamlError(Exception):
-    """The text is not what it should be; the message says what it should be."""
+    """The text is not the YAML that is expected; the message says what is."""
 
 
-#: longest value that is repeated in a message, in characters.
-_LONGEST = 80
+#: characters of a value that a message repeats
+_MAX_VALUE = 80
 
 
 def parse_yaml(text: str) -> object:
-    """What a YAML 1.2 text says. Raises YamlError: it is no YAML."""
+    """Return the value of a YAML 1.2 text. Raises YamlError."""
     try:
         return YAML(typ="safe", pure=True).load(text)
     except RecursionError:
         raise YamlError("not YAML: it is nested too deeply") from None
-    except Exception as error:  # noqa: BLE001  a date that is none is a ValueError, and there are more such
+    except Exception as error:  # noqa: BLE001  an invalid date is a ValueError, and there are more such
         raise YamlError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def read_yaml(text: str, of: str) -> dict[str, Any]:
-    """The mapping in a YAML 1.2 text; {} if it is empty. `of` says of what, for the message.
+    """Return the mapping in a YAML 1.2 text, {} if the text is empty. `of` names its entries in messages.
 
     Raises:
-        YamlError: it is no YAML, or no mapping.
+        YamlError: the text is not YAML, or not a mapping.
     """
     raw = parse_yaml(text)
     if raw is None:
@@ -42,9 +42,9 @@ def read_yaml(text: str, of: str) -> dict[str, Any]:
 
 
 def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str:
-    """One line about one of the `errors()` that validating `raw` as `root` gave: `key: problem`.
+    """Return a line `key: problem` for one of the `errors()` of validating `raw` as `root`.
 
-    The key is what the file says. Parts of pydantic's path that are not in the file, because a validator
+    The key is the file's. Parts of pydantic's path that are not in the file, because a validator
     put a list around a single entry or a mapping around a list, are left out.
     """
     path = [part for part in error["loc"] if part != "[key]"]
@@ -57,11 +57,11 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     mapping = kind in ("dict_type", "model_type")
     message = "must be a mapping" if mapping else error["msg"].removeprefix("Value error, ")
     found = repr(error["input"])
-    return f"{key}: {message} (found {found if len(found) <= _LONGEST else found[:_LONGEST] + '...'})"
+    return f"{key}: {message} (found {found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + '...'})"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for who wrote an unknown word: the known one that is like it, or what is known."""
+    """Return a hint about an unknown word: the most similar known word, or all known words."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     if near:
@@ -73,7 +73,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
     for part in path:
         if isinstance(part, int) and not isinstance(raw, list) and raw is not None:
-            # A list that is not there, unless it is a number that is a key.
+            # The file has no list here, unless the number is a key of a mapping.
             if not (isinstance(raw, Mapping) and part in raw):
                 continue
         elif isinstance(part, str) and isinstance(raw, list):
@@ -88,19 +88,19 @@ def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
 
 
 def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
-    """The keys of the model at a path, found along the fields' annotations."""
+    """Return the keys of the model at a path, found along the fields' annotations."""
     here: list[Any] = [root]
     for part in path:
         fields = [
             one.model_fields[part].annotation for one in here if part in getattr(one, "model_fields", ())
         ]
-        # Anything else is a list or a mapping: all its entries are of one type, the last argument.
+        # Other types are lists and mappings: all entries are of one type, the last argument.
         here = [one for given in fields or [get_args(one)[-1] for one in here] for one in _members(given)]
     return [name for one in here for name in getattr(one, "model_fields", ())]
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types of a union that may hold keys; a type alone."""
+    """Return the types of a union that may hold keys, or the one type."""
     if get_origin(annotation) not in (Union, UnionType):
         return [annotation]
     return [one for one in get_args(annotation) if get_args(one) or hasattr(one, "model_fields")]

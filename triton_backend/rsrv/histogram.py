@@ -1,10 +1,10 @@
-"""What is measured many times a second, counted in intervals of fixed bounds, as Prometheus has it."""
+"""Histograms of fixed bounds, as Prometheus has them, for values that come many times a second."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-#: upper bounds of intervals. Seconds: what a request or an execution may take; what compiling may take
+#: upper bounds of intervals, seconds: of requests and executions, and of compilations
 SECONDS: tuple[float, ...] = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
@@ -27,20 +27,20 @@ LONG_SECONDS: tuple[float, ...] = (
 )
 #: rows of an execution
 ROWS: tuple[float, ...] = tuple(float(2**k) for k in range(13))
-#: rows that an execution's size is above its requests' rows
+#: rows of padding in an execution
 PADDING: tuple[float, ...] = (0.0, *ROWS)
 
 
 class Histogram:
-    """Not safe for threads. An interval includes its upper bound; above the last bound is one more."""
+    """Counts values by interval; not thread-safe. An interval includes its upper bound; one more is above the last bound."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        #: one more than there are bounds
+        #: by interval, one more than bounds
         self.counts = [0] * (len(bounds) + 1)
-        #: of all values
+        #: sum of all values
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -48,32 +48,32 @@ class Histogram:
         self.sum += value
 
     def add(self, other: "Histogram") -> None:
-        """All that another one of the same bounds has."""
+        """Add the counts of another histogram with the same bounds."""
         for index, count in enumerate(other.counts):
             self.counts[index] += count
         self.sum += other.sum
 
     def subtract(self, earlier: "Histogram") -> None:
-        """Leave what came after `earlier`, of the same bounds; where counting began anew since, all of it."""
+        """Subtract the counts of `earlier`, with the same bounds, unless counting has restarted since then."""
         if all(count >= before for count, before in zip(self.counts, earlier.counts, strict=True)):
             self.counts = [count - before for count, before in zip(self.counts, earlier.counts, strict=True)]
             self.sum -= earlier.sum
 
     def quantile(self, q: float) -> float | None:
-        """As PromQL's histogram_quantile: values lie evenly in their interval. None: there are none."""
-        whole = sum(self.counts)
-        if not whole:
+        """Return a quantile as PromQL's histogram_quantile: values are spread evenly in their interval. None: no values."""
+        total = sum(self.counts)
+        if not total:
             return None
-        wanted, below = q * whole, 0
+        rank, below = q * total, 0
         for index, upper in enumerate(self.bounds):
-            if below + self.counts[index] >= wanted:
+            if below + self.counts[index] >= rank:
                 lower = self.bounds[index - 1] if index else 0.0
-                return lower + (upper - lower) * (wanted - below) / self.counts[index]
+                return lower + (upper - lower) * (rank - below) / self.counts[index]
             below += self.counts[index]
         return self.bounds[-1]
 
     def to_json(self) -> list[float]:
-        """Sum, number of empty intervals before the first that is not, and the counts from that one to the last."""
+        """Return the sum, the number of empty intervals at the start, and the counts from there to the last non-empty one."""
         counts, first, end = self.counts, 0, len(self.counts)
         while end and not counts[end - 1]:
             end -= 1
@@ -83,7 +83,7 @@ class Histogram:
 
     @classmethod
     def from_json(cls, bounds: Sequence[float], value: Any) -> "Histogram":
-        """Raises ValueError: that is none of these bounds."""
+        """Read `to_json` of a histogram with these bounds. Raises ValueError."""
         found = cls(bounds)
         if not isinstance(value, list) or len(value) < 2:
             raise ValueError(f"not a histogram: {value!r:.80}")

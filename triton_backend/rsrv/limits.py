@@ -1,9 +1,9 @@
-"""Limits of what this process may have, which the system sets: a soft one that holds, and a hard one up to which it may be raised."""
+"""Resource limits of this process: the soft one holds, and may be raised up to the hard one."""
 
 import resource
 
 
 def raise_limit(which: int) -> None:
-    """To the hard one. `which`: one of `resource.RLIMIT_...`."""
+    """Raise a soft limit to the hard one; `which` is one of `resource.RLIMIT_...`."""
     _, hard = resource.getrlimit(which)
     resource.setrlimit(which, (hard, hard))

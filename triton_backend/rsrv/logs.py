@@ -1,4 +1,4 @@
-"""Lines of the log: for people, or JSON objects for programs, one each. What they say is numbers and names, never tensors.
+"""Log lines: text for people, or a JSON object per line for programs. They have numbers and names, never tensors.
 
 Every process of rsrv writes to its stderr, which is tritonserver's log, or the node's.
 """
@@ -21,16 +21,16 @@ from rsrv.throttle import LineLimit
 Format = Literal["human", "json"]
 
 _NAME = "rsrv"
-#: lines that wait for a log that takes no more; seconds that the last words may take
-_MOST, _PATIENCE = 1000, 2.0
-#: characters of what others give: a request's id, a text; and of any message, or traceback, at all
-ID, TEXT, _LONGEST = 200, 500, 16_000
-#: what a terminal obeys, or takes for the end of a line; but for tabs and newlines
+#: lines that wait for a blocked log; seconds that `flush` waits
+_MAX_WAITING, _FLUSH_TIMEOUT_S = 1000, 2.0
+#: characters of a request's id, of a text from outside, and of any message or traceback
+ID, TEXT, _MAX_MESSAGE = 200, 500, 16_000
+#: control characters and line ends of a terminal, without tabs and newlines
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def shorten(text: str, most: int) -> str:
-    """At most about so many characters of a text, of its start and of its end: a client may send megabytes."""
+    """Cut a text to about `most` characters, of its start and of its end: a client may send megabytes."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -38,16 +38,16 @@ def shorten(text: str, most: int) -> str:
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """For `extra` of a log call: what a program finds under names of its own, beside the text for people.
+    """Return `extra` for a log call: fields for programs, beside the text for people.
 
-    Numbers, texts and lists of them. What is None or empty is left out.
+    Values are numbers, texts and lists of them. None and empty texts are left out.
     """
     kept = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
     return {"fields": kept}
 
 
 def of_request(id: str, **values: Any) -> dict[str, Any]:
-    """As `fields`, of a line about one request: clients can cause any number of them, so `LineLimit` counts them."""
+    """Return `fields` for a line about one request, which `LineLimit` counts: clients can cause any number of them."""
     return {**fields(request=id, **values), "of_request": True}
 
 
@@ -58,8 +58,8 @@ def _is_empty(value: object) -> bool:
 def setup(format: Format = "human", model: str | None = None, *, aside: bool = False) -> None:
     """Log to stderr. May be called again, when the settings are known.
 
-    `model`: what this process belongs to, if it is a model's. `aside`: from now on nobody waits until a line is written
-    (`Aside`).
+    `model` is the name of the model that this process serves, if there is one. With `aside`, logging never waits until
+    a line is written (`Aside`).
     """
     root = logging.getLogger()
     handler = next((one for one in root.handlers if one.name == _NAME), None)
@@ -71,55 +71,52 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
         handler.name = _NAME
         root.addHandler(handler)
         root.setLevel(logging.INFO)
-        # Those of Python's libraries would be lines that are neither.
+        # Otherwise warnings of Python would be lines of another format.
         logging.captureWarnings(True)
         handler.addFilter(LineLimit())
     handler.setFormatter(formatter(format, model))
 
 
 def flush() -> None:
-    """What was said is written, or it takes too long: for processes that end without the interpreter's own end."""
+    """Write the waiting lines, within limited time: for processes that end without the interpreter's own end."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def write(fd: int, data: bytes) -> None:
-    """All of it, whenever there is room: somebody else may have said of the same file that nobody waits. Raises OSError."""
+    """Write all of `data`, also if another process has made the file non-blocking. Raises OSError."""
     left = memoryview(data)
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            # Not select(), which knows no descriptor beyond 1023, of which a server has many.
+            # Not select(), which is limited to descriptors up to 1023: a server has more.
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()
 
 
 def formatter(format: Format, model: str | None = None) -> logging.Formatter:
-    """`model`: as `setup` has it."""
+    """Return the formatter for a format; `model` is as in `setup`."""
     if format == "json":
         return JsonLines(model)
-    whose = "" if model is None else f" {model.replace('%', '%%')}"
-    return TextLines(f"%(asctime)s %(levelname).1s %(name)s{whose}: %(message)s")
+    suffix = "" if model is None else f" {model.replace('%', '%%')}"
+    return TextLines(f"%(asctime)s %(levelname).1s %(name)s{suffix}: %(message)s")
 
 
 class TextLines(logging.Formatter):
-    """Who reads them sees what is a line of ours: those that continue one are indented, and no character acts.
-
-    Texts quote what clients send.
-    """
+    """Formats lines for people. Continued lines are indented, and control characters escaped: texts quote clients."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(_said(record))
+        text = super().format(_rendered(record))
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text).replace("\n", "\n    ")
 
     def formatException(self, ei: Any) -> str:
-        return shorten(super().formatException(ei), _LONGEST)
+        return shorten(super().formatException(ei), _MAX_MESSAGE)
 
 
 class JsonLines(logging.Formatter):
-    """`time` is UTC, RFC 3339. A field that a line gives itself goes before what all lines have."""
+    """Formats JSON objects. `time` is UTC, RFC 3339. A line's own field overrides a common one."""
 
     def __init__(self, model: str | None = None) -> None:
         super().__init__()
@@ -127,50 +124,50 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        said = {
+        line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "pid": os.getpid(),
             **({} if self._model is None else {"model": self._model}),
             **getattr(record, "fields", {}),
-            "message": shorten(record.getMessage(), _LONGEST),
+            "message": shorten(record.getMessage(), _MAX_MESSAGE),
         }
         if record.exc_info:
-            said["exception"] = shorten(self.formatException(record.exc_info), _LONGEST)
+            line["exception"] = shorten(self.formatException(record.exc_info), _MAX_MESSAGE)
         try:
-            return _json(said)
+            return _json(line)
         except (TypeError, ValueError):
-            return _json(_sayable(said))
+            return _json(_jsonable(line))
 
 
-def _json(said: object) -> str:
-    """Raises TypeError, ValueError: JSON has no such key, or no such number."""
-    # An array that somebody puts there by mistake must not get into the log.
-    return json.dumps(said, default=lambda value: type(value).__name__, allow_nan=False)
+def _json(value: object) -> str:
+    """Return JSON. Raises TypeError or ValueError for a key or a number that JSON does not have."""
+    # An array must not get into the log by mistake.
+    return json.dumps(value, default=lambda other: type(other).__name__, allow_nan=False)
 
 
-def _sayable(value: object) -> object:
-    """With texts in place of what JSON has not: numbers that are none, and keys of other types."""
+def _jsonable(value: object) -> object:
+    """Replace numbers that JSON does not have, and keys of other types, by texts."""
     match value:
         case dict():
-            return {str(key): _sayable(each) for key, each in value.items()}
+            return {str(key): _jsonable(each) for key, each in value.items()}
         case list() | tuple():
-            return [_sayable(each) for each in value]
+            return [_jsonable(each) for each in value]
         case float() if not math.isfinite(value):
             return str(value)
     return value
 
 
 class Aside(logging.Handler):
-    """Writes on a thread of its own: a terminal that was stopped, or a pipe that nobody reads, holds nobody up.
+    """Writes on a thread of its own, so that a stopped terminal or a pipe without a reader blocks no other thread.
 
-    What finds no room is lost, and a line says how much. Critical lines are waited for a while: after them the process
-    may end. There is a thread as soon as there is a line. In a copy of the process there is none, so whoever speaks
-    there waits.
+    Lines that find no room are dropped, and a line counts them. Logging a critical line waits for a while until it is
+    written: the process may end after it. The thread starts with the first line. A fork of the process has no such
+    thread, so logging waits there.
     """
 
-    def __init__(self, fd: int = 2, most: int = _MOST) -> None:
+    def __init__(self, fd: int = 2, most: int = _MAX_WAITING) -> None:
         super().__init__()
         self._fd = fd
         self._most = most
@@ -183,21 +180,21 @@ class Aside(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             # An exception would keep alive all that it leads to: tensors, too.
-            line = self.format(record) if record.exc_info else _said(record)
-        except Exception:  # noqa: BLE001  as every handler's
+            line = self.format(record) if record.exc_info else _rendered(record)
+        except Exception:  # noqa: BLE001  as in every handler
             self.handleError(record)
             return
-        if not self._is_here() or not self._take(line):
+        if not self._is_original() or not self._take(line):
             self._put(line)
         if record.levelno >= logging.CRITICAL:
             self.flush()
 
-    def _is_here(self) -> bool:
-        """Else this is a copy of the process, where nobody gives back what others held when it was made."""
+    def _is_original(self) -> bool:
+        """Return False in a fork of the process, where locks that other threads held stay locked."""
         return os.getpid() == self._process
 
     def _take(self, line: str | logging.LogRecord) -> bool:
-        """False: there is no thread for it, and no memory for one."""
+        """Queue a line. Returns False if there is no thread to write it, and no memory for one."""
         with self._changed:
             if not self._started:
                 try:
@@ -213,10 +210,10 @@ class Aside(logging.Handler):
             return True
 
     def flush(self) -> None:
-        """Waits until all is written, but not for ever. Also called at the interpreter's end."""
-        if self._is_here():
+        """Wait until all lines are written, within limited time. Also called at the interpreter's end."""
+        if self._is_original():
             with self._changed:
-                self._changed.wait_for(lambda: not self._lines, _PATIENCE)
+                self._changed.wait_for(lambda: not self._lines, _FLUSH_TIMEOUT_S)
 
     def _write(self) -> None:
         while True:
@@ -231,24 +228,24 @@ class Aside(logging.Handler):
                 self._changed.notify_all()
 
     def _put(self, line: str | logging.LogRecord) -> None:
-        """By itself: what several processes write at once stays apart by the line, if that is not too long."""
+        """Write a line with one call: lines of several processes stay apart, unless they are very long."""
         try:
             text = line if isinstance(line, str) else self.format(line)
             write(self._fd, f"{text}\n".encode(errors="backslashreplace"))
         except OSError:
-            pass  # who has closed it does not want to know
-        except Exception:  # noqa: BLE001  the thread goes on
+            pass  # the log was closed
+        except Exception:  # noqa: BLE001  the thread must go on
             self.handleError(logging.makeLogRecord({}))
 
 
-def _said(record: logging.LogRecord) -> logging.LogRecord:
-    """With its message made, of what may be something else by the time that it is written."""
+def _rendered(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a copy with its message made: the arguments may change before it is written."""
     made = copy(record)
-    made.msg, made.args = shorten(record.getMessage(), _LONGEST), None
+    made.msg, made.args = shorten(record.getMessage(), _MAX_MESSAGE), None
     return made
 
 
 def _lost(lines: int) -> logging.LogRecord:
-    """Says so."""
-    text = "the log takes no more: %d lines are lost"
+    """Return a warning about lost lines."""
+    text = "the log is blocked: %d lines are lost"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lines,), None)

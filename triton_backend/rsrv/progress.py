@@ -1,6 +1,6 @@
-"""How far long work is, for whoever waits for a command: a bar on a terminal, plain lines elsewhere.
+"""Progress of long work in rsrv's commands, `rsrv_bundle` included: a bar on a terminal, plain lines elsewhere.
 
-For all of rsrv's commands, `rsrv_bundle`'s included. What nobody waits for is told by the log.
+Servers log their progress instead.
 """
 
 import os
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-#: seconds of work that are worth a plain line: what is sooner done says nothing, so that a file is not flooded
-EVERY = 1.0
+#: seconds between two plain lines, at least; shorter work has none, so that a file is not flooded
+LINE_PERIOD_S = 1.0
 
 
 class Steps(Protocol):
     """Work of known or unknown length."""
 
     def step(self, text: str = "") -> None:
-        """One more step is done; `text`: which."""
+        """Count a step that is done; `text` names it."""
 
 
 @contextmanager
@@ -28,13 +28,13 @@ def steps(
     *,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-    every: float = EVERY,
+    every: float = LINE_PERIOD_S,
 ) -> Iterator[Steps]:
-    """Shows how many of `total` steps are done (None: nobody knows how many there are), on `stream` or stderr.
+    """Show how many of `total` steps are done (None: the total is unknown), on `stream` or stderr.
 
-    On a terminal, if rich is there, a bar with the time that has passed, which goes away at the end. Elsewhere a line
-    for a step that ends `every` seconds or more after the line before, or after the start; and for the last step if
-    there were lines, so that the end is seen. `clock` tells seconds.
+    On a terminal, if rich is installed, this is a bar with the elapsed time, which is removed at the end. Elsewhere it is
+    a line for a step that ends at least `every` seconds after the last line, or after the start; and for the last step
+    if there were lines. `clock` returns seconds.
     """
     stream = stream or sys.stderr
     bar = _bar(title, total, stream, clock)
@@ -46,7 +46,7 @@ def steps(
 
 
 def _bar(title: str, total: int | None, stream: TextIO, clock: Callable[[], float]) -> "_Bar | None":
-    """None where nobody would see it move."""
+    """Return a bar, or None if the stream is not a terminal or rich is missing."""
     if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return None
     try:
@@ -64,27 +64,27 @@ class _Lines:
         self._stream = stream
         self._clock = clock
         self._every = every
-        self._began = self._said = clock()
+        self._started = self._printed = clock()
         self._done = 0
 
     def step(self, text: str = "") -> None:
         self._done += 1
         now = self._clock()
-        last = self._done == self._total and self._said > self._began
-        if now - self._said < self._every and not last:
+        last = self._done == self._total and self._printed > self._started
+        if now - self._printed < self._every and not last:
             return
-        self._said = now
+        self._printed = now
         of = "" if self._total is None else f" of {self._total}"
         what = f": {text}" if text else ""
         print(
-            f"{self._title}: {self._done}{of} ({now - self._began:.1f} s){what}",
+            f"{self._title}: {self._done}{of} ({now - self._started:.1f} s){what}",
             file=self._stream,
             flush=True,
         )
 
 
 class _Bar:
-    """Raises ImportError without rich."""
+    """A bar on a terminal. The constructor raises ImportError without rich."""
 
     def __init__(self, title: str, total: int | None, stream: TextIO, clock: Callable[[], float]) -> None:
         from rich import progress
@@ -100,7 +100,7 @@ class _Bar:
             console=Console(file=stream),
             get_time=clock,
             transient=True,
-            # What the command prints meanwhile goes above the bar, but a file stays a file.
+            # Output of the command goes above the bar; redirected output stays redirected.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )

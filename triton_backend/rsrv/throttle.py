@@ -1,4 +1,4 @@
-"""Throttling of log lines that clients can cause at any rate: a few of a kind, with how many were left out between them."""
+"""Throttling of log lines that clients can cause at any rate: a few of a kind, and counts of those left out."""
 
 import logging
 import threading
@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable
 
 #: loggers of the libraries that read what clients send
 _LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
-#: where the errors are defined that say that a request is not HTTP: aiohttp writes a traceback for each of them
+#: module of the errors of requests that are not HTTP: aiohttp logs a traceback for each of them
 _NOT_HTTP = "aiohttp.http_exceptions"
-#: characters of what such an error quotes
-_LONGEST = 200
+#: characters of such an error's text
+_MAX_TEXT = 200
 #: lines about single requests, with the same message, that may be written at once
 _BURST = 5
 
@@ -27,7 +27,7 @@ class Throttle:
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def take(self, kind: Hashable) -> int | None:
-        """Return how many lines of this kind were left out since the last one, or None if this one is left out, too.
+        """Return the number of lines of this kind left out since the last one, or None if this line is left out, too.
 
         There must be few kinds: each is remembered.
         """
@@ -50,8 +50,8 @@ def more(left_out: int) -> str:
 class LineLimit(logging.Filter):
     """Limits the lines that clients cause, so that none of them can fill the disk; passes all others.
 
-    They are lines about single requests (`logs.of_request`), by their message, and the lines of libraries, by their
-    logger and the class of their exception. A request that is not HTTP costs no traceback.
+    Such lines are about single requests (`logs.of_request`), limited by message, or come from libraries, limited by
+    logger and class of exception. A request that is not HTTP costs no traceback.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +65,7 @@ class LineLimit(logging.Filter):
             kind, error = record.exc_info[:2] if record.exc_info else (None, None)
             if kind is not None and kind.__module__ == _NOT_HTTP:
                 kind = None
-                text = " ".join(str(error).split())[:_LONGEST]
+                text = " ".join(str(error).split())[:_MAX_TEXT]
                 record.msg, record.args = f"{record.getMessage()}: {text}", None
                 record.exc_info = record.exc_text = None
             left_out = self._libraries.take((record.name, kind or record.levelno))

@@ -106,11 +106,11 @@ def nms(
     classes: Array | None = None,
     least: float = -math.inf,
 ) -> Array:
-    """Greedy non-maximum suppression of [n, k, 4] boxes of n images: which are kept, bool [n, k].
+    """Suppress boxes [n, k, 4] of n images greedily (non-maximum suppression). Returns a mask of the kept ones, bool [n, k].
 
-    From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
-    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, neither stay nor strike.
-    classes: [n, k], if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the
+    From the best score on (of equal ones the first), a box suppresses all later ones whose intersection over union with it is
+    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, are not kept and suppress
+    none. classes: [n, k], if only boxes of one class suppress each other. Images are independent. Time grows with the
     square of k: of very many boxes, first take the thousand best (`labels.top_k`).
     """
     floats(scores, "scores")
@@ -125,7 +125,7 @@ def nms(
 
 
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
-    """Where the best of those that are kept are, i64 [n, most], best first, and whether there is one, bool [n, most].
+    """Return the indices of the best kept boxes, i64 [n, most], best first, and a mask of those that exist, bool [n, most].
 
     scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With
     k < most it is [n, k].
@@ -136,7 +136,7 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
 
 
 def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
-    """Which map of a pyramid regions [..., 4] are read from: i64 [...], 0 for the level `lowest`.
+    """Return the map of a pyramid that each region [..., 4] is read from: i64 [...], 0 for the level `lowest`.
 
     floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
     Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
@@ -159,7 +159,7 @@ def roi_align(
     aligned: bool = True,
     layout: Literal["nchw", "nhwc"] = "nchw",
 ) -> Array:
-    """The features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
+    """Return the features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
 
     features: floats [n, c, h, w] or [n, h, w, c] by `layout`, else ValueError; f16 is computed with in f32. boxes: [m, 4] in pixels,
     owners: integers [m], the image of each. size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c].
@@ -192,7 +192,7 @@ def roi_align(
 
 
 def _wide(boxes: Array) -> Array:
-    """In a dtype that holds the area of any box: f32 or f64."""
+    """Convert boxes to a dtype that holds the area of any box: f32 or f64."""
     exact = np.result_type(boxes, np.float32) if boxes.dtype.kind == "f" else np.float64
     return boxes.astype(exact, copy=False)
 

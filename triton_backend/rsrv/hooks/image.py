@@ -1,4 +1,4 @@
-"""Images: from files to what a network takes. Decoding and resizing are Pillow's; arrays are u8 [h, w, c], RGB or grey."""
+"""Images: from files to a network's inputs. Pillow decodes and resizes; arrays are u8 [h, w, c], RGB or grey."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Array = npt.NDArray[Any]
 Images = Array | Sequence[Array]
 Filter = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 
-#: Of the images of ImageNet, by channel, with 1 for the brightest: what `normalise` takes for most published classifiers.
+#: Mean and deviation of ImageNet's images by channel, with 1 for the brightest: most published classifiers use them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-#: What clients may send. Fewer decoders leave less to attack.
+#: Formats of clients' files. Fewer decoders leave less to attack.
 _FORMATS = ("JPEG", "PNG", "WEBP")
 
 #: Progressive JPEGs have about ten scans. Each takes time for the whole picture, and may be a few bytes long.
-_MOST_SCANS = 100
-#: In a JPEG what starts a segment, whose length follows, or ends the picture: no FF in a scan's data, and none that stands alone.
+_MAX_SCANS = 100
+#: The start of a JPEG's segment, whose length follows, or the picture's end: not an FF in a scan's data, nor a marker without length.
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 
-#: EXIF's orientation -> what makes a picture upright, by Pillow's name for it; TIFF 6.0, "Orientation".
+#: EXIF's orientation -> Pillow's name of the transposition that makes a picture upright; TIFF 6.0, "Orientation".
 _ORIENTATION = 0x112
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -47,25 +47,25 @@ _UPRIGHT = {
 
 
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
-    """JPEG, PNG and WebP files -> their pixels, u8 [h, w, channels] each, upright as EXIF's orientation says.
+    """Decode JPEG, PNG and WebP files to pixels, u8 [h, w, channels] each, upright by EXIF's orientation.
 
     files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
     there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
     is decoded; of one picture never more than Pillow's own limit, 179 million. A pixel takes `channels` bytes, and while its row is
     decoded 10 to 14 in all: what is decoded, turned, converted and copied; each thread that decodes needs that much. Raises BadInput
-    for what is no such file, damaged or too large; but a WebP file that was cut off is decoded with the zeros behind it.
+    for other files, damaged or too large ones; but a WebP file that was cut off is decoded with the zeros behind it.
     """
     if files.ndim != 2 or files.dtype != np.uint8:
         raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
     opened: list[PIL.Image.Image] = []
     for row, padded in enumerate(files):
-        with _blamed_on(row):
+        with _blame_row(row):
             opened.append(_open(padded))
     if sum(one.width * one.height for one in opened) > most_pixels:
         raise BadInput(f"all images of the request together have more than {most_pixels} pixels")
     found = []
     for row in range(len(opened)):
-        with _blamed_on(row):
+        with _blame_row(row):
             found.append(_pixels(opened.pop(0), channels))  # with the image goes Pillow's copy of the pixels
     return found
 
@@ -185,8 +185,8 @@ def _pillow() -> Any:
 
 
 @contextmanager
-def _blamed_on(row: int) -> Iterator[None]:
-    """What Pillow raises inside is the fault of whoever sent the file."""
+def _blame_row(row: int) -> Iterator[None]:
+    """Turn Pillow's errors into BadInput: the file of this row is at fault."""
     pil = _pillow()
     try:
         yield
@@ -208,17 +208,17 @@ def _open(padded: Array) -> PIL.Image.Image:
         # With the zeros a file that was cut off would look complete to JPEG's decoder, and grey from there on.
         file = file.rstrip(b"\0")
     if file.startswith(b"\xff\xd8") and _has_too_many_scans(file):
-        raise ValueError(f"it has more than {_MOST_SCANS} scans")
+        raise ValueError(f"it has more than {_MAX_SCANS} scans")
     opened: PIL.Image.Image = _pillow().Image.open(io.BytesIO(file), formats=_FORMATS)
     return opened
 
 
 def _has_too_many_scans(jpeg: bytes) -> bool:
-    """Whether a JPEG has; neither what lies in its segments, as a small picture, nor what is behind its end counts."""
+    """Tell whether a JPEG has too many scans, without those inside its segments (a thumbnail) and behind its end."""
     scans, place = 0, 0
     while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"
-        if scans > _MOST_SCANS:
+        if scans > _MAX_SCANS:
             return True
         place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
     return False

@@ -1,4 +1,4 @@
-"""Calls of other models, with a Triton in which they are functions."""
+"""Sub-calls through Triton, with a Triton whose models are functions."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ SOON = 30.0
 
 
 class FakeAnswer:
-    """Of one call: outputs, or Triton's message."""
+    """The answer of one call: outputs, or Triton's message."""
 
     def __init__(self, outcome: Arrays | str) -> None:
         self._outcome = outcome
@@ -54,7 +54,7 @@ class FakeCall:
 
 
 class PickyTensor(FakeTensor):
-    """As Triton's: takes no text of numpy's."""
+    """A tensor that refuses numpy's texts, as Triton's."""
 
     def __init__(self, name: str, array: Array) -> None:
         if array.dtype.kind == "U":
@@ -77,7 +77,7 @@ class FakeTriton(FakePbUtils):
 
 
 class Held:
-    """A model that answers when it is told to; counts who is in it."""
+    """A model that answers when the test says so; counts the calls inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -173,11 +173,11 @@ def test_a_call_says_what_it_has_to(triton: FakeTriton, make: Callable[..., Bls]
 
 
 def test_an_output_that_does_not_come_is_an_error(make: Callable[..., Bls]) -> None:
-    """Triton passes on whatever a model gives."""
-    error = failure(make().start("echo", {"x": X}, outputs=["x", "nobody"]))
+    """Triton does not check the names of a model's outputs."""
+    error = failure(make().start("echo", {"x": X}, outputs=["x", "missing"]))
 
     assert error.status is Status.INTERNAL
-    assert "'nobody'" in error.text
+    assert "'missing'" in error.text
 
 
 def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls]) -> None:
@@ -191,7 +191,7 @@ def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls
 def test_a_call_that_raises_tells_the_log_why(
     triton: FakeTriton, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not the client."""
+    """The client does not get it."""
 
     def broken(call: FakeCall) -> Arrays:
         raise RuntimeError("of no concern to clients")
@@ -235,7 +235,7 @@ def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[
 
 
 def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable[..., Bls]) -> None:
-    """As asyncio does with what nobody awaits any more."""
+    """asyncio cancels futures that are not awaited any more."""
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)
@@ -273,7 +273,7 @@ def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> No
     assert failure(call) is error
 
 
-def test_a_deadline_in_the_past_calls_nobody(held: Held, make: Callable[..., Bls]) -> None:
+def test_a_deadline_in_the_past_makes_no_call(held: Held, make: Callable[..., Bls]) -> None:
     """The model would work for nothing."""
     assert failure(make().start("held", {"x": X}, deadline_ns=in_ns(-1))).status is Status.DEADLINE
     assert not held.entered.acquire(blocking=False)
@@ -288,7 +288,7 @@ def test_a_call_without_a_deadline_ends_all_the_same(held: Held, make: Callable[
 
 
 def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
-    """And is never made, although another ends before the deadlines of the rest."""
+    """The call is never made, although another ends before the deadlines of the rest."""
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)
@@ -307,7 +307,7 @@ def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., 
 def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
     held: Held, make: Callable[..., Bls]
 ) -> None:
-    """The message names who does not answer; as soon as one does, calls are made again."""
+    """The message names the models that hang; as soon as one answers, calls are made again."""
     bls = make(concurrency=2, timeout=0.02)
     for call in [bls.start("held", {"x": X}) for _ in range(2)]:
         assert failure(call).status in (Status.DEADLINE, Status.QUEUE_FULL)
@@ -340,7 +340,7 @@ def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..
 
 
 def test_closing_ends_all_calls_and_waits_for_none(held: Held, make: Callable[..., Bls]) -> None:
-    """Those under way, those that wait, and those that come later; twice is as good as once."""
+    """Calls under way, waiting calls and later ones fail; closing twice is harmless."""
     bls = make(concurrency=1)
     calls = [bls.start("held", {"x": X}) for _ in range(2)]
     assert held.entered.acquire(timeout=SOON)
@@ -429,5 +429,5 @@ def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeTriton, make: C
     ],
 )
 def test_the_size_of_the_pool_is_read_from_the_command_line(arguments: list[str], size: int) -> None:
-    """As the server reads it: either form, cut short, the last one wins, and only the Python backend's counts."""
+    """The server reads either form, also cut short; the last one wins, and only the Python backend's counts."""
     assert pool_size(["tritonserver", *arguments]) == size

@@ -1,4 +1,4 @@
-"""Tensors on the device as inputs of later calls: which fit where."""
+"""Tensors on the device as inputs of later calls: checks of shapes and types."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ ROWS = Tensor("x", "u16", (-1, 3), 0)
 
 
 def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
-    lane: Any = None
-    run = DirectRun(lane, 7, 0, 0, 0, "test")
+    connection: Any = None
+    run = DirectRun(connection, 7, 0, 0, 0, "test")
     return DeviceTensor(run, 0, made, rows).spot(run, wanted, call_rows)
 
 
@@ -27,8 +27,10 @@ def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
         (Tensor("y", "u16", (2, 3), None), 1, "other axes for its rows"),
     ],
 )
-def test_what_only_looks_alike_does_not_fit(made: Tensor, rows: int, why: str) -> None:
-    """The stub says so: the runtime would close the connection."""
+def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(
+    made: Tensor, rows: int, why: str
+) -> None:
+    """The stub refuses it: the runtime would close the connection."""
     assert made.shape(rows) == ROWS.shape(2)
 
     with pytest.raises(RequestFailure, match=why) as caught:
@@ -39,8 +41,8 @@ def test_what_only_looks_alike_does_not_fit(made: Tensor, rows: int, why: str) -
     assert not Kept(buffer, made, 0, rows, rows).fits(ROWS, 2)
 
 
-def test_a_tensor_without_rows_fits_whatever_rows_the_others_have() -> None:
-    """Who made it had other inputs, with other rows or none."""
+def test_a_tensor_without_rows_fits_any_number_of_rows() -> None:
+    """The call that made it may have had other rows, or none."""
     table = Tensor("table", "f32", (4, 4), None)
     buffer: Any = None
 

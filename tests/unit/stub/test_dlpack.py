@@ -133,7 +133,7 @@ class Bf16Tensor(FakeTensor):
 @pytest.mark.parametrize("token", DTYPES)
 @pytest.mark.parametrize("tensor", [FakeTensor, Numpy2UnderOldTriton])
 def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], token: str) -> None:
-    """Whether numpy and Triton work together or not."""
+    """With numpy and Triton that work together, and with those that do not."""
     tensors = Tensors(pb_utils(tensor))
     array: np.typing.NDArray[Any] = (np.arange(6).reshape(2, 3) % 2).astype(DTYPES[token])
 
@@ -145,7 +145,7 @@ def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], t
 
 
 def test_a_bf16_tensor_is_taken_as_its_bits() -> None:
-    """They are a copy: the tensor may go."""
+    """The elements are a copy: the tensor may go."""
     bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
     tensor = Bf16Tensor("x", bits)
 

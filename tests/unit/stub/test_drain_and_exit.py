@@ -1,4 +1,4 @@
-"""The end of a process that cannot go on: everybody is told before."""
+"""The end of a process that cannot go on: its requests are answered before."""
 
 import threading
 from typing import Any
@@ -8,7 +8,7 @@ from rsrv.stub.replies import Reply, Responses
 from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
 
 
-def test_whoever_waits_is_told_before_the_process_ends() -> None:
+def test_waiting_requests_are_answered_before_the_process_ends() -> None:
     """After requests are kept away; those that were answered hear nothing more."""
     responses = Responses(FakePbUtils)
     requests = [FakeRequest({}) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Triton's entry to a stub: it returns whatever happens inside, and each request is answered exactly once."""
+"""Triton's entry to a stub: it always returns, and each request is answered exactly once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def entry(answer: Callable[[list[ClientRequest]], Sequence[Any] | None], **other
 
 
 def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:
-    """What each request got: the codes and "well", all that it ever got, by either way."""
+    """Return all answers of each request, in place and by reply: error codes, or "well"."""
     found = []
     for index, request in enumerate(requests):
         every = [] if returned is None else [returned[index]]
@@ -52,7 +52,7 @@ def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientR
 
 @pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), SystemExit(1), KeyboardInterrupt()])
 def test_a_batch_that_fails_is_answered_in_place_while_no_request_has_a_reply(error: BaseException) -> None:
-    """As a list of failures."""
+    """The batch gets a list of failures."""
     requests = [FakeRequest({}) for _ in range(3)]
     returned = entry(raising(error)).execute(requests)
     assert answers(requests, returned) == [FakeError.INTERNAL] * 3
@@ -92,7 +92,7 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
         (replies_to(0, 1, then=lambda: None), ""),  # they come later
     ],
 )
-def test_requests_that_the_inside_leaves_out_are_answered(
+def test_requests_that_the_engine_leaves_out_are_answered(
     answer: Callable[[list[ClientRequest]], Any], expected: str
 ) -> None:
     """Neither too few answers nor too many reach Triton."""
@@ -107,7 +107,7 @@ def test_requests_that_the_inside_leaves_out_are_answered(
 
 
 def test_a_process_that_cannot_even_fail_requests_ends() -> None:
-    """Its end answers those that wait, and the model is loaded again."""
+    """Its end answers the waiting requests, and the model is loaded again."""
     ended: list[str] = []
     broken = entry(
         replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=ended.append

@@ -1,4 +1,4 @@
-"""Hooks that go wrong: who hangs, what is done about it, and what a copy of the process may do."""
+"""Hooks that go wrong: hanging threads, too much memory, and forks of the process."""
 
 import queue
 import subprocess
@@ -19,24 +19,24 @@ SOON = 30.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, CHECKS + 2)), max_size=8))
-def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(
+def test_a_thread_hangs_if_too_many_checks_in_a_row_find_it_in_one_interval(
     looks: list[tuple[str, int]],
 ) -> None:
-    """A hook that has ended, and one that has begun anew, is not held responsible for the one before."""
+    """A hook that has ended, or begun again, is not blamed for the one before."""
     seen: Seen = {}
-    stretch = None
+    interval = None
     in_a_row = 0
     for kind in (kind for kind, times in looks for _ in range(times)):
         if kind == "none":
-            stretch = None
-        elif kind == "new" or stretch is None:
-            stretch, in_a_row = HookInterval("run", "r"), 0
-        in_a_row = in_a_row + 1 if stretch is not None else 0
+            interval = None
+        elif kind == "new" or interval is None:
+            interval, in_a_row = HookInterval("run", "r"), 0
+        in_a_row = in_a_row + 1 if interval is not None else 0
 
-        seen = check(seen, {7: stretch, 8: None})
+        seen = check(seen, {7: interval, 8: None})
 
         hung = find_hung(seen)
-        assert hung == ((7, stretch) if in_a_row > CHECKS else None)
+        assert hung == ((7, interval) if in_a_row > CHECKS else None)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def guard(backstop: FakeBackstop) -> Iterator[HookGuard]:
 def test_a_hook_that_hangs_is_told_with_where_it_is(
     guard: HookGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the hook, its request and the stack of its thread; whoever waits hears which hook."""
+    """The log has the hook, its request and the stack of its thread; the clients get the hook's name."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -152,7 +152,7 @@ def run(script: str, timeout: float | None = None) -> subprocess.CompletedProces
 
 
 def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
-    """Nothing else in it can act; the log has all stacks."""
+    """No other thread can act; the log has all stacks."""
     done = run("ask(lambda inputs: ctypes.PyDLL(None).sleep(50))", timeout=0.2)
 
     assert done.returncode == 1
@@ -160,8 +160,8 @@ def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
     assert done.stdout == ""
 
 
-def test_a_hook_that_wants_too_much_memory_fails_and_gives_back_what_it_had() -> None:
-    """In one piece, in many, and held by the hook's own variables; the next request has all that it may have."""
+def test_a_hook_that_allocates_too_much_memory_fails_and_frees_it() -> None:
+    """In one piece, in many, and held by the hook's own variables; the next request has the whole limit."""
     done = run("""
         def has_a_name(inputs):
             many = []
@@ -180,7 +180,7 @@ def test_a_hook_that_wants_too_much_memory_fails_and_gives_back_what_it_had() ->
 
 
 def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
-    """It would fail for ever."""
+    """Each further request would fail."""
     done = run("""
         kept = []
         ask(lambda inputs: kept.extend(bytearray(1000) for _ in range(10**9)))
@@ -192,8 +192,8 @@ def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
     )
 
 
-def test_a_copy_of_the_process_ends_where_its_hook_does() -> None:
-    """However it ends it: what follows is for the stub alone."""
+def test_a_fork_of_the_process_ends_with_its_hook() -> None:
+    """The rest of the request is for the stub alone, however the hook ends."""
     done = run("""
         ask(lambda inputs: {"pid": np.array(os.fork())})
         ask(lambda inputs: {"pid": np.array(os.fork() or sys.exit())})

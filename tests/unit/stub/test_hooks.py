@@ -27,7 +27,7 @@ def test_functions_become_hooks_and_nothing_is_left_on_disk(tmp_path: Path) -> N
 
 
 def test_dataclasses_work_in_hooks(tmp_path: Path) -> None:
-    """They look their module up by name."""
+    """Pickles and dataclasses look their module up by name."""
     text = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\ndef preprocess(i):\n    return i\n"
 
     assert load_hooks(write(tmp_path, text)).preprocess is not None

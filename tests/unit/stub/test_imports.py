@@ -1,4 +1,4 @@
-"""What is loaded where. One stub process runs for every model, so its import must stay light; jax has one place."""
+"""Imports of the stub must stay light, for every model has a process; jax is imported in one file."""
 
 import ast
 import json
@@ -41,7 +41,7 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
 
 
 def imported(source: str) -> Iterator[str]:
-    """The top packages that a source text imports, wherever it does."""
+    """Yield the top-level packages that a source text imports, in functions, too."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -51,7 +51,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def test_one_file_imports_jax() -> None:
-    """Whatever another jax changes is changed there."""
+    """Another version of jax changes that file only."""
     importing = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")

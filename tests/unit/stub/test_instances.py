@@ -1,4 +1,4 @@
-"""How many processes Triton starts for a model, by the configuration that it hands to each of them."""
+"""The number of processes that Triton starts for a model, by the model's configuration."""
 
 from typing import Any
 

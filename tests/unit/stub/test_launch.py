@@ -1,4 +1,4 @@
-"""Starting the runtime: what went wrong when none comes, and what is tried again."""
+"""Starting the runtime: the reasons if none comes, and the retries."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from rsrv.stub.connection import LaunchError, greet
 from rsrv.stub.session import Launcher, Session
 from rsrv.wire.socket import connect, listen
 
-#: what the interpreter does each time; the shell's "$0.starts" has a line for each
+#: the interpreter of the runtime; "$0.starts" gets a line at each start
 _SCRIPT = """#!/bin/sh
 echo started >> "$0.starts"
 case $(wc -l < "$0.starts") in
@@ -37,7 +37,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """Killed before or after it left its starter: the next one is started; not after one that cannot start."""
+    """A runtime killed before or after its fork is started again; one that cannot start is not."""
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     session = Session(launcher.open, "m", "/models/m")
 
@@ -48,7 +48,7 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
 
 
 def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits in vain is told what may be the reason, and what to raise."""
+    """The error names the likely reason, and the limit to raise."""
     monkeypatch.setattr("rsrv.stub.connection._GREETING_TIMEOUT_S", 0.01)
     with (
         listen(tmp_path / "socket"),

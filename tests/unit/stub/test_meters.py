@@ -1,4 +1,4 @@
-"""What a stub's threads measure is reported once, whichever of them measured it."""
+"""Measurements of a stub's threads are each reported once."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ THREADS, EACH = 4, 500
 
 
 def test_many_threads_lose_nothing_and_count_nothing_twice() -> None:
-    """While another one reports all the time."""
+    """Another thread reports meanwhile."""
     meters = Meters()
     started = threading.Barrier(THREADS + 1)
 
@@ -40,8 +40,8 @@ def test_many_threads_lose_nothing_and_count_nothing_twice() -> None:
     assert sum(report["responses"].get("ok", 0) for report in reports) == THREADS * EACH
 
 
-def test_whoever_waits_is_woken_by_the_first_of_many() -> None:
-    """And not again before the next one after a report."""
+def test_the_first_of_many_measurements_wakes_the_reporting_thread() -> None:
+    """The next one after a report wakes it again."""
     meters = Meters()
     assert not meters.some.is_set()
     meters.answered(Status.DEADLINE, time.perf_counter())

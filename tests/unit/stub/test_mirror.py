@@ -41,7 +41,7 @@ class FakeMetric:
 
 
 class FakeFamily:
-    """Of one server: families and metrics are shared by all who make them."""
+    """The metrics of one server: all models share its families and metrics."""
 
     COUNTER, GAUGE = 1, 2
     metrics: dict[tuple[str, frozenset[tuple[str, str]]], FakeMetric]
@@ -79,7 +79,7 @@ def mirror(api: Any) -> TritonMirror:
 
 
 def test_counters_grow_by_what_is_new() -> None:
-    """What was there before this stub began, its predecessor has shown; another runtime begins anew."""
+    """The stub's predecessor has shown earlier counts; another runtime counts from 0."""
     api = server()
     one = mirror(api)
     one.show(figures(5, 1.0, 2))
@@ -110,7 +110,7 @@ said = st.fixed_dictionaries(
 
 
 @given(st.lists(st.none() | said | st.just({}) | st.dictionaries(st.text(), st.text()), max_size=20))
-def test_whatever_the_runtime_says_no_call_is_wrong(told: list[Any]) -> None:
+def test_no_answer_of_the_runtime_leads_to_a_wrong_call(told: list[Any]) -> None:
     """The fake fails on what Triton might not survive."""
     api = server()
     one = mirror(api)
@@ -121,7 +121,7 @@ def test_whatever_the_runtime_says_no_call_is_wrong(told: list[Any]) -> None:
 
 
 def test_after_one_failure_there_is_no_further_call() -> None:
-    """Of any metric."""
+    """Any metric may be refused."""
     api = server()
     one = mirror(api)
     one.show(figures(0))
@@ -161,7 +161,7 @@ def test_equal_figures_cost_no_call() -> None:
 def test_a_server_without_metrics_gets_none(
     arguments: list[str], shown: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its command line says so."""
+    """The server's command line switches them off."""
     proc = tmp_path / "cmdline"
     proc.write_bytes(b"\0".join(word.encode() for word in ["tritonserver", *arguments, ""]))
     monkeypatch.setattr("rsrv.triton_command_line.Path", lambda _: proc)

@@ -1,4 +1,4 @@
-"""How failures are told: what a tag says is found again."""
+"""Tags of failures: the status in a message is found again."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ FAILURES = [status for status in Status if status is not Status.OK]
 @pytest.mark.parametrize("status", FAILURES)
 @given(text=st.text() | st.just("[rsrv:INTERNAL] of another"))
 def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
-    """Every status, with any text, even one that looks like a tag."""
+    """Every status, with any text, also one that looks like a tag."""
     found = untag(tag_failure(status, text))
 
     assert found is not None
@@ -24,14 +24,14 @@ def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
 @pytest.mark.parametrize(
     "message", ["", "late", "[rsrv:] x", "[rsrv:OK] x", "[rsrv:NEW_ONE] x", "rsrv:DEADLINE x"]
 )
-def test_what_is_not_tagged_stays_unknown(message: str) -> None:
-    """Also a status that is none of ours, or no failure."""
+def test_a_message_without_a_tag_has_no_status(message: str) -> None:
+    """Nor has one with an unknown status, or with OK."""
     assert untag(message) is None
 
 
 @pytest.mark.parametrize("status", FAILURES)
 def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
-    """For its code is lost on the way; a client, who gets the code, sees tags only where Triton has no code."""
+    """BLS loses the code. A client gets the code, and a tag only where Triton has no code."""
     responses = Responses(FakePbUtils)
 
     client = responses.failure(status, "why").error.message

@@ -1,4 +1,4 @@
-"""What is read of a client's request when it arrives, and what the calendar has to do with its deadline."""
+"""Reading a client's request at its arrival: its parameters, its deadline, and hostile texts."""
 
 import json
 import logging
@@ -22,45 +22,45 @@ HOURS = 10 * 3600 * SECOND
 NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
 
 
-def terms(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> RequestParams:
+def params(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> RequestParams:
     return read_params(timeout_us, parameters, NOW, unix_ns)
 
 
 @given(st.integers(-(1 << 62), 1 << 62))
-def test_a_timeout_counts_from_now_whatever_the_calendar_says(jump: int) -> None:
-    """And so does a request without any deadline."""
-    assert terms(TODAY + jump, timeout_us=5_000_000).deadline_ns == NOW + 5 * SECOND
-    assert terms(TODAY + jump, rsrv_priority=3) == RequestParams(0, 3)
+def test_a_timeout_counts_from_now_for_any_calendar(jump: int) -> None:
+    """A request without any deadline does not depend on the calendar, either."""
+    assert params(TODAY + jump, timeout_us=5_000_000).deadline_ns == NOW + 5 * SECOND
+    assert params(TODAY + jump, rsrv_priority=3) == RequestParams(0, 3)
 
 
 def test_a_deadline_by_the_calendar_is_kept_by_the_clock_from_its_arrival_on() -> None:
     """A request that arrived before the calendar was changed keeps its time."""
-    assert terms(rsrv_deadline_unix_ns=TODAY + SECOND).deadline_ns == NOW + SECOND
+    assert params(rsrv_deadline_unix_ns=TODAY + SECOND).deadline_ns == NOW + SECOND
 
 
 def test_a_deadline_by_the_calendar_that_arrives_after_a_jump_is_what_the_calendar_says() -> None:
     """Hours forward: it has passed. Hours back: it is hours away, and the timeout beside it is not."""
     until = TODAY + SECOND
 
-    assert 0 < terms(TODAY + HOURS, rsrv_deadline_unix_ns=until).deadline_ns < NOW
-    assert terms(TODAY - HOURS, rsrv_deadline_unix_ns=until).deadline_ns == NOW + HOURS + SECOND
-    both = terms(TODAY - HOURS, timeout_us=2_000_000, rsrv_deadline_unix_ns=until)
+    assert 0 < params(TODAY + HOURS, rsrv_deadline_unix_ns=until).deadline_ns < NOW
+    assert params(TODAY - HOURS, rsrv_deadline_unix_ns=until).deadline_ns == NOW + HOURS + SECOND
+    both = params(TODAY - HOURS, timeout_us=2_000_000, rsrv_deadline_unix_ns=until)
     assert both.deadline_ns == NOW + 2 * SECOND
 
 
 @given(st.integers(1, (1 << 63) - 1), st.integers(0, 1 << 63))
 def test_no_calendar_makes_a_deadline_that_cannot_be_sent(until: int, unix_ns: int) -> None:
-    """It is one, and fits into a frame."""
-    assert 0 < terms(unix_ns, rsrv_deadline_unix_ns=until).deadline_ns < 1 << 63
+    """Each deadline is positive, and fits into a frame."""
+    assert 0 < params(unix_ns, rsrv_deadline_unix_ns=until).deadline_ns < 1 << 63
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
     """Triton's timeout, a deadline by the calendar, and the relative one that clients of ReactantServer send."""
-    assert terms(reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
-    assert terms(reactant_timeout_ns=0).deadline_ns == terms(reactant_timeout_ns=-1).deadline_ns == 0
-    assert terms(timeout_us=2_000_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
-    assert terms(timeout_us=500_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND // 2
-    assert terms(rsrv_deadline_unix_ns=TODAY + 3, reactant_timeout_ns=(1 << 63) - 1).deadline_ns == NOW + 3
+    assert params(reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
+    assert params(reactant_timeout_ns=0).deadline_ns == params(reactant_timeout_ns=-1).deadline_ns == 0
+    assert params(timeout_us=2_000_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
+    assert params(timeout_us=500_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND // 2
+    assert params(rsrv_deadline_unix_ns=TODAY + 3, reactant_timeout_ns=(1 << 63) - 1).deadline_ns == NOW + 3
 
 
 def arrived(request: FakeRequest) -> ClientRequest:
@@ -68,13 +68,13 @@ def arrived(request: FakeRequest) -> ClientRequest:
 
 
 def as_triton_gives(data: bytes) -> Any:
-    """Text of a client's, as Triton's stub gives it: it is decoded when it is asked for."""
+    """Return a property that decodes a client's text when it is read, as Triton's stub does."""
     return property(lambda self: lambda: data.decode())
 
 
 @pytest.mark.parametrize("what", ["request_id", "parameters"])
 def test_text_that_is_not_utf8_is_the_clients_fault(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The request fails by itself, once, without a line for each; nothing that is asked of it later raises."""
+    """The request fails once, without a log line; later reads of it do not raise."""
     kind = type("Hostile", (FakeRequest,), {what: as_triton_gives(b'{"a": "\xff"}')})
 
     request = arrived(kind({}))
@@ -97,7 +97,7 @@ def test_parameters_that_are_no_object_are_the_clients_fault(text: str) -> None:
 
 
 def test_a_fault_while_reading_is_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """The client hears nothing of what it was; the log does."""
+    """The log has the reason, and the client does not get it."""
 
     class Odd(FakeRequest):
         def timeout(self) -> int:
@@ -114,7 +114,7 @@ def test_a_fault_while_reading_is_ours(caplog: pytest.LogCaptureFixture) -> None
 
 @given(st.text(), st.dictionaries(st.text(), st.one_of(st.text(), st.booleans(), st.integers(), st.floats())))
 def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
-    """Whatever a client sends, it is read, or it is its own fault."""
+    """Any request is read, or fails as the client's fault."""
     names = ("rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "reactant_timeout_ns", "traceparent")
     for forged in ({}, dict(zip(names, parameters.values(), strict=False))):
         request = arrived(FakeRequest({}, parameters=json.dumps(parameters | forged), id=id))

@@ -1,4 +1,4 @@
-"""Coming back after the runtime died: how often it is tried, and what clients are told meanwhile."""
+"""Reconnecting after a crash of the runtime: the back-off, and the failures of clients meanwhile."""
 
 import threading
 
@@ -9,8 +9,8 @@ from rsrv.stub.session import DOWN, Session
 from rsrv.wire.socket import Closed
 
 
-class Pauses(threading.Event):
-    """Takes no time, and ends it after 14 of them."""
+class Backoffs(threading.Event):
+    """Waits take no time; the fourteenth ends the session."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Pauses(threading.Event):
     ("error", "longest", "down"),
     [
         (LaunchError("no Python"), 5, DOWN),
-        (RuntimeError("nobody thought of this"), 5, DOWN),
+        (RuntimeError("unforeseen"), 5, DOWN),
         (Rejected("it hung", "m: it hung"), 60, "m: it hung"),
         (
             Rejected("/models/m: is gone"),
@@ -38,36 +38,36 @@ class Pauses(threading.Event):
     ],
 )
 def test_attempts_become_rarer(error: Exception, longest: float, down: str) -> None:
-    """At once at first, then every five seconds, and every minute where the runtime has said no."""
+    """The back-off doubles up to five seconds, or up to a minute if the runtime rejects the model."""
 
     def refuse() -> Greeted:
         raise error
 
-    pauses = Pauses()
+    backoffs = Backoffs()
     session = Session(refuse, "m", "/models/m")
-    session._closed = pauses
+    session._closed = backoffs
 
     session._reconnect()
 
-    assert pauses.seconds[:4] == [0.05, 0.1, 0.2, 0.4]
-    assert pauses.seconds[-1] == longest
+    assert backoffs.seconds[:4] == [0.05, 0.1, 0.2, 0.4]
+    assert backoffs.seconds[-1] == longest
     assert session.down == down
 
 
-def test_a_first_load_outlives_the_deaths_of_runtimes() -> None:
-    """It is tried ten times while runtimes end, and not again after another error."""
+def test_a_first_load_outlives_crashes_of_the_runtime() -> None:
+    """It is tried ten times while runtimes crash, and not again after another error."""
     attempts = iter([Closed("end of stream"), ConnectionResetError(), Rejected("no")])
 
     def open_() -> Greeted:
         raise next(attempts)
 
     session = Session(open_, "m", "/models/m")
-    session._closed = pauses = Pauses()
+    session._closed = backoffs = Backoffs()
 
     with pytest.raises(Rejected):
         session.begin()
 
-    assert pauses.seconds == [0.05, 0.1]
+    assert backoffs.seconds == [0.05, 0.1]
     attempts = iter([Closed("end of stream")] * 10)
     with pytest.raises(Closed):
         session.begin()

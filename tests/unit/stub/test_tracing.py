@@ -1,4 +1,4 @@
-"""Which requests are traced, and what becomes of their spans until they are reported."""
+"""Trace contexts of requests, and their spans until they are reported."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 
 def ignored() -> None:
-    """Nobody takes the spans."""
+    """Leave the spans where they are."""
 
 
 @pytest.mark.parametrize(
@@ -36,32 +36,32 @@ def ignored() -> None:
     ],
 )
 def test_contexts_are_read_as_w3c_has_them(text: object, well: bool) -> None:
-    """Those that are sampled; all others are as good as none."""
+    """A context that is not sampled, or not valid, counts as none."""
     assert read_traceparent(text) == ((TRACE, PARENT) if well else None)
 
 
 @given(st.text())
-def test_a_context_that_is_none_is_nobodys_fault(text: str) -> None:
-    """Whatever a client sends."""
+def test_an_invalid_context_is_no_failure(text: str) -> None:
+    """Any text may come from a client."""
     assert read_traceparent(text) is None
 
 
-def test_a_part_of_a_trace_is_others_parent() -> None:
-    """What it says of itself is read back."""
-    trace = OpenSpan(Spans(ignored), TRACE, PARENT)
+def test_an_open_span_is_the_parent_of_others() -> None:
+    """Its own context is read back."""
+    open_span = OpenSpan(Spans(ignored), TRACE, PARENT)
 
-    assert read_traceparent(trace.traceparent) == (TRACE, trace.id)
-    child = trace.child()
-    assert (child.trace, child.parent) == (TRACE, trace.id)
+    assert read_traceparent(open_span.traceparent) == (TRACE, open_span.id)
+    child = open_span.child()
+    assert (child.trace, child.parent) == (TRACE, open_span.id)
 
 
 def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
-    """Else what came as a parameter; without either, or not sampled, nothing is traced."""
+    """Otherwise the parameter counts; without either, or not sampled, the request is not traced."""
     spans, other = Spans(ignored), f"00-{TRACE}-{'1' * 16}-01"
 
     def parent(context: str | None, parameter: str) -> str | None:
-        trace = spans.begin(FakeRequest({}, traceparent=context), {"traceparent": parameter})
-        return None if trace is None else trace.parent
+        open_span = spans.begin(FakeRequest({}, traceparent=context), {"traceparent": parameter})
+        return None if open_span is None else open_span.parent
 
     assert parent(SAMPLED, other) == PARENT
     assert parent(None, other) == "1" * 16
@@ -72,22 +72,22 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TraceParent", "TRACEPARENT"])
 def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
-    """HTTP leaves that to clients, and Triton leaves it as it was."""
-    trace = Spans(ignored).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
+    """HTTP ignores case, and Triton forwards the header as it was."""
+    open_span = Spans(ignored).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
 
-    assert trace is not None
-    assert (trace.trace, trace.parent) == (TRACE, PARENT)
+    assert open_span is not None
+    assert (open_span.trace, open_span.parent) == (TRACE, PARENT)
 
 
 @pytest.mark.parametrize("context", ["null", "[]", "{}", '"text"', "{", "[" * 100_000])
-def test_what_triton_says_of_its_span_may_be_anything(context: str) -> None:
-    """A context that cannot be read is as good as none; the header still counts."""
+def test_the_context_of_tritons_span_may_be_invalid(context: str) -> None:
+    """A context that cannot be read counts as none; the header still counts."""
     request = FakeRequest({})
     request.context = context
 
-    trace = Spans(ignored).begin(request, {"traceparent": SAMPLED})
-    assert trace is not None
-    assert trace.parent == PARENT
+    open_span = Spans(ignored).begin(request, {"traceparent": SAMPLED})
+    assert open_span is not None
+    assert open_span.parent == PARENT
 
 
 def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,14 +100,14 @@ def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_refused_request_says_why() -> None:
-    """In an error, and with its status; long texts are cut."""
+    """The span has its status and its error; long texts are cut."""
     spans = Spans(ignored)
-    trace = OpenSpan(spans, TRACE, PARENT)
+    open_span = OpenSpan(spans, TRACE, PARENT)
 
-    end_request(trace, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, rows=2)
+    end_request(open_span, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, rows=2)
 
     (span,), _ = spans.take()
-    assert (span.parent, span.id, span.name, span.error) == (PARENT, trace.id, "infer a", "x" * MAX_TEXT)
+    assert (span.parent, span.id, span.name, span.error) == (PARENT, open_span.id, "infer a", "x" * MAX_TEXT)
     assert span.attributes == {
         "rsrv.model": "a",
         "rsrv.version": "0123",
@@ -118,15 +118,15 @@ def test_a_refused_request_says_why() -> None:
     assert 0 == span.start_ns < span.end_ns
 
 
-def test_spans_that_nobody_takes_are_counted_and_forgotten() -> None:
-    """The first ones stay; what was dropped is said once."""
-    said: list[None] = []
-    spans = Spans(lambda: said.append(None), max_waiting=MAX_SPANS + 10)
-    trace = OpenSpan(spans, TRACE, PARENT)
+def test_spans_that_are_not_reported_are_counted_and_dropped() -> None:
+    """The first ones stay; the number of dropped ones is returned once."""
+    added: list[None] = []
+    spans = Spans(lambda: added.append(None), max_waiting=MAX_SPANS + 10)
+    open_span = OpenSpan(spans, TRACE, PARENT)
     for number in range(MAX_SPANS + 25):
-        trace.add_child(f"part {number}", 0.0)
+        open_span.add_child(f"part {number}", 0.0)
 
-    assert len(said) == MAX_SPANS + 25
+    assert len(added) == MAX_SPANS + 25
     first, dropped = spans.take()
     assert ([span.name for span in first], dropped) == ([f"part {n}" for n in range(MAX_SPANS)], 15)
     rest, dropped = spans.take()

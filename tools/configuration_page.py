@@ -1,4 +1,4 @@
-"""Makes the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema.
+"""Make the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema.
 
     python tools/configuration_page.py     # rewrites them in the page
 
@@ -24,7 +24,7 @@ from scheduler_page import DOCS, rewrite, table
 PAGE = DOCS / "configuration.md"
 
 
-#: the page that explains a section's settings
+#: section -> page that explains its settings
 PAGES = {
     "scheduler": "scheduler.md",
     "runtime": "scheduler.md#the-budget",
@@ -41,14 +41,14 @@ PAGES = {
 
 
 def settings() -> str:
-    """All sections: a headline, what it is about, and a table of its keys."""
+    """Return all sections: headline, subject, and a table of the keys."""
     sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
     sections["models"] = ModelSection
     return "\n\n".join(_section(f"## {name}", PAGES.get(name), section) for name, section in sections.items())
 
 
 def _section(title: str, page: str | None, section: type[BaseModel]) -> str:
-    """With those that its entries have, where it is about several of something."""
+    """Return a section's keys, with the keys of its entries if it has a list or mapping."""
     more = f" [More]({page})." if page is not None else ""
     entries = [
         _section(f"### {key}: an entry", None, inner)
@@ -81,7 +81,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """What it may be, with its bounds."""
+    """Return the kind of a key's values, with their bounds."""
     bounds = "".join(_bound(one) for one in field.metadata)
     return ", ".join(_kinds(field.annotation)) + bounds
 
@@ -110,7 +110,7 @@ _NAMES = {
 
 
 def _kinds(kind: Any) -> Iterator[str]:
-    """The kinds of values, in words."""
+    """Return the kinds of values in words."""
     origin = get_origin(kind)
     if origin is Literal:
         yield from (f"`{value}`" for value in get_args(kind))
@@ -133,7 +133,7 @@ def _kinds(kind: Any) -> Iterator[str]:
 
 
 def main() -> None:
-    """Makes the tables anew."""
+    """Rewrite the tables."""
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"settings": settings()}), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Makes Grafana's dashboards.
+"""Make Grafana's dashboards.
 
     python tools/dashboards.py     # rewrites deploy/helm/rsrv/files/dashboards/*.json
 
@@ -27,10 +27,10 @@ from panels import (
     total,
 )
 
-#: in the chart, which can reach nothing else; docker/compose.yaml mounts them from there
+#: inside the chart, since Helm reads no files outside of it; docker/compose.yaml mounts them from there
 BOARDS = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "rsrv" / "files" / "dashboards"
 
-#: seconds of executions per second. Device seconds of meta models are those of what they call: this counts each once.
+#: seconds of executions per second; a meta model's device seconds are its callees', so only models are counted
 _EXECUTING = rate("rsrv_execute_seconds_sum")
 
 
@@ -123,7 +123,7 @@ def _servers() -> list[Panel]:
 
 def _gateway() -> list[Panel]:
     requests = "rsrv_gateway_requests_total"
-    # Nobody's in particular: a request may have gone to several servers.
+    # Without a server: a request may have gone to several.
     buckets = "rate(rsrv_gateway_request_duration_seconds_bucket[$__rate_interval])"
     return [
         Panel(
@@ -374,7 +374,7 @@ def weights() -> Board:
 
 
 def boards() -> dict[str, str]:
-    """Name of a file -> Grafana's JSON."""
+    """Return name of a file -> Grafana's JSON."""
     return {f"{board.uid}.json": grafana(board) for board in (fleet(), one_model(), weights())}
 
 

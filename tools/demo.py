@@ -1,4 +1,4 @@
-"""What `make demo` shows: the example bundles in a real tritonserver, and standard clients that use them.
+"""`make demo`: the example bundles in a real tritonserver, and standard clients that use them.
 
 Builds the bundles, generates the repository, starts the server, and classifies handwritten digits that the model
 has never seen, one image a request from several clients at once, over gRPC and over HTTP. Then a chain of models turns
@@ -33,10 +33,10 @@ from rsrv_gen import cli as rsrv_gen
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "digits"
-#: The output that holds the digit; the model's hooks make it from the network's ten numbers.
+#: output with the digit; the model's hooks make it from the network's ten numbers
 OUTPUT = "class"
 CLIENTS = 8
-#: Flags with which changes of the bundles are followed while the server runs.
+#: flags for a server that follows changes of the bundles
 FOLLOW = ("--model-control-mode=explicit", "--load-model=*")
 
 TEXT_MODEL = "minilm"
@@ -49,7 +49,7 @@ Array = npt.NDArray[Any]
 
 
 def main() -> int:
-    """Runs the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     step("example bundles")
     bundles = example_bundles.ensure(SMALL)
     step("rsrv-gen: bundles to a Triton model repository")
@@ -82,12 +82,12 @@ def main() -> int:
 
 
 def step(title: str) -> None:
-    """One headline of the demo."""
+    """Print a headline."""
     print(f"== {title}", flush=True)
 
 
 def classify(server: TritonServer) -> bool:
-    """Sends every held-out image over both protocols; returns whether the answers are as good as they should be."""
+    """Send every held-out image over both protocols; return whether enough answers are right."""
     images, labels = digits.held_out()
     client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
     metadata = client.get_model_metadata(MODEL, as_json=True)
@@ -115,7 +115,7 @@ def classify(server: TritonServer) -> bool:
 
 
 def compare(server: TritonServer) -> bool:
-    """Sends sentences to a meta model, text to embeddings; returns whether they are as close as their authors say."""
+    """Send sentences to a meta model, text to embeddings; return whether the cosines are the published ones."""
     step(
         f"sentences to embeddings, by a chain of models that clients see as one ({' -> '.join(TEXT_STAGES)})"
     )
@@ -135,11 +135,11 @@ def compare(server: TritonServer) -> bool:
 
 
 def predict(library: ModuleType, url: str, metadata: dict[str, Any], images: Array) -> Array:
-    """The digit that the server sees in each image. `library` is tritonclient's module for the protocol."""
+    """Return the server's digit for each image. `library` is tritonclient's module for the protocol."""
     wire = metadata["inputs"][0]
 
     def work(share: Array) -> list[int]:
-        # A client for each thread: the HTTP one must not be shared.
+        # A client for each thread: threads must not share an HTTP client.
         client = library.InferenceServerClient(url)
         try:
             return [one(client.infer, image) for image in share]
@@ -157,7 +157,7 @@ def predict(library: ModuleType, url: str, metadata: dict[str, Any], images: Arr
 
 
 def batch_sizes_seen(server: TritonServer) -> str:
-    """How often the runtime ran each compiled size, and how many requests shared an execution on average."""
+    """Print the executions of each compiled size, and the mean number of requests in one."""
     model = read_status(server.pid)["models"][MODEL]
     sizes = {int(size.partition("/")[2]): count for size, count in model["sizes"].items()}
     shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes.items()))
@@ -165,7 +165,7 @@ def batch_sizes_seen(server: TritonServer) -> str:
 
 
 def show_curl(server: TritonServer, metadata: dict[str, Any], image: Array, label: int) -> None:
-    """Prints a request to copy, after sending the very same one."""
+    """Send a request, and print it as a command to copy."""
     wire = metadata["inputs"][0]
     shape = [1, *image.shape]
     tensor = {

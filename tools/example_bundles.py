@@ -1,4 +1,4 @@
-"""The example bundles, for everything that starts from them; `make bundles` runs this.
+"""The example bundles of the demo, the tests and the benches; `make bundles` runs this.
 
 Their maker leaves alone what is up to date, so this costs a moment only.
 """
@@ -17,8 +17,10 @@ OUTPUT = ROOT / "build" / "bundles"
 
 
 def ensure(names: Sequence[str] = ()) -> Path:
-    """Returns the folder of the example bundles; these, or all of them, are built if need be. Safe to call from two
-    processes at once."""
+    """Build these example bundles, or all, where they are missing; return their folder.
+
+    Safe to call from two processes at once.
+    """
     OUTPUT.parent.mkdir(exist_ok=True)
     with OUTPUT.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Makes the golden bundles of a new set: `python tools/golden_bundles.py`, after a change of the format or of jax.
+"""Make the golden bundles of a new set: `python tools/golden_bundles.py`, after a change of the format or of jax.
 
 tests/golden/README.md says what they are for. It writes a set that is not there yet, and never touches one that is.
 """
@@ -29,9 +29,9 @@ from rsrv_bundle.meta import write_meta_bundle
 from rsrv_bundle.numerics import Array, ModuleRunner, answers, label
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-#: in a set: bundle -> its digest
+#: file of a set: bundle -> digest
 DIGESTS = "digests.json"
-#: of StableHLO, which a bundle is written in besides the present one
+#: second version of StableHLO for a bundle, beside the present one
 OLDER = ("0.9.0", "1.0.0")
 
 Arrays = Mapping[str, Array]
@@ -45,17 +45,17 @@ SCALE = float((Path(__file__).parent / "scale.txt").read_text())
 
 
 def preprocess(inputs):
-    """pixels: u8 [n, 3] -> x: f32 [n, 3]."""
+    """Convert pixels, u8 [n, 3], to x, f32 [n, 3]."""
     return {"x": inputs["pixels"].astype(np.float32) / SCALE}
 
 
 def postprocess(outputs):
-    """y: f32 [n, 2] -> best: i64 [n, 1]."""
+    """Convert y, f32 [n, 2], to best, i64 [n, 1]."""
     return {"best": outputs["y"].argmax(1, keepdims=True)}
 '''
 META = '''
 def run(inputs, call):
-    """x: f32 [n, 3] -> total: f32 [n]."""
+    """Sum x, f32 [n, 3], to total, f32 [n]."""
     y = call("affine", {"x": inputs["x"]})["y"]
     return {"total": call("plain", {"x": y})["z"].sum(1)}
 '''
@@ -66,7 +66,7 @@ def _affine(params: Any, x: jax.Array) -> Any:
 
 
 def _half(params: Any, x: jax.Array, t: jax.Array) -> Any:
-    """x: [n, 2, 3], t: [3, n]; their batch axes differ."""
+    """Multiply x, [n, 2, 3], by t, [3, n], whose batch axes differ."""
     return {"y": jnp.einsum("nab,abc->cn", x, params) + t[:1]}
 
 
@@ -80,7 +80,7 @@ def _types(params: Any, d: Any, i: Any, u: Any, f: Any) -> Any:
 
 
 def write_bundles(folder: Path) -> None:
-    """Bundles of the present format: small ones, which together have everything that the format has."""
+    """Write small bundles of the present format that together use all its features."""
     ints = np.random.default_rng(0).integers
     x = {"x": np.zeros((1, 3), np.float32)}
     affine = {
@@ -153,7 +153,7 @@ def write_bundles(folder: Path) -> None:
 
 
 def write_as_2(bundle: Path, out_dir: Path) -> None:
-    """A bundle of the present format as one of format 2.0, with keys that only its own reader knows: axes in reverse in the manifest, weights in reverse in the file."""
+    """Rewrite a bundle in format 2.0: axes and weights reversed, with keys that only format 2.0's reader knows."""
     found = read_bundle(bundle)
     shutil.copytree(bundle, out_dir, ignore=shutil.ignore_patterns("__pycache__"))
     document = yaml12.load((bundle / "manifest.yaml").read_bytes())
@@ -172,13 +172,13 @@ def write_as_2(bundle: Path, out_dir: Path) -> None:
         )
 
 
-# What a bundle answers. Arrays are named PLACE/DIRECTION/TENSOR: PLACE is a module, or `client`.
+# Results of a bundle. Arrays are named PLACE/DIRECTION/TENSOR: PLACE is a module, or `client`.
 
 
 def ask_modules(
     bundle: Bundle, inputs_of: Callable[[str, tuple[int, int]], Sequence[Array]]
 ) -> dict[str, Array]:
-    """Every module's answer to `inputs_of(its label, its key)`."""
+    """Return every module's results for `inputs_of(its label, its key)`."""
     run = ModuleRunner(bundle)
     found: dict[str, Array] = {}
     for key in run.keys():  # noqa: SIM118 - not a mapping
@@ -193,7 +193,7 @@ def ask_modules(
 
 
 def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
-    """What a client gets: through the hooks, or from the meta model's `run`, whose callees lie beside it."""
+    """Return a client's results: through the hooks, or from the meta model's `run`, with its callees beside it."""
     assert bundle.hooks is not None
     if bundle.manifest.kind == "meta":
         result: Arrays = load_run(bundle.hooks)(
@@ -207,7 +207,7 @@ def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
 
 
 def _ask(bundle: Bundle, inputs: Arrays) -> Arrays:
-    """One model's answer; all of its tensors have their rows first."""
+    """Return one model's results; all of its tensors have their rows first."""
     run = ModuleRunner(bundle)
     found = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
     return {spec.name: array for spec, array in zip(bundle.manifest.outputs, found, strict=True)}
@@ -222,7 +222,7 @@ def _client_request(bundle: Bundle) -> dict[str, Array]:
 
 
 def write_answers(path: Path, file: Path) -> None:
-    """The inputs and outputs of a bundle, through each of its modules, and through its hooks."""
+    """Return the inputs and outputs of a bundle, through each of its modules, and through its hooks."""
     bundle = read_bundle(path)
     found: dict[str, Array] = {}
     if bundle.modules:
@@ -235,9 +235,9 @@ def write_answers(path: Path, file: Path) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Make the set. Returns the exit status."""
     jax_version, format_version = metadata.version("jax").replace(".", "_"), CURRENT.replace(".", "_")
-    # What is of format 2.0 differs with jax only.
+    # Format 2.0 is fixed: its bundles change with jax only.
     with_old = not list(GOLDEN.glob(f"jax_{jax_version}*"))
     target = GOLDEN / f"jax_{jax_version}_format_{format_version}"
     if target.exists():

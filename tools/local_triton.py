@@ -1,4 +1,4 @@
-"""The real tritonserver on this machine, without a container and without a GPU.
+"""Local tritonserver, without a container and without a GPU.
 
     python tools/local_triton.py install
     python tools/local_triton.py serve --model-repository=gen/
@@ -55,11 +55,11 @@ def numpy2_bin() -> Path:
 
 
 class ServerFailed(Exception):
-    """tritonserver, or one of its models, did not come up; the text ends with the tail of its log."""
+    """tritonserver, or one of its models, did not start; the text ends with the tail of its log."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on, all different because all are held until the last is known."""
+    """Return free loopback ports, all different because all are held until the last is known."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -68,7 +68,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def no_client_shared_memory() -> list[str]:
-    """Flags by which no client can register shared memory: that takes a header that nobody knows.
+    """Return flags by which no client can register shared memory: that needs a header with a random value.
 
     Releases of Triton that have it do this with --allow-client-shm=false.
     """
@@ -98,7 +98,7 @@ class TritonServer:
         exit_timeout_s: int = 10,
         client_shared_memory: bool = False,
     ) -> None:
-        """`extra_args` come last, so they win. `log_path` None leaves the server's output where ours goes.
+        """Prepare a server. `extra_args` come last, so they win. `log_path` None: the server's output joins ours.
 
         With `exit_on_error` one model that fails to load ends the server, as it does by default in Triton;
         without it the others are served. Clients may have the server map shared memory of theirs only with
@@ -106,7 +106,7 @@ class TritonServer:
         """
         self.model_repository = model_repository
         self.installation = installation or INSTALLATION
-        # Ports are asked for only where none was given: each is closed again before the server opens it.
+        # Free ports are looked for only where none was given: each is closed again before the server opens it.
         ports = iter(free_ports(3))
         self.http_port = http_port or next(ports)
         self.grpc_port = grpc_port or next(ports)
@@ -121,7 +121,7 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        """host:port, as clients want it."""
+        """host:port for clients."""
         return f"{LOOPBACK}:{self.http_port}"
 
     @property
@@ -140,11 +140,11 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        """tritonserver's own process id, also in the stubs' eyes (their parent)."""
+        """Process id of tritonserver, the stubs' parent."""
         return self.process.pid
 
     def command(self) -> list[str]:
-        """tritonserver with the flags that every local server gets."""
+        """Return the command line, with the flags of every local server."""
         return [
             str(self.installation.tritonserver),
             f"--model-repository={self.model_repository}",
@@ -152,7 +152,7 @@ class TritonServer:
             # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
             "--disable-auto-complete-config",
             "--model-load-thread-count=32",
-            # Else loading one more model makes the whole server unready.
+            # Otherwise loading one more model makes the whole server unready.
             "--strict-readiness=false",
             f"--exit-on-error={str(self.exit_on_error).lower()}",
             f"--exit-timeout-secs={self.exit_timeout_s}",
@@ -168,7 +168,7 @@ class TritonServer:
         ]
 
     def environment(self) -> dict[str, str]:
-        """The server's environment: ours, its libraries, the stubs' Python first, the runtime's Python by name."""
+        """Return the server's environment: ours, its libraries, the stubs' Python first, the runtime's Python by name."""
         path = f"{self.installation.stub_bin}:{os.environ.get('PATH', os.defpath)}"
         fixed = {"LD_LIBRARY_PATH": self.installation.library_path, "PATH": path}
         return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **fixed, **self.env}
@@ -184,7 +184,7 @@ class TritonServer:
         bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
-            # A session of its own, so that a Ctrl-C meant for us does not reach it behind our back.
+            # A session of its own, so that a Ctrl-C on this process does not reach the server.
             self._process = subprocess.Popen(
                 [*bound, *self.command()],
                 env=self.environment(),
@@ -196,7 +196,7 @@ class TritonServer:
         return self
 
     def wait_ready(self, timeout: float = 120, progress: Callable[[str], None] | None = None) -> None:
-        """Returns once the server is up and all its models are; raises ServerFailed as soon as that can't be.
+        """Wait until the server and all its models are up. Raises ServerFailed as soon as that is impossible.
 
         `progress` gets the name of each model when it has loaded (needs a log file). Without `exit_on_error`,
         models that failed do not count against the server: ask `model_states()` for them.
@@ -227,25 +227,25 @@ class TritonServer:
             raise ServerFailed(f"models failed to load:\n{listed}{self._log_tail()}")
 
     def is_ready(self) -> bool:
-        """Whether the HTTP front end answers that it is ready (it opens only after the first loads have ended)."""
+        """Return whether the HTTP front end is ready (it opens only after the first loads have ended)."""
         try:
             return self._http("GET", "/v2/health/ready")[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
     def model_states(self) -> dict[str, tuple[str, str]]:
-        """Each model of the repository: its state (READY, UNAVAILABLE, ...; empty if never loaded) and the reason."""
+        """Return each model's state (READY, UNAVAILABLE, ...; empty if never loaded) and the reason."""
         status, body = self._http("POST", "/v2/repository/index", b"{}")
         if status != 200:
             raise ServerFailed(f"repository index answered {status}: {body.decode(errors='replace')}")
         return {row["name"]: (row.get("state", ""), row.get("reason", "")) for row in json.loads(body)}
 
     def log_text(self) -> str:
-        """All that the server and its stubs wrote so far."""
+        """Return the output of the server and its stubs so far."""
         return self.log_path.read_text(errors="replace") if self.log_path and self.log_path.exists() else ""
 
     def terminate(self, timeout: float | None = None) -> int:
-        """Asks the server to leave, as an operator would, and returns its status; kills it when it does not."""
+        """Send SIGTERM and return the exit status; kill the server if it does not end."""
         patience = timeout if timeout is not None else self.exit_timeout_s + 20
         if self.process.poll() is None:
             self.process.terminate()
@@ -254,8 +254,8 @@ class TritonServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         status = self.process.wait()
-        # Stubs share the server's process group. After a crash they take a moment to follow and to remove their
-        # shared memory, and one may hang on for ever.
+        # Stubs share the server's process group. After a crash they take a moment to end and to remove their shared
+        # memory, and one may hang for ever.
         until = time.monotonic() + 2
         while (lives := group_lives(self.process.pid)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -265,7 +265,7 @@ class TritonServer:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to the server alone; what becomes of its children is left to them."""
+        """Send SIGKILL to the server alone; its children must end by themselves."""
         self.process.kill()
         self.process.wait()
 
@@ -286,7 +286,7 @@ class TritonServer:
             return response.status, response.read()
 
     def _loaded_models(self) -> Iterator[list[str]]:
-        """Yields, each time it is asked, the models that the log newly says to have loaded."""
+        """Yield, at each call, the models whose loading the log has reported since the last one."""
         seen = 0
         while True:
             # Only whole lines: the rest of the last one is still being written.
@@ -301,7 +301,7 @@ class TritonServer:
 
 
 def group_lives(group: int) -> bool:
-    """Whether a process of this group runs; one that has ended may be there for seconds until process 1 notices."""
+    """Return whether a process of this group runs; an ended one may remain for seconds until process 1 reaps it."""
     for each in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             state, _, its_group = each.read_text().rpartition(")")[2].split()[:3]
@@ -311,10 +311,10 @@ def group_lives(group: int) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     summary, _, usage = (__doc__ or "").partition("\n")
-    # No abbreviations: what looks like one of our flags cut short is a flag of tritonserver's.
+    # No abbreviations: an abbreviated flag of ours may be a flag of tritonserver's.
     parser = argparse.ArgumentParser(
         description=summary, epilog=usage, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -403,7 +403,7 @@ def _run_beside(
 
 @contextlib.contextmanager
 def _stops_on_signal() -> Iterator[None]:
-    """SIGTERM ends us the way Ctrl-C does."""
+    """Make SIGTERM end this process as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,11 +1,11 @@
-"""Generate the Python stubs of the control services anew: `make pages`, or into another folder that is given."""
+"""Generate the Python stubs of the control services: for `make pages`, or into another folder."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: by the folder above their packages
+#: folder above the package -> its proto file
 PROTOS = {"triton_backend": "rsrv/control/v1/control.proto", "gateway": "rsrv_gateway/v1/gateway.proto"}
 
 
@@ -15,7 +15,7 @@ def main() -> int:
         source = ROOT / folder
         out = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else source
         flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
-        # With the folder above the packages as root, so that the stubs import each other by their full names.
+        # The root is the folder above the packages, so that the stubs import each other by their full names.
         command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, proto]
         status |= subprocess.run(command, check=False, cwd=source).returncode
     return status

@@ -1,4 +1,4 @@
-"""Grafana's dashboards from a few words each: what a panel asks, in which unit, and what to do about the answer.
+"""Builder of Grafana's dashboards from short descriptions: a panel's question, queries, unit and advice.
 
 Every query of servers has `worker=~"$worker"`, which is true as well where no gateway adds that label.
 """
@@ -24,9 +24,9 @@ from grafana_foundation_sdk.models.common import (
     TooltipDisplayMode,
 )
 
-#: in Triton's metrics as well, with a label `version`: a sum over both would count twice
+#: matcher against Triton's metrics of the same name, which have a label `version`: a sum over both would count twice
 MIRRORED = {"rsrv_requests_total", "rsrv_device_seconds_total", "rsrv_queue_depth", "rsrv_runtime_up"}
-#: labels that tell servers apart, and how these are shown
+#: labels that identify a server, and their form in a legend
 SERVER, SERVER_LEGEND = "instance, worker", "{{worker}} {{instance}}"
 MODEL_LEGEND = "{{model}}"
 
@@ -37,17 +37,17 @@ _TAG = "rsrv"
 
 @dataclass(frozen=True)
 class Panel:
-    """A question, and its answer over time."""
+    """Panel: a question, and its answer over time."""
 
     title: str
-    #: what it tells, and what to do about it
+    #: meaning of the figure, and advice
     about: str
-    #: Grafana's name of it
+    #: Grafana's name of the unit
     unit: str
     #: legend -> query
     queries: Mapping[str, str]
     stacked: bool = False
-    #: from which value on it is bad
+    #: threshold from which the value is bad
     limit: float | None = None
 
 
@@ -58,14 +58,14 @@ class Board:
     about: str
     #: title of a row -> its panels
     rows: Mapping[str, Sequence[Panel]]
-    #: what should be 0: legend -> query
+    #: figures that should be 0: legend -> query
     faults: Mapping[str, str] = field(default_factory=dict)
-    #: what is chosen beside servers: name -> query of its values, or the values, the first at the beginning
+    #: further variables: name -> query of its values, or the values, the first as default
     choices: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
 
 def series(name: str, *matchers: str) -> str:
-    """Of the servers that were chosen."""
+    """Restrict a metric to the chosen servers."""
     version = ('version=""',) if name in MIRRORED else ()
     return f"{name}{{{','.join((*matchers, *version, *_CHOSEN))}}}"
 
@@ -83,18 +83,18 @@ def total(expression: str, by: str = "") -> str:
 
 
 def top(expression: str) -> str:
-    """The ten largest."""
+    """Return the query of the ten largest."""
     return f"topk(10, {expression})"
 
 
 def quantile(share: str, name: str, *matchers: str, by: str = "") -> str:
-    """Of a histogram. NaN, which is not drawn, while nothing is observed."""
+    """Return the query of a histogram's quantile: NaN, which is not drawn, without observations."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, {total(rate(f'{name}_bucket', *matchers), labels)})"
 
 
 def gateway(name: str, *matchers: str) -> str:
-    """One of a gateway's own; its instance need not be that of its servers."""
+    """Return a gateway's own metric; its instance differs from its servers'."""
     return f"{name}{{{','.join((*matchers, _CHOSEN[1]))}}}"
 
 
@@ -107,7 +107,7 @@ def or_zero(expression: str) -> str:
 
 
 def grafana(board: Board) -> str:
-    """The dashboard as Grafana's JSON."""
+    """Return the dashboard as Grafana's JSON."""
     made = (
         build.Dashboard(board.title)
         .uid(board.uid)

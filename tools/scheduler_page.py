@@ -47,7 +47,7 @@ GREYS = ("#333333", "#777777", "#AAAAAA", "#DDDDDD")
 
 
 class Run:
-    """One scenario under one scheduler."""
+    """Result of one scenario under one scheduler."""
 
     def __init__(self, scenario: Scenario, discipline: str) -> None:
         settings = replace(scenario.settings, discipline=discipline)
@@ -64,12 +64,12 @@ class Run:
 
     @property
     def window(self) -> float:
-        """Seconds that the figures of the device and the link are about."""
+        """Seconds of the window in which device and link are measured."""
         window: float = self.total["window_s"]
         return window
 
     def sent(self, group: str = "", dated: bool | None = None) -> list[Sent]:
-        """The requests to a group of models ("": all), with a deadline or without (None: both)."""
+        """Return the requests to a group of models ("": all), with a deadline or without (None: both)."""
         return [
             one
             for one in self.record.requests
@@ -80,7 +80,7 @@ class Run:
         return [one for one in self.record.executions if _group(one.execute.model) == group]
 
     def in_time(self, group: str) -> float:
-        """Of its requests with a deadline, the share that was answered by then."""
+        """Return the share of requests with a deadline that were answered in time."""
         sent = self.sent(group, dated=True)
         return sum(map(_in_time, sent)) / len(sent)
 
@@ -88,19 +88,19 @@ class Run:
         return percentile(_latencies(self.sent(group, dated)), share) or 0.0
 
     def busy(self, group: str) -> float:
-        """The share of the window in which it had the device."""
+        """Return the share of the window in which the group had the device."""
         models = self.metrics["models"].items()
         seconds: float = sum(one["device_seconds"] for name, one in models if _group(name) == group)
         return seconds / self.window
 
     def throughput(self, group: str) -> float:
-        """Requests answered within the window, per second."""
+        """Return the requests answered within the window, per second."""
         window = self.window
         ended = [one for one in self.sent(group) if one.outcome is Outcome.ANSWERED and one.ended <= window]
         return len(ended) / window
 
     def rows(self, *groups: str) -> float:
-        """Rows of an execution, on average."""
+        """Return the mean rows of an execution."""
         rows = [one.execute.rows for group in groups for one in self.executions(group)]
         return sum(rows) / len(rows)
 
@@ -138,7 +138,7 @@ def _rows(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a run; `better` is 1 if more of it is better, -1 if less is, 0 if neither."""
+    """Figure of a run; `better` is 1 if more is better, -1 if less is, 0 if neither."""
 
     title: str
     better: int
@@ -185,12 +185,12 @@ def scenario(name: str) -> Scenario:
 
 
 def runs(name: str) -> dict[str, Run]:
-    """A scenario under each scheduler."""
+    """Play a scenario under each scheduler."""
     return {discipline: Run(scenario(name), discipline) for discipline in STYLES}
 
 
 def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
-    """All of the page's, by name. `compared` is scenario -> scheduler -> run."""
+    """Return the page's tables by name. `compared` is scenario -> scheduler -> run."""
     return {
         **{name: table(_comparison(name, those)) for name, those in compared.items()},
         "cases": table(_cases()),
@@ -203,7 +203,7 @@ def table(rows: Iterator[Sequence[str]]) -> str:
 
 
 def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
-    """The best of each column in bold, the worst in italics."""
+    """Return the rows with the best of each column in bold, the worst in italics."""
     columns = COLUMNS[name]
     yield ("scheduler", *(column.title for column in columns))
     values = {key: [column.value(run) for column in columns] for key, run in those.items()}
@@ -221,7 +221,7 @@ def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
 
 
 def rewrite(page: str, made: Mapping[str, str]) -> str:
-    """The page with these tables in place of those it has.
+    """Return the page with these tables in place of its old ones.
 
     Raises:
         ValueError: the page has no place for one of them, or several.
@@ -239,7 +239,7 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Without matplotlib's version in it."""
+    """Save a figure without matplotlib's version in it."""
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
@@ -278,7 +278,7 @@ def _title(axes: Axes, title: str, x: str = "latency, ms", y: str = "answered wi
 
 
 def _cdf(axes: Axes, key: str, sent: Sequence[Sent]) -> None:
-    """Requests that were not answered are answered never: the curve ends below 100 %."""
+    """Draw the times of answers; refused requests have none, so that the curve ends below 100 %."""
     latencies = _latencies(sent)
     shares = 100 * np.arange(1, len(latencies) + 1) / len(sent)
     axes.plot(1e3 * np.array(latencies), shares, label=key, **STYLES[key])

@@ -16,7 +16,7 @@ SCENARIO = "fleet"
 
 
 class Comparison:
-    """A scenario of docs/scenarios in all modes of the gateway."""
+    """Play a scenario of docs/scenarios in all modes of the gateway."""
 
     def __init__(self, name: str) -> None:
         scenario = load_scenario(DOCS / "scenarios" / f"{name}.yaml")

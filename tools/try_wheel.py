@@ -1,4 +1,4 @@
-"""Builds the distributions and runs tests on what is in the wheel, with the source folders out of reach.
+"""Build the distributions and run tests on the wheel's files, with the source folders out of reach.
 
     python tools/try_wheel.py         # `make test-wheel`
 
@@ -20,7 +20,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: what the tests need beside the package
+#: packages that the tests need beside rsrv
 NEEDED = ("tests", "tools", "docs", "bundles/examples", "README.md", "CONTRIBUTING.md", "pyproject.toml")
 SOURCES: tuple[str, ...] = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
@@ -42,12 +42,12 @@ TESTS = (
     "tests/unit/wire",
     "tests/e2e/test_docs.py",
 )
-#: of the pages with commands only this one, whose reader starts with nothing
+#: the only page whose commands are run: its reader starts with nothing installed
 PAGE = "index.md"
 
 
 def main() -> int:
-    """Returns the exit status. The command line may name other tests, as pytest takes them."""
+    """Run the tests, or others that the command line names for pytest. Returns the exit status."""
     with tempfile.TemporaryDirectory(prefix="wheel-") as made:
         folder = Path(made)
         site = _environment(folder / "venv", _build(folder / "dist"))
@@ -56,11 +56,11 @@ def main() -> int:
             return 1
         for command in sorted((folder / "venv" / "bin").glob("rsrv*")):
             print(f"{command.name} --help: {_help(command):.2f} s in an empty environment", flush=True)
-        # A path file in a folder that such a file names is not read, and so not the one of an editable rsrv.
+        # Python reads no path file in a folder that a path file names, so the editable rsrv's has no effect.
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         tree = _tree(folder / "tree", site)
         python = str(folder / "venv" / "bin" / "python")
-        # The makers of the examples, which are in no wheel.
+        # The scripts of the examples, which are in no wheel.
         env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
         _run([python, "tools/local_triton.py", "install"], cwd=tree, env=env)
         tests = sys.argv[1:] or [*TESTS, "-k", f"not test_docs or {PAGE}"]
@@ -69,14 +69,14 @@ def main() -> int:
 
 
 def _build(folder: Path) -> Path:
-    """The wheel. It is built from the sdist, so both are whole."""
+    """Build the wheel from the sdist, which shows that both are complete."""
     _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)])
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def _environment(folder: Path, wheel: Path) -> Path:
-    """An environment with the wheel and nothing else; returns where its packages are."""
+    """Make an environment with the wheel alone; return the folder of its packages."""
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
@@ -86,7 +86,7 @@ def _environment(folder: Path, wheel: Path) -> Path:
 
 
 def _missing(site: Path) -> list[str]:
-    """What is in a source folder and is no package data of the wheel's."""
+    """Return the files of a source folder that the wheel lacks."""
     found = []
     for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*")):
@@ -98,7 +98,7 @@ def _missing(site: Path) -> list[str]:
 
 
 def _help(command: Path) -> float:
-    """Seconds that it takes. Raises CalledProcessError when it does not end well."""
+    """Run a command; return its seconds. Raises CalledProcessError if it fails."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     start = time.perf_counter()
     subprocess.run([str(command), "--help"], check=True, stdout=subprocess.DEVNULL, env=clean)
@@ -106,7 +106,7 @@ def _help(command: Path) -> float:
 
 
 def _tree(folder: Path, site: Path) -> Path:
-    """The tests where no source is, with what `make` has fetched and built."""
+    """Lay out the tests without sources, with the files that `make` has fetched and built."""
     for name in NEEDED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,12 +115,12 @@ def _tree(folder: Path, site: Path) -> Path:
         else:
             shutil.copy2(source, target)
     (folder / "build").symlink_to(ROOT / "build")
-    # All of tritonserver but the stubs' environment and the command, which know where they are.
+    # All of tritonserver except the stubs' environment and the command, which have absolute paths inside.
     (folder / ".triton").mkdir()
     shutil.copy2(ROOT / ".triton" / "stamp.json", folder / ".triton")
     for name in ("backends", "lib", "perf", "site"):
         (folder / ".triton" / name).symlink_to(ROOT / ".triton" / name)
-    # The tools look for parts of the package where the sources have them, and so do stubs.
+    # Tools and stubs look for parts of the package in the folders of the sources.
     for name in ("bundles/rsrv_bundle", "triton_backend/rsrv"):
         link = folder / name
         link.parent.mkdir(exist_ok=True)

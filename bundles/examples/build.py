@@ -99,8 +99,11 @@ def _word(name: str) -> str:
 
 
 def _source_digest(name: str) -> str:
-    """One hash over everything that decides a bundle's bytes: the maker's sources, the format package, the library for
-    hooks, with which training data is made, too, and versions. Raises PackageNotFoundError."""
+    """Return one hash over everything that decides a bundle's bytes. Raises PackageNotFoundError.
+
+    These are the maker's sources, the format package, the library for hooks, which makes training data, too, and
+    versions.
+    """
     word = _word(name)
     patterns = (f"{word}*.py", f"{word}/*.py", *_SOURCES.get(word, ()))
     sources = sorted(

@@ -49,7 +49,7 @@ def held_out() -> Scenes:
 
 
 def reference(inputs: Arrays) -> Arrays:
-    """What the bundle answers, from the networks in this process. Trains first, once per process."""
+    """Return the bundle's results, from the networks in this process. Trains first, once per process."""
     params = trained()
     networks = jax.jit(backbone), jax.jit(head)
     models: dict[str, Model] = {
@@ -60,7 +60,7 @@ def reference(inputs: Arrays) -> Arrays:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there. RuntimeError if training went badly."""
+    """Write the bundle `out_dir`, replacing an existing one. RuntimeError if training went badly."""
     unseen = held_out()
     recall, precision = recall_and_precision(unseen, reference({"image": unseen.images}))
     count = int((unseen.classes >= 0).sum())

@@ -15,7 +15,7 @@ BATCH_SIZES = (1, 4, 16, MOST_REGIONS)
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there. Trains both networks, once per process."""
+    """Write the bundle `out_dir`, replacing an existing one. Trains both networks, once per process."""
     export_bundle(
         head,
         trained()["head"],

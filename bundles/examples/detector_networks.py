@@ -1,4 +1,4 @@
-"""The detector's two networks: where something is, and what it is."""
+"""The detector's two networks: the first finds shapes, the second classifies them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ FEATURES = 24
 
 
 def backbone(params: Any, image: jax.Array) -> dict[str, jax.Array]:
-    """image: u8 [n, side, side, 3] -> objectness: logits [n, anchors], deltas: [n, anchors, 4], and
-    features: [n, side / 4, side / 4, channels]."""
+    """Find shapes: image: u8 [n, side, side, 3] -> objectness: logits [n, anchors], deltas: [n, anchors, 4], features.
+
+    features: [n, side / 4, side / 4, channels].
+    """
     x = jax.nn.relu(_convolution(params["conv1"], image.astype(jnp.float32) / 64 - 2, stride=2))
     x = _block(params["conv2"], x, stride=2)
     features = _block(params["conv3"], x)
@@ -24,8 +26,10 @@ def backbone(params: Any, image: jax.Array) -> dict[str, jax.Array]:
 
 
 def head(params: Any, crops: jax.Array) -> dict[str, jax.Array]:
-    """crops: f32 [n, POOLED, POOLED, channels] -> logits: [n, 1 + classes], the first for no shape, and
-    deltas: [n, 4]."""
+    """Classify: crops: f32 [n, POOLED, POOLED, channels] -> logits: [n, 1 + classes], deltas: [n, 4].
+
+    The first class is "no shape".
+    """
     x = crops.reshape(crops.shape[0], -1)
     x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
     x = x @ params["dense2"]["kernel"] + params["dense2"]["bias"]

@@ -40,8 +40,11 @@ LARGEST = 2
 
 
 def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
-    """image: u8 [n, side, side, 3] -> boxes: f32 [n, 16, 4], scores: f32 [n, 16], classes: i64 [n, 16] and
-    count: i64 [n, 1]. The best come first; behind `count` boxes there are zeros, and classes of -1."""
+    """Detect shapes: image: u8 [n, side, side, 3] -> boxes: f32 [n, 16, 4], scores: f32 [n, 16], classes, count.
+
+    classes: i64 [n, 16]; count: i64 [n, 1]. The best boxes come first; the rows after the first `count` are zeros, with
+    classes of -1.
+    """
     image = inputs["image"]
     side = image.shape[1]
     found = in_parts(call, "detector_backbone", "image", image, MOST_IMAGES)
@@ -72,7 +75,7 @@ def in_parts(call: Any, model: str, name: str, array: Array, most: int) -> dict[
 
 
 def propose(objectness: Array, deltas: Array, side: int) -> tuple[Array, Array]:
-    """objectness: logits [n, anchors], deltas: [n, anchors, 4] -> boxes [n, CANDIDATES, 4], and which to look at."""
+    """Choose boxes: objectness: logits [n, anchors], deltas: [n, anchors, 4] -> boxes [n, CANDIDATES, 4], and a mask."""
     objectness, order = top_k(objectness, CANDIDATES)
     deltas = np.take_along_axis(deltas, order[:, :, None], 1)
     boxes = clip(decode(anchors(side)[order], deltas, largest=LARGEST), side, side)
@@ -81,7 +84,7 @@ def propose(objectness: Array, deltas: Array, side: int) -> tuple[Array, Array]:
 
 
 def pool(features: Array, boxes: Array, owner: Array) -> Array:
-    """features [n, cells, cells, c] of images, read in boxes [m, 4] of those that own them: [m, POOLED, POOLED, c]."""
+    """Read the features [n, cells, cells, c] of images inside their boxes [m, 4]: [m, POOLED, POOLED, c]."""
     return roi_align(features, boxes, owner, size=(POOLED, POOLED), scale=1 / CELL, sampling=1, layout="nhwc")
 
 

@@ -1,4 +1,4 @@
-"""What the detector looks at: coloured squares, discs and triangles on noise, drawn by seed. Needs numpy only."""
+"""Scenes for the detector: coloured squares, discs and triangles on noise, drawn by seed. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ _COVERED = 0.25
 
 @dataclass(frozen=True)
 class Scenes:
-    """images: u8 [n, SIDE, SIDE, 3]; boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros
-    where there is no shape; classes: i64 [n, MOST_SHAPES], places in CLASSES, -1 where there is no shape; and of each
-    pixel the shape that it shows, i64 [n, SIDE, SIDE], 0 for none or 1 + its place in CLASSES."""
+    """Images with their shapes.
+
+    images: u8 [n, SIDE, SIDE, 3]. boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros without a
+    shape. classes: i64 [n, MOST_SHAPES], indices of CLASSES, -1 without a shape. And the shape of each pixel,
+    i64 [n, SIDE, SIDE], 0 for none or 1 + its index in CLASSES.
+    """
 
     images: Array
     boxes: Array
@@ -93,7 +96,7 @@ def _colour(rng: np.random.Generator, others: list[Array]) -> Array:
 
 
 def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
-    """bool [size, size]: the pixels of a shape that touches all four sides of its box."""
+    """Return the pixels, bool [size, size], of a shape that touches all four sides of its box."""
     # Pixel centres, from -1 to 1.
     y, x = np.mgrid[1 - size : size : 2, 1 - size : size : 2] / size
     match CLASSES[kind]:
@@ -107,7 +110,7 @@ def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
 
 
 def recall_and_precision(known: Scenes, found: Mapping[str, Array]) -> tuple[float, float]:
-    """The share of the shapes that were found, and of what was found that is right.
+    """Return the share of the shapes that were found, and the share of the found shapes that are right.
 
     found: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
     union with the shape is at least 0.5; a second box for the same shape is wrong.

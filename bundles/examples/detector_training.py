@@ -56,7 +56,7 @@ def trained() -> dict[str, Params]:
 
 
 def _initial() -> dict[str, Params]:
-    """Where training starts: random kernels, the same in every process."""
+    """Return the initial parameters: random kernels, the same in every process."""
     rng = np.random.default_rng(0)
 
     def layer(*shape: int, scale: float = 1.0) -> dict[str, Array]:
@@ -99,7 +99,7 @@ def _loss(
 
 
 def pool(features: Any, boxes: Any) -> Any:
-    """As `detector_run.pool`, of features [m, cells, cells, c] for each of the boxes [m, 4], and with a gradient.
+    """Pool as `detector_run.pool`, features [m, cells, cells, c] for each of the boxes [m, 4], with a gradient.
 
     A point has its share of each of the cells around it: bilinear interpolation, as two products of matrices.
     """
@@ -121,8 +121,11 @@ def _distance(found: Any, wanted: Any, counted: Any) -> Any:
 
 
 def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
-    """boxes: [n, k, 4] -> for each anchor 1 (a shape), 0 (none) or -1 (in between), f32 [n, anchors]; and the
-    deltas from it to its nearest shape, [n, anchors, 4]."""
+    """Return the targets of the anchors for boxes: [n, k, 4].
+
+    For each anchor 1 (a shape), 0 (none) or -1 (in between), f32 [n, anchors]; and the deltas from it to its nearest
+    shape, [n, anchors, 4].
+    """
     own = anchors(SIDE)
     overlap = iou(own, boxes)
     best = overlap.max(-1)
@@ -135,8 +138,10 @@ def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
 
 
 def _regions(rng: np.random.Generator, boxes: Array, classes: Array) -> tuple[Array, Array, Array]:
-    """What the head learns from: regions [n, r, 4] on, beside and far from the shapes, 1 + the class of what is
-    there or 0 for nothing, and the deltas to it."""
+    """Return training data of the head: regions [n, r, 4] on, beside and far from the shapes, classes and deltas.
+
+    A region's class is 1 + that of its shape, or 0 for no shape.
+    """
     near = np.array([True] * _NEAR + [False] * (_BESIDE + _ANYWHERE))
     shape = np.array([*range(_NEAR), *range(_BESIDE), *[-1] * _ANYWHERE])
     size = rng.uniform(10, 40, (len(boxes), len(shape), 1)).astype(np.float32)

@@ -45,7 +45,7 @@ def data() -> tuple[Array, Array, Array, Array]:
 
 
 def held_out() -> tuple[Array, Array]:
-    """What the network has not seen: images f32 [n, 8, 8, 1], from 0 to 1, and labels i64 [n]."""
+    """Return held-out images, f32 [n, 8, 8, 1], from 0 to 1, and labels, i64 [n]."""
     _, _, images, labels = data()
     return images, labels
 
@@ -140,7 +140,7 @@ def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict
 
 
 def make(out_dir: Path) -> None:
-    """Train, and write the bundle `out_dir`, replacing one that is there. RuntimeError if training went badly."""
+    """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if training went badly."""
     images, labels = held_out()
     accuracy = float((reference({"image": images})["class"][:, 0] == labels).mean())
     print(f"digits: {accuracy:.1%} of {len(labels)} held-out images are right", flush=True)

@@ -11,7 +11,7 @@ from rsrv_bundle.meta import write_meta_bundle
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     write_meta_bundle(
         # By its place: where bundles are built, the tokeniser that it imports need not be installed.
         Path(__file__).with_name("minilm_run.py"),

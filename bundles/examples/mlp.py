@@ -1,4 +1,4 @@
-"""mlp: two dense layers, 256 -> 256 -> 10, with random weights. Small enough that everything but it shows."""
+"""mlp: two dense layers, 256 -> 256 -> 10, with random weights. Small, so that the costs of serving show."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     export_bundle(
         apply,
         params(),

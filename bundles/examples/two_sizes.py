@@ -48,7 +48,7 @@ def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     export_bundle(
         apply,
         params(),

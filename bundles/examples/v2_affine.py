@@ -88,7 +88,7 @@ def _weights() -> bytes:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     with tempfile.TemporaryDirectory(prefix=".v2-", dir=out_dir.parent) as scratch:
         work = Path(scratch, out_dir.name)
         work.mkdir()

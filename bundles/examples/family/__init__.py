@@ -74,7 +74,7 @@ def reference(inputs: Mapping[str, Array], params: Any) -> dict[str, Array]:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, one of `TASKS`, replacing one that is there. RuntimeError if training went badly."""
+    """Write the bundle `out_dir`, one of `TASKS`, replacing an existing one. RuntimeError if training went badly."""
     name = out_dir.name
     images, wanted = held_out(name)
     accuracy = float((reference({"image": images}, trained()[name])["logits"].argmax(1) == wanted).mean())

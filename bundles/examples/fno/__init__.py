@@ -47,7 +47,7 @@ def reference(inputs: Mapping[str, Array], weights: Any = None) -> dict[str, Arr
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, fno_f32 or fno_f64, replacing one that is there. RuntimeError if training went badly."""
+    """Write the bundle `out_dir`, fno_f32 or fno_f64, replacing an existing one. RuntimeError if training went badly."""
     unseen, wanted = held_out()
     error = mean_error(reference({"start": unseen.astype(np.float32)})["end"], wanted)
     print(f"{out_dir.name}: {error:.2%} from the solver on average, on held-out starts", flush=True)

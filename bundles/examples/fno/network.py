@@ -78,7 +78,7 @@ def trained() -> Params:
 
 
 def initial() -> Params:
-    """Where training starts: random weights, f32, the same in every process."""
+    """Return the initial weights: random, f32, the same in every process."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float) -> Array:

@@ -38,7 +38,7 @@ def reference(inputs: Mapping[str, Array], network: UNet | None = None) -> dict[
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there. RuntimeError if training went badly."""
+    """Write the bundle `out_dir`, replacing an existing one. RuntimeError if training went badly."""
     known = held_out()
     found = overlap(np.asarray(jax.jit(jax.vmap(trained()))(known.images)), known)
     print(f"unet: intersection over union {found:.2f} on {len(known.images)} held-out images", flush=True)

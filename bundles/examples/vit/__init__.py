@@ -26,7 +26,7 @@ def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def make(out_dir: Path) -> None:
-    """Write the bundle `out_dir`, replacing one that is there."""
+    """Write the bundle `out_dir`, replacing an existing one."""
     export_nnx(
         source(),
         {"image": np.zeros((1, SIDE, SIDE, 3), np.float32)},

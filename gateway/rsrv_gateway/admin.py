@@ -1,4 +1,4 @@
-"""HTTP for whoever watches: /metrics of the gateway and all workers in one, the live page, /healthz and /readyz."""
+"""HTTP for operators: /metrics of the gateway and all workers, the live page, /healthz and /readyz."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from rsrv_gateway.live import Workers
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds that a worker may take for its metrics: Prometheus itself waits ten by default
-_PATIENCE = 2.0
-#: workers that are asked at a time
-_AT_ONCE = 64
+#: seconds for a worker's metrics; Prometheus itself waits ten by default
+_SCRAPE_TIMEOUT_S = 2.0
+#: workers scraped at a time
+_SCRAPES_MAX = 64
 
 
 class Admin:
     def __init__(self, gateway: GatewayLoop, token: bytes | None = None) -> None:
-        """`token`: who sends it may steer from the live page; None: nobody may."""
+        """`token` authorises changes from the live page; None: the page is read-only."""
         self._gateway = gateway
         app = web.Application()
         app.add_routes(
@@ -38,15 +38,15 @@ class Admin:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         self._session: ClientSession | None = None
-        self._leavers = metrics.DepartedWorkers()
-        self._slots = asyncio.Semaphore(_AT_ONCE)
-        #: that it listens on
+        self._departed = metrics.DepartedWorkers()
+        self._slots = asyncio.Semaphore(_SCRAPES_MAX)
+        #: the port that it listens on
         self.port = 0
 
     async def start(self, address: str) -> None:
-        """Raises ListenError."""
+        """Listen on `address`. Raises ListenError."""
         await self._runner.setup()
-        self._session = ClientSession(timeout=ClientTimeout(total=_PATIENCE), trust_env=False)
+        self._session = ClientSession(timeout=ClientTimeout(total=_SCRAPE_TIMEOUT_S), trust_env=False)
         try:
             where = parse_address(address, any_host=True, any_port=True)
             site = web.TCPSite(self._runner, where.host or None, where.port, reuse_address=True)
@@ -74,18 +74,18 @@ class Admin:
         texts = await self._scrape()
         views = gateway.probes.views()
         own = metrics.expose(
-            self._leavers.without(gateway.plane.counts(), views, gateway.clock()),
+            self._departed.without(gateway.proxy.counts(), views, gateway.clock()),
             views,
             await gateway.status(),
             {name: None not in pages for name, pages in texts.items()},
         )
         found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
-        # Of hundreds of workers that takes longer than requests should wait.
+        # With hundreds of workers it takes longer than requests should wait.
         merged = await asyncio.to_thread(metrics.merge, own, found)
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
-        """The pages of each worker that has any, Triton's and rsrv's; None: there was nothing in time."""
+        """Return the pages of each worker that has any, Triton's and rsrv's; None for a page that did not come in time."""
         probes = self._gateway.probes
         views, workers = probes.views(), probes.workers().values()
         found = {worker.name: worker for worker in workers if worker.metrics or worker.control}
@@ -101,7 +101,7 @@ class Admin:
                 self._gateway.probes.metrics(worker.name) if worker.control else _nothing(),
             )
         if tritons is not None and ours is not None:
-            # What models show there is in ours, and would count twice.
+            # Figures of models are in rsrv's page already, and would count twice.
             tritons = _without_ours(tritons)
         return [*([tritons] if worker.metrics else ()), *([ours] if worker.control else ())]
 
@@ -109,7 +109,7 @@ class Admin:
         assert self._session is not None
         try:
             async with self._session.get(f"http://{address}/metrics") as response:
-                # What is between may have a page of its own for a worker that is not there.
+                # A proxy in between may answer with a page of its own for an absent worker.
                 wrong = response.status != 200 or response.content_type == "text/html"
                 return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
@@ -121,6 +121,6 @@ async def _nothing() -> None:
 
 
 def _without_ours(text: str) -> str:
-    """Triton's own families."""
+    """Return only Triton's own families."""
     ours = ("rsrv_", "# HELP rsrv_", "# TYPE rsrv_")
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))

@@ -1,4 +1,4 @@
-"""BRAIN"""
+"""The gateway's loop: probes become a routing table for the proxy, and actions on the workers' weights."""
 
 import asyncio
 import logging
@@ -19,25 +19,25 @@ from rsrv_gateway.traffic import Traffic
 
 
 class Proxy:
-    """The brain tells it where requests go, and it tells the brain what it meets."""
+    """Forwards requests between clients and workers, over gRPC and HTTP, by the table of the gateway's loop."""
 
     def __init__(self, settings: GatewaySection, brain: Brain) -> None:
-        """Raises ListenError, CredentialsError."""
+        """Prepare both protocols. Raises ListenError, CredentialsError."""
         self._traffic = Traffic(settings.mode, brain)
         self.grpc = GrpcProxy(settings, ChannelFactory(settings), self._traffic)
         self.http = HttpProxy(settings, self._traffic)
 
     async def start(self) -> None:
-        """Listens from now on. Raises ListenError where it cannot: the message says which setting is wrong."""
+        """Listen from now on. Raises ListenError, whose message names the setting."""
         await self.grpc.start()
         await self.http.start()
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
-        """What holds from now on, whole: it replaces what held before. May be called before `start`.
+        """Replace the workers and the table. May be called before `start`.
 
-        `workers` are those that answer, by name, and all that `table` names are among them. Nothing new goes to one that
-        is not there any more; its requests under way may end. A model with empty `ready` is known, and nobody serves it
-        at the moment: UNAVAILABLE. One that is not in the table is not known: `Brain.refresh`, then NOT_FOUND.
+        `workers` are those that answer, by name, including all in `table`. A worker that is absent gets no
+        new requests; its requests in flight may end. A model with empty `ready` is known and not served:
+        UNAVAILABLE. A model that is not in the table is unknown: `Brain.refresh`, then NOT_FOUND.
         """
         self.grpc.apply(workers)
         self.http.apply(workers)
@@ -47,13 +47,13 @@ class Proxy:
         return self._traffic.counts()
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests with UNAVAILABLE, and returns when those under way have ended, or after `seconds`."""
+        """Refuse new requests with UNAVAILABLE, and return when those in flight have ended, or after `seconds`."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.http.drain(seconds))
             await self.grpc.drain(seconds)
 
     async def stop(self) -> None:
-        """Ends what is still under way, and frees all. Without effect the second time."""
+        """End all requests in flight and free all resources. Without effect the second time."""
         await asyncio.gather(self.grpc.stop(), self.http.stop())
 
 
@@ -61,31 +61,34 @@ log = logging.getLogger("rsrv.gateway")
 
 T = TypeVar("T")
 
-#: seconds between two refreshes that requests for unknown models ask for
-_LEAST_PAUSE = 1.0
+#: least seconds between two refreshes for unknown models
+_REFRESH_MIN_S = 1.0
 
 
 class GatewayLoop:
-    """All on one event loop, but for the planner's looks. What a plane may ask for is in `contract.Brain`."""
+    """Owner of the gateway's state. All methods run on one event loop; only the planner's looks run in threads."""
 
     def __init__(
         self,
         members: Members,
         probes: Callable[[Callable[[], None]], Probes],
         planner: Planner,
-        make_plane: Callable[["GatewayLoop"], Proxy],
+        make_proxy: Callable[["GatewayLoop"], Proxy],
         *,
         pause: float,
         drain: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`probes` gets what they are to call when they see something new. `pause`: seconds between two rounds at most;
-        `drain`: seconds that requests under way have when it ends."""
+        """Create the parts without starting them.
+
+        `probes` receives the callback for new views. `pause`: greatest number of seconds between two rounds.
+        `drain`: seconds for the requests in flight at the end.
+        """
         self._stirred = asyncio.Event()
         self.members = members
         self.probes = probes(self._stirred.set)
         self.planner = planner
-        self.plane = make_plane(self)
+        self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
         self._pause = pause
         self._drain = drain
@@ -95,57 +98,57 @@ class GatewayLoop:
         self._rounding: set[asyncio.Task[None]] = set()
         self._applied: tuple[Mapping[str, Worker], Table] | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._refreshed = -_LEAST_PAUSE
+        self._refreshed = -_REFRESH_MIN_S
         self._serving = False
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken, and some worker answers them."""
+        """True while requests are accepted and some worker answers them."""
         return not self.unready
 
     @property
     def unready(self) -> str:
-        """Why it is not ready; empty: it is."""
+        """Reason why it is not ready; empty: it is ready."""
         if not self._serving:
-            return "the gateway starts or ends"
+            return "the gateway is starting or ending"
         if not any(view.alive for view in self.probes.views().values()):
             return "no worker answers"
         return ""
 
     @property
     def table(self) -> Table:
-        """As the plane has it."""
+        """The table that the proxy uses."""
         return {} if self._applied is None else self._applied[1]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop`, and ends gracefully. Raises ListenError, and whatever else ends the plane."""
+        """Serve until `stop`, and end gracefully. Raises ListenError and other errors of the proxy."""
         try:
             await self.members.look()
             self.probes.watch(self.members.workers())
             await self.probes.look()
             await self.round()
-            await self.plane.start()
+            await self.proxy.start()
             self._serving = True
             await self._serve(stop)
             self._serving = False
-            log.info("ending; requests under way have %g s", self._drain)
-            await self.plane.drain(self._drain)
+            log.info("ending; requests in flight have %g s", self._drain)
+            await self.proxy.drain(self._drain)
         finally:
             self._serving = False
             await asyncio.gather(*self._rounding)
-            await self.plane.stop()
+            await self.proxy.stop()
             await self._errands.close()
             await self.probes.close()
 
     async def round(self) -> None:
-        """Plan by what is seen now, and have it carried out. A caller that gives up does not end it in the middle."""
+        """Plan by the current views, and apply the plan. A cancelled caller does not interrupt it."""
         task = asyncio.create_task(self._round())
         self._rounding.add(task)
         task.add_done_callback(self._rounding.discard)
         await asyncio.shield(task)
 
     async def steer(self, change: Callable[[Planner], T]) -> T:
-        """Change the planner's settings between two of its looks, and plan anew. Raises what `change` raises."""
+        """Change the planner's settings between two looks, and plan again. Raises the errors of `change`."""
         async with self._round_lock:
             answer = change(self.planner)
         await self.round()
@@ -155,15 +158,15 @@ class GatewayLoop:
         async with self._round_lock:
             views, workers = self.probes.views(), self.probes.workers()
             try:
-                # Of a large fleet it takes longer than requests should wait.
+                # For a large fleet a look takes longer than requests should wait.
                 plan = await asyncio.to_thread(self.planner.look, views, self.clock())
                 alive = {name: worker for name, worker in workers.items() if views[name].alive}
                 if self._applied != (alive, plan.table):
-                    await self.plane.apply(alive, plan.table)
+                    await self.proxy.apply(alive, plan.table)
                     self._applied = alive, plan.table
             except Exception:
-                # What held before is better than nothing, and the next round tries again.
-                log.exception("the table could not be changed")
+                # The last table remains in use, and the next round tries again.
+                log.exception("the table was not updated; the last one stays")
                 return
             for step in plan.steps:
                 self._errands.send(step.act, step.worker, step.model)
@@ -176,7 +179,7 @@ class GatewayLoop:
             return await asyncio.to_thread(self.planner.status)
 
     async def next_round(self) -> None:
-        """Returns after the next one that was carried out."""
+        """Return after the next complete round."""
         await self._rounded.wait()
 
     def failed(self, worker: str) -> None:
@@ -186,10 +189,10 @@ class GatewayLoop:
         if sure and self._refreshing is not None:
             await asyncio.shield(self._refreshing)
         if self._refreshing is None:
-            if not sure and self.clock() - self._refreshed < _LEAST_PAUSE:
+            if not sure and self.clock() - self._refreshed < _REFRESH_MIN_S:
                 return
             self._refreshing = asyncio.create_task(self._refresh())
-        # A client that gives up does not end what the others wait for.
+        # A cancelled client does not end the refresh for the others.
         await asyncio.shield(self._refreshing)
 
     async def _refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""The command `rsrv-gateway`. Light until it knows what it is to do."""
+"""Command `rsrv-gateway`. Imports nothing heavy before the arguments are parsed."""
 
 import argparse
 import os
@@ -12,9 +12,9 @@ Exit status: 0 after SIGTERM or SIGINT; 1 when it cannot listen or go on; 2 for 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT. Requests under way then have gateway.drain_s; a second signal ends them."""
+    """Serve until SIGTERM or SIGINT. Requests in flight then have gateway.drain_s; a second signal ends them."""
     options = parser().parse_args(argv)
-    # gRPC's own complaints are about peers that leave.
+    # gRPC logs an error for every peer that leaves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 

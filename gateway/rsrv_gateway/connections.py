@@ -1,4 +1,4 @@
-"""Connections of the gateway: to workers over gRPC, and what clients must show to get in."""
+"""Connections to workers over gRPC, and the credentials of workers and clients."""
 
 import asyncio
 import re
@@ -20,31 +20,32 @@ from rsrv.tokens import bears, read_token
 from rsrv_gateway.outcomes import Metadata, Refusal
 
 _OPTIONS: Sequence[tuple[str, int]] = (
-    # A proxy is for the world outside.
+    # Proxies are for connections to other networks.
     ("grpc.enable_http_proxy", 0),
-    # A worker that comes back is to be found soon.
+    # A worker that returns must be found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Else channels to one address share a connection, and closing one that hangs would bring back the same.
+    # Otherwise channels to one address share a connection, and closing one that hangs would return the same
+    # one.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class CredentialsError(Exception):
-    """A file that the settings name cannot be used; the message says which."""
+    """A file named by the settings cannot be used; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlClient:
-    """A worker's control service, and what every call of it takes along."""
+    """Stub of a worker's control service, and the metadata of every call."""
 
     stub: Any
     metadata: tuple[tuple[str, str], ...]
 
 
 class ChannelFactory:
-    """Opens channels; the files are read once. Raises CredentialsError."""
+    """Opens channels; the credentials are read once. Raises CredentialsError."""
 
     def __init__(self, section: GatewaySection) -> None:
         ca, certificate, key = (
@@ -55,12 +56,12 @@ class ChannelFactory:
                 ("worker_key", section.worker_key),
             )
         )
-        # gRPC would say nothing of files that it cannot use, and take public authorities where there are none in one.
+        # gRPC reports no unusable files, and uses public authorities if a file contains none.
         worker_tls(section)
-        # It wants the pair in this order.
+        # gRPC expects the pair in this order.
         self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca, key, certificate)
         token = section.worker_token_file
-        #: of calls to control services
+        #: metadata of calls to control services
         self.metadata: tuple[tuple[str, str], ...] = ()
         if token is not None:
             secret = _read_worker_file("worker_token_file", token).decode("utf-8", "replace").strip()
@@ -69,7 +70,7 @@ class ChannelFactory:
                     f"gateway.worker_token_file: {token} holds no token: one line of ASCII"
                 )
             self.metadata = (("authorization", f"Bearer {secret}"),)
-        #: of what only operators may ask of the workers' Tritons; a client's calls go without
+        #: metadata of the gateway's own calls to restricted repositories; clients' calls go without
         self.repository_metadata: tuple[tuple[str, str], ...] = ()
         if section.worker_repository_key is not None and section.worker_repository_value_file is not None:
             try:
@@ -86,7 +87,7 @@ class ChannelFactory:
         ]
 
     def open(self, address: str, *options: tuple[str, int]) -> Any:
-        """A channel of grpc.aio, with more of gRPC's options. A Unix socket is of this machine and needs no TLS."""
+        """Open a channel of grpc.aio with additional options. A Unix socket is local and needs no TLS."""
         all_options = [*self._options, *options]
         if self._credentials is None or address.startswith("unix:"):
             return grpc.aio.insecure_channel(address, all_options)
@@ -94,7 +95,7 @@ class ChannelFactory:
 
 
 def worker_tls(section: GatewaySection) -> ssl.SSLContext | None:
-    """For HTTP; None: without TLS. Raises CredentialsError."""
+    """Return the TLS context for HTTP to workers; None: without TLS. Raises CredentialsError."""
     if section.worker_ca is None:
         return None
     try:
@@ -115,39 +116,44 @@ def _read_worker_file(key: str, path: Path) -> bytes:
 
 SERVICE = "/inference.GRPCInferenceService/"
 
-#: Pings of a worker that owes answers. A server counts those that come sooner than every 300 s (tritonserver's default),
-#: and after two of them it hangs up. What a silent peer does not acknowledge ends its connection much sooner, after the
-#: timeout.
+#: Pings to a worker that owes answers. tritonserver's default counts pings sooner than every 300 s, and hangs
+#: up after two of them. A silent peer that acknowledges nothing loses its connection after the timeout.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # The settings say where workers are: no TXT record has a say.
+    # The settings name the workers; TXT records are ignored.
     ("grpc.service_config_disable_resolution", 1),
 )
 
-#: seconds for which a connection that was suspected once is believed in
-_RENEWAL_S = 5.0
+#: seconds for which a renewed connection is not suspected again
+_RENEW_MIN_S = 5.0
 
 
 class WorkerConnection:
-    """One connection."""
+    """One connection to a worker."""
 
     __slots__ = ("answers", "channel", "infer", "stream")
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        #: calls that the worker itself has ended, and messages of its streams
+        #: calls that the worker has ended, and messages of its streams
         self.answers = 0
         self.infer = channel.unary_unary(SERVICE + "ModelInfer")
         self.stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
 
 
 class WorkerChannels:
-    """The connections to one worker, which are made when they are first used. One event loop owns them."""
+    """The connections to one worker, made on first use. One event loop owns them.
+
+    Several connections are used, so that one connection's flow control does not hold back all requests. Each
+    channel is a connection of its own (`ChannelFactory` opens them so), and a new channel is a new
+    connection: that helps when the old one is half open, because the worker's machine has failed without
+    closing it.
+    """
 
     def __init__(self, address: str, contacts: ChannelFactory, number: int) -> None:
-        """Of `number` connections."""
+        """Open `number` channels."""
         self._address = address
         self._contacts = contacts
         self._links = [self._open() for _ in range(number)]
@@ -156,19 +162,20 @@ class WorkerChannels:
         self._retiring: dict[asyncio.Task[None], WorkerConnection] = {}
 
     def link(self) -> WorkerConnection:
-        """Each in turn."""
+        """Return the connections in turn."""
         links = self._links
         return links[next(self._turns) % len(links)]
 
     def unanswered(self, link: WorkerConnection, answers: int, now: float) -> bool:
-        """A call has waited in vain; `answers` is what the link had when it began, `now` seconds of any one clock.
+        """Report a call that timed out. Return true if its connection is replaced now.
 
-        If none was answered meanwhile, the connection may be half open: the next calls get another one, those under way
-        go on. Whether that is done now.
+        `answers` is the connection's count when the call began, `now` is in seconds of a monotonic clock. If
+        no call was answered since, the connection may be half open: the next calls use a new one, and calls
+        in flight continue.
         """
         if link.answers != answers or link not in self._links:
             return False
-        if self._renewed_at is not None and now - self._renewed_at < _RENEWAL_S:
+        if self._renewed_at is not None and now - self._renewed_at < _RENEW_MIN_S:
             return False
         self._renewed_at = now
         self._links[self._links.index(link)] = self._open()
@@ -176,12 +183,12 @@ class WorkerChannels:
         return True
 
     def retire(self) -> None:
-        """No new calls come. Those under way go on, however long: a worker may be away for one probe only."""
+        """Accept no new calls. Calls in flight continue, however long: a worker may be away for one probe only."""
         for link in self._links:
             self._retire(link)
 
     async def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancel all calls."""
         retiring = dict(self._retiring)
         for task in retiring:
             task.cancel()
@@ -193,17 +200,17 @@ class WorkerChannels:
         return WorkerConnection(self._contacts.open(self._address, *_KEEPALIVE))
 
     def _retire(self, link: WorkerConnection) -> None:
-        """It is closed when its calls have ended. Their deadlines end them, or keepalive does where the peer is gone."""
+        """Close a connection after its calls. Their deadlines end them, or keepalive if the peer is gone."""
         task = asyncio.get_running_loop().create_task(link.channel.close(inf))
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
 
 
-#: seconds; gRPC tells a server of no more, and takes a lot more, which some clients send for no deadline, for none at all
-_LONGEST = 27_000 * 3600.0
+#: Seconds. gRPC transmits no longer deadlines; some clients send longer ones for no deadline.
+_DEADLINE_MAX_S = 27_000 * 3600.0
 
-#: What gRPC says of a connection that broke under a call, in this version and in earlier ones; one that could not be made
-#: is something else.
+#: gRPC's messages for a connection that broke during a call, in this version and in earlier ones; connections
+#: that could not be made have others.
 _LOST = re.compile(
     "Stream removed|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:|keepalive |ping "
 )
@@ -216,7 +223,7 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """What may be passed on: gRPC receives bytes in texts that it does not send."""
+    """Return the metadata that gRPC can send: it receives bytes in texts that it refuses to send."""
     return tuple(
         [
             pair
@@ -227,24 +234,24 @@ def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
 
 
 def time_left(context: Any) -> float | None:
-    """Seconds until the client's deadline; None: it has set none."""
+    """Return the seconds until the client's deadline; None: no deadline."""
     left: float | None = context.time_remaining()
-    return None if left is None else min(left, _LONGEST)
+    return None if left is None else min(left, _DEADLINE_MAX_S)
 
 
 def gone(worker: str) -> Refusal:
-    """The gateway itself has given up the worker's connections."""
+    """Return the refusal for a worker whose connections were closed by the gateway."""
     return Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker} has gone")
 
 
 def is_cancelled() -> bool:
-    """After a CancelledError: whether this task was cancelled, as when the client has gone, and not the worker's channel closed."""
+    """Return true, after a CancelledError, if this task was cancelled, and not the worker's channel closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def refuse(context: Any, refusal: Refusal) -> NoReturn:
-    """Ends a client's call."""
+    """End a client's call with the refusal."""
     await context.abort(refusal.for_client(), refusal.message, tuple(refusal.trailing))
     raise AssertionError("abort returned")
 
@@ -276,7 +283,7 @@ def open_ports(settings: GatewaySection) -> list[str]:
 
 
 def server_credentials(settings: GatewaySection) -> Any:
-    """grpc.ServerCredentials, or None without TLS. Raises ListenError."""
+    """Return grpc.ServerCredentials; None: without TLS. Raises ListenError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     pair = (
@@ -286,13 +293,13 @@ def server_credentials(settings: GatewaySection) -> Any:
     clients = (
         None if settings.tls_client_ca is None else _read_server_file("tls_client_ca", settings.tls_client_ca)
     )
-    # gRPC only says that it cannot listen, and not even that where a file has no authorities.
+    # gRPC's own error says only that it cannot listen, and a CA file without certificates is no error to it.
     server_tls(settings)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 
 def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
-    """For HTTP; None: without TLS. Raises ListenError."""
+    """Return the TLS context for HTTP clients; None: without TLS. Raises ListenError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -308,10 +315,10 @@ def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
 
 
 class Token:
-    """The secret that clients must send, if there is one."""
+    """The secret that clients must send, if one is configured."""
 
     def __init__(self, settings: GatewaySection) -> None:
-        """Raises ListenError."""
+        """Read the file. Raises ListenError."""
         self._token: bytes | None = None
         if settings.token_file is None:
             return
@@ -325,7 +332,7 @@ class Token:
         return self._token is not None
 
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
-        """`headers` are a request's, with names in lower case."""
+        """Return true if a request with these headers (names in lower case) is admitted."""
         if self._token is None:
             return True
         return bears(next((value for name, value in headers if name == "authorization"), ""), self._token)

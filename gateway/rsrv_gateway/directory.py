@@ -1,4 +1,4 @@
-"""The private directory of a running gateway, which has the socket of its control service."""
+"""Private directory of a running gateway, with the socket of its control service."""
 
 import os
 import shutil
@@ -9,16 +9,17 @@ from rsrv.wire.paths import CONTROL_SOCKET, base_directory, hold, make_private, 
 
 
 class Directory:
-    """Of this process, empty, with mode 0700, until it is closed."""
+    """Directory of this process, with mode 0700, which exists until `close`."""
 
     def __init__(self) -> None:
-        """Removes what dead gateways left. Raises RuntimeDirectoryError, OSError."""
+        """Remove the directories of dead gateways, and create one. Raises RuntimeDirectoryError, OSError."""
         base = base_directory()
         make_private(base)
         _sweep(base)
         self.path = base / f"gateway-{os.getpid()}-{start_time(os.getpid())}"
         make_private(self.path)
-        #: others that share `base` do not know our pid, and take a directory that nobody holds for one of the dead
+        #: in another PID namespace our pid means nothing: a directory that no process holds counts as dead
+        #: there
         self._held = hold(self.path)
 
     def close(self) -> None:
@@ -28,7 +29,7 @@ class Directory:
 
 
 def address(pid: int | None) -> str:
-    """RSRV_GATEWAY_ADDRESS, or where the one gateway of this user listens: of this pid, if one is given. Raises NotFound."""
+    """Return RSRV_GATEWAY_ADDRESS, or the address of this user's only gateway, or of the one with this pid. Raises NotFound."""
     chosen = os.environ.get("RSRV_GATEWAY_ADDRESS")
     if chosen and pid is None:
         return chosen
@@ -38,8 +39,10 @@ def address(pid: int | None) -> str:
     }
     found = {one: path for one, path in running.items() if pid in (None, one)}
     if not found:
-        who = "no gateway of yours" if pid is None else f"no gateway {pid} of yours"
-        raise NotFound(f"{who} runs here (looked in {base}; --address and RSRV_RUNTIME_DIR say where else)")
+        missing = "no gateway of yours" if pid is None else f"no gateway {pid} of yours"
+        raise NotFound(
+            f"{missing} runs here (looked in {base}; --address and RSRV_RUNTIME_DIR say where else)"
+        )
     if len(found) > 1:
         raise NotFound(
             f"several gateways run here, choose one: {', '.join(f'--pid {one}' for one in sorted(found))}"
@@ -48,7 +51,7 @@ def address(pid: int | None) -> str:
 
 
 def _alive(path: Path) -> int:
-    """The pid of the gateway whose directory it is; 0: it is gone."""
+    """Return the pid of the directory's gateway; 0: it has ended."""
     _, pid, started = path.name.split("-")
     lives = pid.isdigit() and started.isdigit() and start_time(int(pid)) == int(started)
     return int(pid) if lives else 0
@@ -61,7 +64,7 @@ def _sweep(base: Path) -> None:
         try:
             held = hold(path)
         except OSError:
-            continue  # somebody else removes it
+            continue  # another process removes it
         if held is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(held)

@@ -1,4 +1,8 @@
-"""FANOUT"""
+"""Calls to several workers, in turn or at once, and their answers merged into one.
+
+An answer of one worker is a message of `service_pb2`, or a refusal. Where any worker's answer suffices,
+unavailable workers are left out; where all workers must do something, they are not.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -9,12 +13,12 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.routing import Choice
-from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, no_worker
+from rsrv_gateway.outcomes import CONNECTION_LOSSES_MAX, Refusal, no_worker
 from rsrv_gateway.traffic import Traffic
 
 T = TypeVar("T")
 
-#: asks one worker, by name
+#: calls one worker, by name
 Ask = Callable[[str], Awaitable[T | Refusal]]
 
 
@@ -25,16 +29,16 @@ async def fail_over(
     ask: Callable[[str, float], Awaitable[T | Refusal]],
     deadline: float,
 ) -> T | Refusal:
-    """After the chosen worker's refusal: the answer of the first that may answer instead, and does.
+    """Return the first answer of the other workers after the chosen one has refused.
 
-    `ask` is told the seconds that are left; `deadline` is by `monotonic`.
+    `ask` receives the remaining seconds; `deadline` is in seconds of `monotonic`.
     """
     losses = int(refusal.lost)
     for worker in choice.others:
         left = deadline - monotonic()
-        if left <= 0 or losses == MOST_LOSSES:
+        if left <= 0 or losses == CONNECTION_LOSSES_MAX:
             break
-        traffic.moved(choice.worker)
+        traffic.count_failover(choice.worker)
         traffic.router.move(choice, worker)
         answer = await ask(worker, left)
         if not isinstance(answer, Refusal):
@@ -49,7 +53,7 @@ async def fail_over(
 async def first(
     workers: Iterable[str], ask: Ask[T], wanted: Callable[[T], bool] | None = None
 ) -> T | Refusal:
-    """The first answer, or the first that is wanted; else the last."""
+    """Return the first answer, or the first wanted one; else the last."""
     answer: T | Refusal | None = None
     for worker in list(workers):
         last = await ask(worker)
@@ -66,7 +70,7 @@ async def first(
 
 
 async def ask_all(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refusal]:
-    """At the same time; by worker, in the order of their names."""
+    """Call all workers at once; return their answers by worker, sorted by name."""
     asked = sorted(workers)
     answers = await asyncio.gather(*[ask(worker) for worker in asked])
     return dict(zip(asked, answers, strict=True))
@@ -74,33 +78,33 @@ async def ask_all(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refusal]
 
 Answer = Any | Refusal
 Answers = Mapping[str, Answer]
-#: of one RPC: the answers, by worker -> the answer
+#: merges the workers' answers of one RPC
 Merge = Callable[[Answers], Answer]
 
-#: of a model in a repository index: the first one that a worker reports is the gateway's
+#: states of a model in a repository index, in order of precedence
 _STATES = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE", "UNKNOWN")
 
-#: by which tritonserver refuses statistics of a model that it has not
+#: tritonserver's codes for statistics of an unknown model
 _UNKNOWN = (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT)
 
 
 def all_succeeded(answers: Answers) -> Answer:
-    """The first answer, if no worker refused."""
+    """Return the first answer if no worker refused."""
     return _first_refusal(answers) or _only(answers)
 
 
 def merge_statistics(answers: Answers) -> Answer:
-    """ModelStatistics: sums by model and version. A model may be on some of the workers only."""
-    return _heard(_without(answers, _UNKNOWN), _sum_statistics)
+    """Merge ModelStatistics: sums by model and version. A model may be on some of the workers only."""
+    return _merge_available(_without(answers, _UNKNOWN), _sum_statistics)
 
 
 def merge_index(answers: Answers) -> Answer:
-    """RepositoryIndex: a model is ready if it is ready anywhere."""
-    return _heard(answers, _merge_index)
+    """Merge RepositoryIndex: a model is ready if it is ready on any worker."""
+    return _merge_available(answers, _merge_index)
 
 
-def _heard(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answer:
-    """Merged without the workers that are unavailable, unless all are, or another one refused."""
+def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answer:
+    """Merge without the unavailable workers, unless all are unavailable or another one refused."""
     heard = {
         worker: answer
         for worker, answer in answers.items()
@@ -113,7 +117,7 @@ def _heard(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answe
 
 
 def _without(answers: Answers, codes: Iterable[StatusCode]) -> Answers:
-    """Without refusals by these codes, unless there is nothing else."""
+    """Leave out refusals with these codes, unless all answers are such."""
     rest = {
         worker: answer
         for worker, answer in answers.items()
@@ -126,7 +130,7 @@ def _first_refusal(answers: Answers) -> Refusal | None:
     for worker, answer in answers.items():
         if isinstance(answer, Refusal):
             if all(other == answer for other in answers.values()):
-                return answer  # it is not about that worker
+                return answer  # independent of the worker
             return Refusal(answer.for_client(), f"worker {worker}: {answer.message}", answer.trailing)
     return None
 
@@ -162,7 +166,7 @@ def _add_model(into: Any, other: Any) -> None:
 
 
 def _add_rows(into: Any, other: Iterable[Any], key: tuple[str, ...]) -> None:
-    """Adds up the rows with the same key, and appends the others."""
+    """Add up the rows with equal keys, and append the others."""
     rows = {tuple(getattr(row, name) for name in key): row for row in into}
     for row in other:
         known = rows.get(tuple(getattr(row, name) for name in key))
@@ -173,7 +177,7 @@ def _add_rows(into: Any, other: Iterable[Any], key: tuple[str, ...]) -> None:
 
 
 def _add(into: Any, other: Any, key: tuple[str, ...] = ()) -> None:
-    """Adds all numbers of a message to those of another, also in messages in it."""
+    """Add all numbers of a message to another one's, in nested messages, too."""
     for field, value in other.ListFields():
         if field.name in key:
             continue
@@ -193,7 +197,8 @@ def _merge_index(answers: Mapping[str, Any]) -> Any:
             known = best.get((each.name, each.version))
             if known is None or _rank(each) < _rank(known):
                 best[each.name, each.version] = each
-    # What is not loaded has no version: that says nothing where the model is loaded is_retryable.
+    # A model that is not loaded has no version; such an entry says nothing if the model is loaded on another
+    # worker.
     versioned = {name for name, version in best if version}
     return service_pb2.RepositoryIndexResponse(
         models=[best[key] for key in sorted(best) if key[1] or key[0] not in versioned]

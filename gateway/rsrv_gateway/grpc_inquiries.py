@@ -1,4 +1,4 @@
-"""All calls but inference: some are about the gateway, some about one model, and some go to all workers."""
+"""All gRPC calls except inference: about the gateway, about one model, or to all workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -25,17 +25,17 @@ from rsrv_gateway.traffic import Traffic
 Call = Callable[[bytes, Any], Awaitable[bytes]]
 _TRUE = b"\x08\x01"
 
-#: asked of all workers: how their answers become one
+#: calls to all workers, and the functions that merge the answers
 _MERGED: Mapping[str, Merge] = {
     "ModelStatistics": fanout.merge_statistics,
     "RepositoryIndex": fanout.merge_index,
 }
 _ABOUT_A_MODEL = ("ModelMetadata", "ModelConfig")
-#: these take as long as a model takes to load, which no default may cut short
+#: these take as long as loading a model, so the default timeout does not apply
 _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
-#: seconds for what a stream waits for in the middle
-_SOON = 2.0
-#: settings and memory of one server
+#: seconds for a call that a stream waits for
+_CONFIG_TIMEOUT_S = 2.0
+#: settings and shared memory of one server
 _OF_ONE_SERVER = (
     "TraceSetting",
     "LogSettings",
@@ -56,14 +56,14 @@ class GrpcInquiries:
         channels: Mapping[str, WorkerChannels],
         forwarded: Callable[[Any], Any],
     ) -> None:
-        """`timeout_s` is for calls whose client set no deadline; `forwarded` is what of its metadata is for workers."""
+        """`timeout_s` applies to calls without a deadline; `forwarded` selects the client's metadata for workers."""
         self._timeout_s = timeout_s
         self._traffic = traffic
         self._channels = channels
         self._forwarded = forwarded
 
     def calls(self) -> dict[str, Call]:
-        """By the method's name."""
+        """Return the handlers by the method's name."""
         made: dict[str, Call] = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
@@ -86,7 +86,7 @@ class GrpcInquiries:
         return _TRUE
 
     async def _ready(self, data: bytes, context: Any) -> bytes:
-        """A worker is ready: certainly if a model is."""
+        """Answer true if a worker is ready, which is certain if a model is."""
         if self._traffic.serves:
             return _TRUE
         answers = await self._ask_all("ServerReady", data, context, self._timeout(context))
@@ -124,9 +124,9 @@ class GrpcInquiries:
         return answer
 
     async def answers_once(self, model: str, context: Any) -> bool:
-        """Whether each request gets one answer, as the model's config has it; not if no worker says so soon."""
+        """Return true if each request gets exactly one answer by the model's config; false if no worker tells it soon."""
         request = service_pb2.ModelConfigRequest(name=model).SerializeToString()
-        timeout = min(self._timeout(context), _SOON)
+        timeout = min(self._timeout(context), _CONFIG_TIMEOUT_S)
         answer = await first(
             await self._traffic.workers_for(model),
             lambda worker: self._ask(worker, "ModelConfig", request, context, timeout),
@@ -148,7 +148,7 @@ class GrpcInquiries:
     def _change(self, method: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
             answers = await self._ask_all(method, data, context, time_left(context))
-            # Who was told that the model is there, or not there, may rely on it.
+            # A client that knows the model as loaded or unloaded may rely on that.
             await self._traffic.brain.refresh(sure=True)
             return await _answered(method, fanout.all_succeeded, answers, context)
 
@@ -199,7 +199,7 @@ async def _answered(method: str, merge: Merge, answers: Mapping[str, bytes | Ref
 
 
 def _types(method: str) -> tuple[Any, Any]:
-    """The method's request and response."""
+    """Return the method's request and response types."""
     return getattr(service_pb2, method + "Request"), getattr(service_pb2, method + "Response")
 
 
@@ -207,4 +207,4 @@ async def _request(method: str, data: bytes, context: Any) -> Any:
     try:
         return _types(method)[0].FromString(data)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"what was sent is not a {method}Request")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {method}Request")

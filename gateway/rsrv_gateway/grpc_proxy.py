@@ -1,6 +1,7 @@
-"""The gRPC front: Triton's whole inference service, as bytes from clients to workers and back.
+"""gRPC proxy: Triton's whole inference service, forwarded as bytes between clients and workers.
 
-What is on every request's way is `GrpcProxy._infer`. Streams are in `streaming`, all other calls in `inquiries`.
+`GrpcProxy._infer` handles every inference request. Streams are in `streaming`, all other calls in
+`grpc_inquiries`.
 """
 
 import asyncio
@@ -35,28 +36,28 @@ from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.streaming import Streaming
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
-#: of the client's own connection, not of its request
-_HOP = frozenset(["user-agent", "te", "content-type", "host"])
+#: metadata of the client's connection, not of its request
+_CONNECTION_METADATA = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
 _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
-#: seconds between two looks whether calls come, how many in a row must see none, and seconds for them all
-_PAUSE, _PAUSES, _SETTLE = 0.01, 5, 0.5
+#: seconds between two checks for new calls, number of checks in a row without any, and seconds for all checks
+_QUIET_POLL_S, _QUIET_POLLS, _QUIET_LIMIT_S = 0.01, 5, 0.5
 
 
 class GrpcProxy:
-    """One of the fronts of the `Proxy`."""
+    """gRPC side of the `Proxy`."""
 
     def __init__(self, settings: GatewaySection, contacts: ChannelFactory, traffic: Traffic) -> None:
-        """Raises ListenError."""
+        """Prepare the handlers. Raises ListenError."""
         self._settings = settings
         self._traffic = traffic
         self._token = Token(settings)
         self._contacts = contacts
         self._channels: dict[str, WorkerChannels] = {}
-        #: whether there are workers whose models heed a deadline
+        #: some worker's models observe a deadline
         self._steered = False
-        self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
+        self._hop = _CONNECTION_METADATA | {"authorization"} if self._token.needed else _CONNECTION_METADATA
         inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
         streaming = Streaming(traffic, self._channels, self.forwarded, inquiries.answers_once)
         #: handlers by method
@@ -69,22 +70,22 @@ class GrpcProxy:
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._door = _DrainHandler()
+        self._drain_handler = _DrainHandler()
         self._server = GrpcServer(self._make, "gateway.grpc")
-        #: that it listens on; 0: not started, or no gRPC
+        #: the port that it listens on; 0: not started, or no gRPC
         self.port = 0
 
     async def start(self) -> None:
-        """Raises ListenError."""
+        """Listen on the configured address. Raises ListenError."""
         if self._settings.grpc is not None:
             self.port = await self._server.start(self._settings.grpc, server_credentials(self._settings))
 
     def _make(self) -> Any:
-        handlers = [self._door, _Handlers(self.methods, self._token, self._traffic)]
+        handlers = [self._drain_handler, _Handlers(self.methods, self._token, self._traffic)]
         return grpc.aio.server(handlers=handlers, options=server_options(self._settings))
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
-        """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
+        """Connect to these workers from now on. Call it before `Traffic.apply`, which may choose any of them."""
         known = self._traffic.workers
         for name, worker in workers.items():
             if name in self._channels:
@@ -97,16 +98,16 @@ class GrpcProxy:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new calls; those under way may take `seconds`."""
+        """Refuse new calls; calls in flight may take `seconds`."""
         end = monotonic() + seconds
-        self._door.closed = True
+        self._drain_handler.closed = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(seconds, _SETTLE)):
-                await self._door.quiet()
+            async with asyncio.timeout(min(seconds, _QUIET_LIMIT_S)):
+                await self._drain_handler.quiet()
         stopping = asyncio.ensure_future(self._server.stop(max(0.0, end - monotonic())))
-        # In its first step it tells the clients that this connection takes no more calls.
+        # The first step of `stop` tells clients that this connection takes no more calls.
         await asyncio.sleep(0)
-        self._door.told.set()
+        self._drain_handler.clients_told.set()
         await stopping
 
     async def stop(self) -> None:
@@ -114,7 +115,7 @@ class GrpcProxy:
         await asyncio.gather(*[channels.close() for channels in self._channels.values()])
 
     def forwarded(self, context: Any) -> Metadata | None:
-        """The client's metadata that is for workers."""
+        """Return the client's metadata for workers."""
         hop = self._hop
         return sendable([pair for pair in context.invocation_metadata() if pair[0] not in hop]) or None
 
@@ -133,19 +134,19 @@ class GrpcProxy:
             if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
         except Malformed as error:
-            traffic.refused("", "INVALID_ARGUMENT")
+            traffic.count_refused("", "INVALID_ARGUMENT")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         choice = router.select(model, items)
         if choice is None:
             found = await traffic.find(model, items)
             if isinstance(found, Refusal):
-                traffic.refused(model, found.code.name)
+                traffic.count_refused(model, found.code.name)
                 await refuse(context, found)
             choice = found
         code = CANCELLED
         try:
             if sequence:
-                traffic.settle(choice, model, sequence)
+                traffic.pin_sequence(choice, model, sequence)
             answer = await self._ask(choice.worker, data, timeout, context)
             if isinstance(answer, Refusal) and answer.is_retryable() and not sequence:
                 answer = await fail_over(
@@ -158,7 +159,7 @@ class GrpcProxy:
             code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
         finally:
             router.release(choice)
-            traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+            traffic.count_finished(model, choice.worker, code, items, monotonic() - arrived)
         if isinstance(answer, Refusal):
             await refuse(context, answer)
         return answer
@@ -192,12 +193,12 @@ class GrpcProxy:
         return response
 
     async def _check(self, _: bytes, __: Any) -> bytes:
-        """grpc.health.v1: of whatever service, as tritonserver."""
+        """Answer grpc.health.v1 for any service, as tritonserver does."""
         return _SERVING if self._traffic.workers else _NOT_SERVING
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All methods, for clients with the token."""
+    """Handlers of all methods, for clients with the token."""
 
     def __init__(self, handlers: Mapping[str, Any], token: Token, traffic: Traffic) -> None:
         self._handlers = handlers
@@ -207,29 +208,30 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def refuse_client(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
 
-        # Of streams, whatever was called: any other would wait for a request first.
+        # A stream handler refuses any method; other kinds would wait for a request first.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse_client)
 
     def service(self, details: Any) -> Any:
         if self._token is not None and not self._token.lets_in(details.invocation_metadata):
             if details.method in (_INFER, _STREAM_INFER):
-                self._traffic.refused("", grpc.StatusCode.UNAUTHENTICATED.name)
+                self._traffic.count_refused("", grpc.StatusCode.UNAUTHENTICATED.name)
             return self._refuse
         return self._handlers.get(details.method)
 
 
 class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Whatever is called comes by here first. Once it is closed, calls wait, and are refused when the clients are told.
+    """First handler of every call. While the gateway drains, it holds calls back until clients know that it ends.
 
-    A server that stops cancels what it has received and not begun, also what comes before the client has heard of it;
-    and who is refused at once calls again at once. So they are kept waiting until no more come, for a moment.
+    A stopping server cancels calls that it has received and not begun, including calls of clients that do not
+    know yet; and a client that is refused at once calls again at once. So calls wait, for a moment, until no
+    more arrive.
     """
 
     def __init__(self) -> None:
         self.closed = False
-        self.told = asyncio.Event()
+        self.clients_told = asyncio.Event()
         self._calls = 0
-        # Of streams, whatever was called: any other would wait for a request first.
+        # A stream handler refuses any method; other kinds would wait for a request first.
         self._refusing = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def service(self, _: Any) -> Any:
@@ -237,13 +239,13 @@ class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._refusing if self.closed else None
 
     async def quiet(self) -> None:
-        """Returns when no calls come any more."""
-        looks = 0
-        while looks < _PAUSES:
+        """Return when no more calls arrive."""
+        polls = 0
+        while polls < _QUIET_POLLS:
             calls = self._calls
-            await asyncio.sleep(_PAUSE)
-            looks = looks + 1 if calls == self._calls else 0
+            await asyncio.sleep(_QUIET_POLL_S)
+            polls = polls + 1 if calls == self._calls else 0
 
     async def _refuse(self, _: Any, context: Any) -> None:
-        await self.told.wait()
+        await self.clients_told.wait()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway ends")

@@ -1,4 +1,4 @@
-"""What is asked over HTTP but inference: as `inquiries`, which says what goes where and why."""
+"""All HTTP calls except inference, routed as in `grpc_inquiries`."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +16,7 @@ from rsrv_gateway.http_protocol import HttpRefusal, Target
 from rsrv_gateway.outcomes import Refusal, no_worker, unsupported
 from rsrv_gateway.traffic import Traffic
 
-#: asks a worker: what, and for how many seconds at most
+#: calls a worker with a timeout in seconds
 AskOne = Callable[[str, HttpQuery, float | None], Awaitable[HttpReply | Refusal]]
 
 _JSON = "application/json"
@@ -45,7 +45,7 @@ class HttpInquiries:
                 return await first(await self._traffic.workers_for(target.model), self._ask(query))
             case "load" | "unload":
                 answers = await ask_all(self._pools, lambda worker: self._ask_one(worker, query, None))
-                # Who was told that the model is there, or not there, may rely on it.
+                # A client that knows the model as loaded or unloaded may rely on that.
                 await self._traffic.brain.refresh(sure=True)
                 answer = fanout.all_succeeded(answers)
                 assert isinstance(answer, HttpReply | Refusal)
@@ -79,7 +79,7 @@ class HttpInquiries:
         return lambda worker: self._ask_one(worker, query, self._timeout_s)
 
     def _ask_leniently(self, query: HttpQuery) -> Ask[HttpReply]:
-        """With status 400, a worker says no."""
+        """Return a function that calls a worker and takes status 400 for the answer no."""
 
         async def ask(worker: str) -> HttpReply | Refusal:
             answer = await self._ask_one(worker, query, self._timeout_s)
@@ -98,7 +98,7 @@ def _is_yes(answer: HttpReply) -> bool:
 
 
 def _merge(what: str, bodies: Mapping[str, bytes | Refusal]) -> bytes | Refusal:
-    """One answer made of all workers', by worker; `what` is as in `Target`."""
+    """Merge the answers of all workers; `what` is as in `Target`."""
     merge, kind, parse, render = _MERGED[what]
     answers: dict[str, Answer] = {
         worker: body if isinstance(body, Refusal) else _parsed(body, kind, parse)
@@ -114,11 +114,11 @@ def _parsed(body: bytes, kind: Any, parse: Callable[[Any], Any]) -> Answer:
     try:
         return ParseDict(parse(json.loads(body)), kind(), ignore_unknown_fields=True)
     except (ValueError, ParseError, KeyError, TypeError, AttributeError):
-        return Refusal(StatusCode.INTERNAL, "what it answered cannot be read")
+        return Refusal(StatusCode.INTERNAL, "its answer cannot be parsed")
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """All fields, numbers as numbers: what json_format would leave out, or write as text."""
+    """Return all fields, numbers as numbers; json_format would omit some fields and write large numbers as text."""
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -134,7 +134,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _index(message: Any) -> list[dict[str, Any]]:
-    """What a model that is not loaded does not have is left out."""
+    """Return the models' fields that are not empty: a model that is not loaded has few."""
     return [{name: value for name, value in _plain(each).items() if value} for each in message.models]
 
 

@@ -21,12 +21,12 @@ from yarl import URL
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.http_protocol import http_refusal
 from rsrv_gateway.outcomes import Refusal
-from rsrv_gateway.upload import SMALL, Upload
+from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
 
-#: what aiohttp would add to a client's headers
-_NOT_OURS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
-#: of one connection, not of what is asked and answered on it
-_HOP = frozenset(
+#: headers that aiohttp would add to a client's
+_SKIPPED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
+#: headers of a connection, not of its requests and answers
+_CONNECTION_HEADERS = frozenset(
     [
         "connection",
         "content-length",
@@ -42,24 +42,24 @@ _HOP = frozenset(
         "upgrade",
     ]
 )
-#: seconds for which a connection that nobody uses is kept
+#: seconds until an idle connection is closed
 _IDLE_S = 60.0
-#: seconds for which connections that were suspected once are believed in
-_RENEWAL_S = 5.0
+#: seconds for which renewed connections are not suspected again
+_RENEW_MIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class HttpQuery:
-    """What is asked of a worker."""
+    """A request to a worker."""
 
     method: str
-    #: as the client wrote it, with its query
+    #: path and query as the client wrote them
     path: str
     headers: CIMultiDict[str]
     upload: Upload | None = None
-    #: whether the whole answer is waited for, also a large one
+    #: wait for the whole answer, even a large one
     whole: bool = True
-    #: whether all errors of a model have status 400
+    #: all errors of a model have status 400
     generated: bool = False
 
 
@@ -70,21 +70,21 @@ class HttpReply:
     status: int
     headers: CIMultiDict[str]
     body: bytes = b""
-    #: where the body is still to be read from, and its size if that is known
+    #: the body to be read, and its size if known
     rest: "UnreadBody | None" = None
     size: int | None = None
 
 
 def end_to_end(headers: CIMultiDictProxy[str], but: frozenset[str] = frozenset()) -> CIMultiDict[str]:
-    """The headers that are not of the connection, without those in `but` (lower case)."""
-    dropped = _HOP | but
+    """Return the headers that do not belong to the connection, without those in `but` (lower case)."""
+    dropped = _CONNECTION_HEADERS | but
     if "Connection" in headers:
         dropped |= {name.strip().lower() for name in headers["Connection"].split(",")}
     return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
 
 class _Connections:
-    """Those that were opened since the last ones were suspected."""
+    """Connections opened since the last renewal."""
 
     def __init__(self, session: ClientSession) -> None:
         self.session = session
@@ -93,7 +93,7 @@ class _Connections:
         self._idle.set()
 
     def begin(self) -> None:
-        """Something is asked on one of them; `end` is to follow."""
+        """Count a request in flight; `end` must follow."""
         self._users += 1
         self._idle.clear()
 
@@ -103,13 +103,13 @@ class _Connections:
             self._idle.set()
 
     async def close_late(self) -> None:
-        """When nothing is under way."""
+        """Close when no request is in flight."""
         await self._idle.wait()
         await self.session.close()
 
 
 class UnreadBody:
-    """An answer's body that is still to be read; `close` it."""
+    """Body of an answer that is still to be read; `close` it."""
 
     def __init__(self, response: ClientResponse, connections: _Connections) -> None:
         self._response = response
@@ -117,7 +117,7 @@ class UnreadBody:
         connections.begin()
 
     async def read(self) -> bytes:
-        """What is there next; empty: that was all. Raises ClientError, OSError."""
+        """Return the next part; empty at the end. Raises ClientError, OSError."""
         return await self._response.content.readany()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class UnreadBody:
 
 
 class Pool:
-    """The connections to one worker: as many as there are requests under way. One event loop owns it."""
+    """Connections to one worker, as many as requests in flight. One event loop owns them."""
 
     def __init__(self, address: str, settings: GatewaySection, tls: ssl.SSLContext | None) -> None:
         self._base = f"{'http' if tls is None else 'https'}://{address}"
@@ -135,11 +135,11 @@ class Pool:
         self._connections = self._open()
         self._retiring: dict[asyncio.Task[None], _Connections] = {}
         self._renewed_at: float | None = None
-        #: answers that have begun
+        #: number of answers that have begun
         self.answers = 0
 
     async def ask(self, query: HttpQuery) -> HttpReply | Refusal:
-        """Raises TimeoutError."""
+        """Send a request. Raises TimeoutError."""
         upload, headers, connections = query.upload, query.headers, self._connections
         if upload is not None and upload.size is not None:
             headers = CIMultiDict(headers)
@@ -169,12 +169,15 @@ class Pool:
             connections.end()
 
     def unanswered(self, answers: int, now: float) -> bool:
-        """A request has waited in vain; `answers` were there when it began, `now` is seconds of any one clock.
+        """Report a request that timed out. Return true if the connections are replaced now.
 
-        If none came meanwhile, all connections may be half open: what is asked next goes on new ones, what is under way
-        goes on. Whether that is done now.
+        `answers` is the count when the request began, `now` is in seconds of a monotonic clock. If no answer
+        came since, all connections may be half open: the next requests use new ones, and requests in flight
+        continue.
         """
-        if self.answers != answers or (self._renewed_at is not None and now - self._renewed_at < _RENEWAL_S):
+        if self.answers != answers or (
+            self._renewed_at is not None and now - self._renewed_at < _RENEW_MIN_S
+        ):
             return False
         self._renewed_at = now
         self.retire()
@@ -182,7 +185,7 @@ class Pool:
         return True
 
     def retire(self) -> None:
-        """Nothing more is asked. What is under way goes on: a worker may be away for one probe only."""
+        """Accept no new requests. Requests in flight continue: a worker may be away for one probe only."""
         task = asyncio.get_running_loop().create_task(self._connections.close_late())
         self._retiring[task] = self._connections
         task.add_done_callback(self._retiring.pop)
@@ -192,7 +195,7 @@ class Pool:
         return not self._retiring and self._connections.session.closed
 
     async def close(self) -> None:
-        """Breaks off what is under way."""
+        """Break off all requests."""
         retiring = dict(self._retiring)
         for task in retiring:
             task.cancel()
@@ -202,11 +205,11 @@ class Pool:
     def _open(self) -> _Connections:
         session = ClientSession(
             connector=TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S),
-            # How long all may take is the caller's to say; a worker that takes longer to accept counts as dead.
+            # The caller limits the whole request; a worker that is slow to accept counts as dead.
             timeout=ClientTimeout(total=None, sock_connect=self._settings.probe_timeout_s),
             cookie_jar=DummyCookieJar(),
             auto_decompress=False,
-            skip_auto_headers=_NOT_OURS,
+            skip_auto_headers=_SKIPPED_HEADERS,
             trust_env=False,
         )
         return _Connections(session)
@@ -214,12 +217,14 @@ class Pool:
     async def _read(
         self, response: ClientResponse, query: HttpQuery, connections: _Connections
     ) -> HttpReply | Refusal:
-        """Small answers are read whole, so that another worker can be asked when they break off. Raises ClientError,
-        TimeoutError."""
+        """Read an answer: a small one whole, so that a failover is possible when it breaks off.
+
+        Raises ClientError, TimeoutError.
+        """
         status, headers, size = response.status, end_to_end(response.headers), response.content_length
         if status >= 400:
             body = await response.read()
-            # Of what was not asked for, no more is sent.
+            # The client must not send the rest of a refused body.
             response.close()
             return http_refusal(status, headers, body, query.generated)
         most = self._settings.max_message_bytes
@@ -227,6 +232,6 @@ class Pool:
             response.close()
             message = f"its answer has {size} bytes, and gateway.max_message_bytes is {most}"
             return Refusal(StatusCode.INTERNAL, message)
-        if query.whole or (size is not None and size <= SMALL):
+        if query.whole or (size is not None and size <= SMALL_BODY_BYTES):
             return HttpReply(status, headers, await response.read())
         return HttpReply(status, headers, rest=UnreadBody(response, connections), size=size)

@@ -1,4 +1,9 @@
-"""HTTPPROTO"""
+"""KServe v2 over HTTP: paths, the parts of a request that decide its route, and statuses. Pure.
+
+Model names are used as they stand in the path, because tritonserver does not decode them either. No name
+contains a #, since the rest would not be forwarded. JSON that cannot be parsed is left to the worker to
+refuse.
+"""
 
 import json
 import re
@@ -44,14 +49,15 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    #: as in the path; "server" and "model": their metadata; "server ready"; "status": of shared memory
+    #: the operation, as in the path; "server" and "model": metadata; "server ready"; "status": of shared
+    #: memory
     what: str
-    #: its name; empty: it is about none
+    #: name of the model; empty: the operation concerns none
     model: str = ""
 
 
 class UnknownPath(Exception):
-    """There is no such thing here; `status` is 404, or 405 for a wrong method."""
+    """No operation has this path; `status` is 404, or 405 for a wrong method."""
 
     def __init__(self, status: int) -> None:
         super().__init__("Method Not Allowed" if status == 405 else "Not Found")
@@ -59,7 +65,7 @@ class UnknownPath(Exception):
 
 
 def target_of(method: str, path: str) -> Target:
-    """`path` may have a query. Raises UnknownPath."""
+    """Return the operation of a path, which may have a query. Raises UnknownPath."""
     path = path.partition("?")[0]
     target = _target(path)
     if target is None:
@@ -82,40 +88,40 @@ def _target(path: str) -> Target | None:
     return None
 
 
-#: Bytes of JSON that are read for the sake of the items: more keep the event loop busy for longer than any request may.
-MOST_JSON = 1 << 18
-#: bytes of JSON in which a sequence is looked for, in some milliseconds
-MOST_SEARCHED = 1 << 24
-#: Found without parsing, which takes forty times as long. In texts the quotes would be escaped.
+#: Bytes of JSON that are parsed to count the items; more would block the event loop for too long.
+PARSED_JSON_MAX_BYTES = 1 << 18
+#: bytes of JSON that are searched for a sequence id, in some milliseconds
+SEARCHED_JSON_MAX_BYTES = 1 << 24
+#: Found without parsing, which takes forty times as long. In strings the quotes would be escaped.
 _SEQUENCE = re.compile(rb'"sequence_id"\s*:\s*(-?[0-9]+|"(?:[^"\\]|\\.)*")')
-#: likewise, the shape of an input
+#: the shape of an input, found likewise
 _SHAPE = re.compile(rb'"shape"\s*:\s*\[([0-9,\s]*)\]')
 
 
 def peek(header: bytes, measured: tuple[str, int] | None) -> tuple[int, int | str | None]:
-    """Items, and the id of the request's sequence.
+    """Return the number of items and the sequence id of a request.
 
-    `header` is the request's JSON, without the binary data that may come after it; `measured` is the input that tells
-    the items, and which axis.
+    `header` is the request's JSON without the binary data after it; `measured` is the input, and its axis,
+    whose size gives the items.
     """
     items = 1
-    if measured is not None and len(header) <= MOST_JSON:
+    if measured is not None and len(header) <= PARSED_JSON_MAX_BYTES:
         items = _items(_parsed(header), *measured)
     return items, _sequence(header)
 
 
 def overstated(header: bytes, size: int) -> str:
-    """Return what is wrong with a request of `size` bytes that has an input of more elements; empty if nothing is.
+    """Return the error of a request of `size` bytes if one of its inputs has more elements than that; else an empty text.
 
-    Triton 24.10 takes the memory for all elements before it reads one, and ends where there is not so much; the next
-    server would follow.
+    Triton 24.10 allocates memory for all elements before it reads one, and crashes if the memory is
+    insufficient; a failover would crash the next server.
     """
     for found in _SHAPE.finditer(header):
         elements = 1
         for extent in found[1].split(b","):
             text = extent.strip()
-            if text.isdigit():  # else this is no JSON, which is for the server to say
-                # One with more digits than this is too large in any case, and takes its time to read.
+            if text.isdigit():  # otherwise invalid JSON, which the server refuses
+                # Longer numbers are too large in any case, and slow to parse.
                 elements *= int(text) if len(text) < 20 else size + 1
             if elements > size:
                 shape = found[1][:100].decode()
@@ -161,15 +167,15 @@ STATUSES: Mapping[StatusCode, int] = {
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
 CODES = {status: code for code, status in STATUSES.items()}
-#: an error in a stream of events
+#: prefix of an error in a stream of events
 _EVENT = b"data: "
-#: what a model with a full queue says
+#: the retry hint of a model with a full queue
 _RETRY = re.compile(r"retry after (\d+) ms")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRefusal(Refusal):
-    """As a worker said it, with its own status, headers and body."""
+    """A worker's refusal with its own status, headers and body."""
 
     status: int = 500
     headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
@@ -177,7 +183,10 @@ class HttpRefusal(Refusal):
 
 
 def http_refusal(status: int, headers: CIMultiDict[str], body: bytes, generated: bool) -> HttpRefusal:
-    """A worker's answer with a status from 400 on. `generated`: one of those calls that say 400 for any error of a model."""
+    """Return the refusal for a worker's answer with a status of 400 or more.
+
+    `generated`: one of the calls that answer 400 to every error of a model.
+    """
     message = _message(body)
     code = CODES.get(status, StatusCode.UNKNOWN)
     if generated and code is StatusCode.INVALID_ARGUMENT and tagged(message):
@@ -186,7 +195,7 @@ def http_refusal(status: int, headers: CIMultiDict[str], body: bytes, generated:
 
 
 def for_client(refusal: Refusal) -> tuple[int, CIMultiDict[str], bytes]:
-    """Status, headers and body."""
+    """Return status, headers and body for the client."""
     code = refusal.for_client()
     status = STATUSES.get(code, 500)
     if isinstance(refusal, HttpRefusal):
@@ -203,7 +212,7 @@ def for_client(refusal: Refusal) -> tuple[int, CIMultiDict[str], bytes]:
 
 
 def error_body(message: str) -> bytes:
-    """As Triton writes errors."""
+    """Return an error body as Triton writes it."""
     return json.dumps({"error": message}, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
@@ -219,6 +228,6 @@ def _message(body: bytes) -> str:
 
 
 def _retry_after(message: str) -> str:
-    """Whole seconds, as HTTP wants them."""
+    """Return the retry hint in whole seconds, as HTTP requires."""
     said = _RETRY.search(message)
     return "1" if said is None else str(max(ceil(int(said[1]) / 1000), 1))

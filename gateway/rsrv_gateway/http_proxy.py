@@ -1,6 +1,6 @@
-"""The HTTP front: KServe v2 as tritonserver has it over HTTP, as bytes from clients to workers and back.
+"""HTTP proxy: KServe v2 as tritonserver has it over HTTP, forwarded as bytes between clients and workers.
 
-What is on every request's way is `HttpProxy._infer`. All other calls are in `http_inquiries`.
+`HttpProxy._infer` handles every inference request. All other calls are in `http_inquiries`.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool, UnreadBody, end_to_end
 from rsrv_gateway.http_protocol import (
-    MOST_JSON,
-    MOST_SEARCHED,
+    PARSED_JSON_MAX_BYTES,
+    SEARCHED_JSON_MAX_BYTES,
     Target,
     UnknownPath,
     error_body,
@@ -41,12 +41,12 @@ _TOKEN = frozenset(["authorization"])
 _ENCODING = frozenset(["accept-encoding"])
 _TEXT = {"Content-Type": "text/plain"}
 _NAME = "rsrv-gateway"
-#: the code of a request whose answer broke off
+#: code of a request whose answer broke off
 _BROKEN = "UNAVAILABLE"
-#: bytes by which compressed JSON may be longer than what it was
+#: bytes by which compressed JSON may exceed its original
 _COMPRESSED_MORE = 1024
 _ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
-#: seconds in which what was answered must have left, at the end
+#: seconds at the end for sending the last answers
 _FLUSH_S = 0.1
 _BACKLOG = 1024
 
@@ -54,10 +54,10 @@ T = TypeVar("T")
 
 
 class HttpProxy:
-    """One of the fronts of the `Proxy`."""
+    """HTTP side of the `Proxy`."""
 
     def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
-        """Raises ListenError, CredentialsError."""
+        """Read the credentials. Raises ListenError, CredentialsError."""
         self._settings = settings
         self._timeout_s = settings.request_timeout_s
         self._traffic = traffic
@@ -76,11 +76,11 @@ class HttpProxy:
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
-        #: that it listens on; 0: none, or not started
+        #: the port that it listens on; 0: none, or not started
         self.port = 0
 
     async def start(self) -> None:
-        """Raises ListenError."""
+        """Listen on the configured address. Raises ListenError."""
         address = self._settings.http
         if address is None:
             return
@@ -94,7 +94,7 @@ class HttpProxy:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
-        """Raises OSError, ValueError."""
+        """Open the listening socket. Raises OSError, ValueError."""
         where = parse_address(address, any_host=True, any_port=True)
         return await asyncio.get_running_loop().create_server(
             server,
@@ -106,7 +106,7 @@ class HttpProxy:
         )
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
-        """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
+        """Connect to these workers from now on. Call it before `Traffic.apply`, which may choose any of them."""
         if self._settings.http is None:
             return
         known = self._traffic.workers
@@ -125,7 +125,7 @@ class HttpProxy:
         self._draining = True
         for sock in self._listener.sockets:
             asyncio.get_running_loop().remove_reader(sock.fileno())
-        # A connection that was just accepted would hang if the listener closed before it is known.
+        # A connection that was just accepted would hang if the listener closed before registering it.
         await asyncio.sleep(0)
         self._listener.close()
         if self._under_way:
@@ -157,7 +157,7 @@ class HttpProxy:
         sent = request.headers.get("Authorization", "")
         if not self._token.lets_in([("authorization", sent)]):
             if request.path.endswith(_INFERENCE):
-                self._traffic.refused("", StatusCode.UNAUTHENTICATED.name)
+                self._traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
             return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
         try:
             target = target_of(request.method, request.raw_path)
@@ -182,11 +182,11 @@ class HttpProxy:
             finally:
                 upload.forget()
         except UploadError as error:
-            self._traffic.refused(target.model, error.refusal.code.name)
+            self._traffic.count_refused(target.model, error.refusal.code.name)
             return _refused(error.refusal)
 
     async def _pass(self, request: web.BaseRequest, upload: Upload, target: Target) -> web.StreamResponse:
-        """Raises UploadError, before any worker is asked."""
+        """Forward an inference request. Raises UploadError before any worker is asked."""
         arrived = monotonic()
         deadline = arrived + self._timeout_s
         traffic, model = self._traffic, target.model
@@ -201,18 +201,18 @@ class HttpProxy:
         if choice is None:
             found = await traffic.find(model, items)
             if isinstance(found, Refusal):
-                traffic.refused(model, found.code.name)
+                traffic.count_refused(model, found.code.name)
                 return _refused(found)
             choice = found
         query = self._query(request, upload, target)
         code = CANCELLED
         try:
             if sequence:
-                traffic.settle(choice, model, sequence)
+                traffic.pin_sequence(choice, model, sequence)
             answer = await self._ask(choice.worker, query, deadline - monotonic())
             again = not sequence and not upload.cut
             if again and isinstance(answer, Refusal) and answer.lost and not choice.others:
-                # A worker closes an idle connection when it likes, which may be now.
+                # A worker may close an idle connection at any time, also now.
                 answer = await self._ask(choice.worker, query, deadline - monotonic())
             elif again and isinstance(answer, Refusal) and answer.is_retryable():
                 answer = await fail_over(
@@ -233,7 +233,7 @@ class HttpProxy:
             return response
         finally:
             router.release(choice)
-            traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+            traffic.count_finished(model, choice.worker, code, items, monotonic() - arrived)
 
     async def _ask(self, worker: str, query: HttpQuery, timeout: float | None) -> HttpReply | Refusal:
         pool = self._pools.get(worker)
@@ -241,7 +241,8 @@ class HttpProxy:
             return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
         if query.upload is not None and query.upload.cut:
             return Refusal(
-                StatusCode.RESOURCE_EXHAUSTED, "too much is on its way to be kept for another worker"
+                StatusCode.RESOURCE_EXHAUSTED,
+                "the memory for kept request bodies is used up, so no other worker can be tried",
             )
         answers = pool.answers
         try:
@@ -257,7 +258,7 @@ class HttpProxy:
         return answer
 
     async def _upload(self, request: web.BaseRequest, keeping: UploadBudget | None) -> Upload:
-        """Raises UploadError."""
+        """Start reading the client's body. Raises UploadError."""
         size = request.content_length if request.body_exists else 0
         upload = Upload(request.content, size, self._settings.max_message_bytes, keeping)
         if request.headers.get("Expect", "").lower() == "100-continue":
@@ -269,7 +270,7 @@ class HttpProxy:
         return upload
 
     async def _in_time(self, coming: Awaitable[T]) -> T:
-        """What the client sends. Raises UploadError."""
+        """Wait for the client's data, for request_timeout_s. Raises UploadError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await coming
@@ -282,7 +283,7 @@ class HttpProxy:
         return HttpQuery(
             request.method,
             request.raw_path,
-            # Answers that are to be merged are to be read.
+            # Compressed answers could not be merged.
             end_to_end(request.headers, self._hop if infers else self._hop | _ENCODING),
             upload if request.method == "POST" else None,
             whole=not infers,
@@ -291,11 +292,11 @@ class HttpProxy:
 
 
 async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
-    """The request's JSON as far as it is looked at, without the binary data after it. Raises UploadError."""
+    """Return the beginning of the request's JSON, without binary data. Raises UploadError."""
     encoding = request.headers.get("Content-Encoding")
     length = request.headers.get("Inference-Header-Content-Length", "")
     await upload.settle()
-    most = MOST_SEARCHED if encoding is None else MOST_JSON + 1
+    most = SEARCHED_JSON_MAX_BYTES if encoding is None else PARSED_JSON_MAX_BYTES + 1
     size = min(int(length), most) if length.isdecimal() and len(length) < 10 else most
     if encoding is None:
         return (await upload.head(size))[:size]
@@ -314,9 +315,9 @@ def _response(reply: HttpReply) -> web.Response:
 async def _stream(
     request: web.BaseRequest, reply: HttpReply, rest: UnreadBody, patience: float
 ) -> tuple[web.StreamResponse, str]:
-    """Passes on what is still to come; with the code by which that ended.
+    """Forward the rest of an answer; return the response and the code of its end.
 
-    The worker may be silent, and the client take nothing, for `patience` seconds.
+    The worker may send nothing, and the client may take nothing, for `patience` seconds.
     """
     reply.headers["Server"] = _NAME
     response = web.StreamResponse(status=reply.status, headers=reply.headers)
@@ -343,7 +344,7 @@ async def _stream(
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
-    """Too late for a status: only the suspects_worker connection says that this is not all."""
+    """Abort the connection: after the status, nothing else tells the client that the answer is incomplete."""
     if request.transport is not None:
         request.transport.abort()
     return response

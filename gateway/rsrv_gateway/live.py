@@ -1,4 +1,4 @@
-"""The live page over all workers: what each one's control service tells, passed on for as long as somebody watches."""
+"""Live page over all workers: events of their control services, forwarded while a browser watches."""
 
 import asyncio
 import json
@@ -13,30 +13,32 @@ from rsrv.live.routes import RESIDENCIES, PageError, story_lines
 from rsrv_gateway.connections import ControlClient, is_cancelled
 from rsrv_gateway.probes import Probes
 
-#: seconds between two looks at who is there, and between two tries to reach one
-_EVERY = 1.0
-#: seconds that a control service may take to tell a story, or to note what it is asked for
-_SOON = 10.0
-#: events that wait for a watcher; beyond, workers wait
-_UNTAKEN = 64
+#: seconds between two checks of the list of workers, and between two attempts to connect
+_POLL_S = 1.0
+#: seconds for a control service to tell a model's history, or to accept a request
+_CALL_TIMEOUT_S = 10.0
+#: events queued for a watcher; workers wait when the queue is full
+_QUEUE_MAX_EVENTS = 64
 
 _RESIDENCIES = {"device": pb.RESIDENCY_DEVICE, "system": pb.RESIDENCY_SYSTEM}
 
-#: probes do so when it does not answer in time
-_CLOSED = "the connection to it was closed, and is opened anew"
+#: a probe closes the connection when no answer comes in time
+_CLOSED = "the connection to it was closed, and is opened again"
 
 Event = tuple[str, str, str]
 
 
 class Workers:
-    """The page's source where it is a gateway's: a stream from each worker for each who watches."""
+    """Source of the page's events: a stream from each worker for each watcher."""
 
-    def __init__(self, probes: Probes, clock: Callable[[], float] = time.time, every: float = _EVERY) -> None:
-        """`clock`: Unix time."""
+    def __init__(
+        self, probes: Probes, clock: Callable[[], float] = time.time, every: float = _POLL_S
+    ) -> None:
+        """`clock` returns Unix time."""
         self._probes, self._clock, self._every = probes, clock, every
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event](_UNTAKEN)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event](_QUEUE_MAX_EVENTS)
         following: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -51,13 +53,13 @@ class Workers:
     async def _changes(
         self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
     ) -> list[Event]:
-        """Follow those that are there, and no others; what there is to say of those that have left."""
+        """Follow the present workers and no others; return the last events of those that left."""
         workers = self._probes.workers()
         for name in workers.keys() - following.keys():
             following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")
         left = sorted(following.keys() - workers.keys())
         await _end([following.pop(name) for name in left])
-        # What they said before they left may wait still.
+        # Their queued events come first.
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         return [*waiting, *((name, "gone", "null") for name in left)] if left else []
 
@@ -96,19 +98,19 @@ class Workers:
                 await self._ask(control, control.stub.SetResidency, request)
 
     def _control(self, server: str) -> ControlClient:
-        """Raises PageError."""
+        """Return a worker's control service. Raises PageError."""
         if server not in self._probes.workers():
             raise PageError(404, f"there is no worker {server!r}")
         control = self._probes.control(server)
         if control is None:
-            raise PageError(409, "it has no control service that is known: gateway.workers may name one")
+            raise PageError(409, "no control service is known for it: name one in gateway.workers")
         return control
 
     @staticmethod
     async def _ask(control: ControlClient, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
-        """Raises PageError."""
+        """Call a control service. Raises PageError."""
         try:
-            return await call(request, timeout=_SOON, metadata=control.metadata)
+            return await call(request, timeout=_CALL_TIMEOUT_S, metadata=control.metadata)
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise PageError.of(_code(error), _said(error)) from None
         except asyncio.CancelledError:
@@ -118,7 +120,7 @@ class Workers:
 
 
 async def _next(queue: asyncio.Queue[Event], until: float) -> Event | None:
-    """None: there is none by then, on the loop's clock."""
+    """Return the next event; None if none comes by `until`, on the loop's clock."""
     try:
         async with asyncio.timeout_at(until):
             return await queue.get()

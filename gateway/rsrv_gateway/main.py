@@ -1,4 +1,4 @@
-"""The gateway's process: reads the settings, puts the parts together, and ends when it is told to."""
+"""Process of the gateway: reads the settings, connects the parts, and runs until a signal."""
 
 import asyncio
 import logging
@@ -27,14 +27,15 @@ from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds that calls of the control service under way have at the end
-_GRACE = 0.2
-#: Seconds that a thread which plans may go on while a request is to be carried: by itself 5 ms, at each of its turns.
-_SWITCH = 0.001
+#: seconds for calls of the control service in flight at the end
+_CONTROL_DRAIN_S = 0.2
+#: Seconds that a planning thread may run while a request waits; Python's default of 5 ms applies to each
+#: turn.
+_SWITCH_INTERVAL_S = 0.001
 
 
 def run(config: Path | None, workers: str | None) -> int:
-    """The exit status of `rsrv-gateway`."""
+    """Run the gateway and return the exit status of `rsrv-gateway`."""
     _log_to_stderr()
     try:
         settings = read(config, workers)
@@ -42,21 +43,21 @@ def run(config: Path | None, workers: str | None) -> int:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 2
     logs.setup(settings.logs.format)
-    # Each client is an open file, and without any left no worker can be reached either.
+    # Each client is an open file, and without a free one no worker can be reached.
     raise_limit(resource.RLIMIT_NOFILE)
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         asyncio.run(serve(settings))
     except (ListenError, CredentialsError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
-        log.warning("ended before all requests were")
+        log.warning("ended with requests in flight")
     return 0
 
 
 def read(config: Path | None, workers: str | None) -> Settings:
-    """What rsrv.yaml and the command line say. Raises SettingsError, MembersError, OSError."""
+    """Return the settings of rsrv.yaml and the command line. Raises SettingsError, MembersError, OSError."""
     text = "" if config is None else config.read_text("utf-8")
     settings = load_settings(text, str(config or "rsrv.yaml"))
     if workers is None:
@@ -66,8 +67,10 @@ def read(config: Path | None, workers: str | None) -> Settings:
 
 
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT. Raises ListenError and others that say which setting is wrong; CancelledError after a
-    second signal."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises ListenError and other errors that name the wrong setting; CancelledError after a second signal.
+    """
     stop, section = _until_signalled(), settings.gateway
     if ports := open_ports(section):
         log.warning(
@@ -91,18 +94,18 @@ async def serve(settings: Settings) -> None:
             pause=section.probe_s,
             drain=section.drain_s,
         )
-        await _open_doors(stack, settings, gateway, directory.path)
+        await _serve_operators(stack, settings, gateway, directory.path)
         await gateway.run(stop)
 
 
-async def _open_doors(
+async def _serve_operators(
     stack: AsyncExitStack, settings: Settings, gateway: GatewayLoop, directory: Path
 ) -> None:
-    """For operators; they close with `stack`."""
+    """Open the control service and the admin port for operators; `stack` closes them."""
     section = settings.gateway
     service, health = GatewayService(gateway, section), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
-    stack.push_async_callback(listener.stop, _GRACE)
+    stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.control_listen is not None:
         control = ControlSection(
             listen=section.control_listen,
@@ -112,7 +115,7 @@ async def _open_doors(
             token_file=section.token_file,
         )
         listener, _ = await listen(control, service, health, GATEWAY)
-        stack.push_async_callback(listener.stop, _GRACE)
+        stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.admin is not None:
         admin = Admin(gateway, _page_token(settings.metrics.token_file))
         await admin.start(section.admin)
@@ -128,7 +131,7 @@ def _page_token(file: Path | None) -> bytes | None:
 
 
 def _until_signalled() -> asyncio.Event:
-    """Set by the first signal; the second one cancels the caller's task."""
+    """Return an event that the first signal sets; the second signal cancels the calling task."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 
@@ -143,8 +146,8 @@ def _until_signalled() -> asyncio.Event:
 
 
 def _log_to_stderr() -> None:
-    # Requests are carried on the same thread.
+    # Requests are forwarded on the same thread.
     logs.setup("human", aside=True)
-    # It counts the files of each change.
+    # It logs the number of files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

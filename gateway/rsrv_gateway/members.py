@@ -1,4 +1,4 @@
-"""Which workers there are: those of the settings, those behind a name of the DNS, and those in a file that is watched."""
+"""List of workers: from the settings, from a DNS name, and from a watched file."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from rsrv.settings_fleet import GatewaySection, WorkerEntry
 
 log = logging.getLogger("rsrv.gateway")
 
-#: all addresses of a name, the best first; raises OSError
+#: returns all addresses of a name, the best first; raises OSError
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
-#: seconds that the DNS may take
-_PATIENCE = 10.0
+#: seconds for an answer of the DNS
+_DNS_TIMEOUT_S = 10.0
 
 
 class MembersError(Exception):
@@ -28,10 +28,10 @@ class MembersError(Exception):
 
 
 class Members:
-    """What cannot be asked or read at the moment stays as it was: workers that are gone are found out by probing them."""
+    """Current list of workers. A source that cannot be read keeps its last workers, which probes check in any case."""
 
     def __init__(self, section: GatewaySection, resolve: Resolve | None = None) -> None:
-        """Raises MembersError where the settings' own list is wrong, or where they name no worker at all."""
+        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers."""
         if not section.workers and section.workers_dns is None and section.workers_file is None:
             raise MembersError(
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
@@ -41,12 +41,12 @@ class Members:
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
-        #: the file as it was read last, and what was said of it and of the DNS last
+        #: last text of the file, and last log line on each source
         self._text: str | None = None
         self._said: dict[str, str] = {}
 
     def workers(self) -> Mapping[str, Worker]:
-        """By name. Of several with one name or one address only the first is there: as listed, filed, found."""
+        """Return the workers by name: settings, then file, then DNS. Of equal names or addresses the first one counts."""
         merged: dict[str, Worker] = {}
         addresses: set[str] = set()
         for workers in (self._listed, self._filed, self._found):
@@ -57,17 +57,17 @@ class Members:
         return merged
 
     async def look(self) -> None:
-        """Read the file and ask the DNS once. Never raises."""
+        """Read the file and the DNS once. Never raises."""
         await asyncio.gather(self._ask(), self._read())
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """For ever: look again and again, and call `changed` when `workers` has."""
+        """Read both repeatedly, for ever, and call `changed` when `workers` has changed."""
         hint = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             if self._section.workers_file is not None:
                 group.create_task(_listen(self._section.workers_file, hint))
             while True:
-                # The kernel's word only makes the next look come sooner: network and bind mounts say nothing.
+                # Notifications only hasten the next read: network and bind mounts send none.
                 try:
                     async with asyncio.timeout(self._section.resolve_s):
                         await hint.wait()
@@ -84,7 +84,7 @@ class Members:
         if name is None:
             return
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_DNS_TIMEOUT_S):
                 addresses = await self._resolve(name)
         except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
             self._say("dns", f"gateway.workers_dns: {name}: {error or 'no answer in time'}")
@@ -109,13 +109,13 @@ class Members:
             self._say("file", "")
 
     def _say(self, about: str, trouble: str) -> None:
-        """Once, not with every look."""
+        """Log a problem once, and its end."""
         if trouble != self._said.get(about, ""):
             self._said[about] = trouble
             if trouble:
-                log.warning("%s; the workers known from it before stay", trouble)
+                log.warning("%s; its last workers stay", trouble)
             else:
-                log.info("gateway.workers_%s: can be read again", about)
+                log.info("gateway.workers_%s: is readable again", about)
 
 
 def worker_of(entry: WorkerEntry) -> Worker:
@@ -136,13 +136,13 @@ def worker_of(entry: WorkerEntry) -> Worker:
 
 
 def read_workers(text: str) -> Mapping[str, Worker]:
-    """Of a YAML list as in gateway.workers, by name. Raises MembersError."""
+    """Parse a YAML list as in gateway.workers; return the workers by name. Raises MembersError."""
     try:
         raw = parse_yaml(text)
     except YamlError as error:
         raise MembersError(str(error)) from None
     if not isinstance(raw, list):
-        # Nothing at all is a file that is being written.
+        # An empty file is one that is being written.
         raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")
     try:
         entries = GatewaySection.model_validate({"workers": raw}).workers
@@ -153,7 +153,7 @@ def read_workers(text: str) -> Mapping[str, Worker]:
 
 
 def parse_workers(text: str) -> list[WorkerEntry]:
-    """Of HOST:PORT,… with gRPC ports; the others are beside them as Triton's defaults are. Raises MembersError."""
+    """Parse HOST:PORT,… with gRPC ports; HTTP and metrics have Triton's neighbouring ports. Raises MembersError."""
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -173,7 +173,7 @@ def parse_workers(text: str) -> list[WorkerEntry]:
 
 
 def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
-    """Raises MembersError where two have one name."""
+    """Return the workers by name. Raises MembersError if two have one name."""
     found: dict[str, Worker] = {}
     for worker in workers:
         if worker.name in found:
@@ -183,18 +183,18 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
 
 
 async def addresses_of(name: str) -> Iterable[str]:
-    """What the DNS says, the best first. Raises OSError."""
+    """Return the addresses of a name, the best first. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return dict.fromkeys(str(address[0]) for *_, address in found)
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:
-    """Sets `hint` with each change beside the file, which may be replaced or be a link; ends when nobody can tell."""
+    """Set `hint` with each change in the file's folder, as the file may be replaced or be a link; return if watching fails."""
     try:
         async for _ in awatch(
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False
         ):
             hint.set()
     except (OSError, RuntimeError) as error:
-        log.info("no notice of changes of %s (%s): it is only looked at now and then", path, error)
+        log.info("changes of %s are not notified (%s); it is read every gateway.resolve_s", path, error)

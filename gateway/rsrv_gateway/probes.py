@@ -1,4 +1,8 @@
-"""PROBES"""
+"""Probes of the workers: each is probed every probe_s, and at once when a request to it fails.
+
+A probe asks Triton whether it answers and which models are ready, and the control service for figures, over
+gRPC.
+"""
 
 import asyncio
 import logging
@@ -18,36 +22,39 @@ from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds between the looks at a worker that traffic says has failed, however often it says so
-_LEAST_PAUSE = 0.05
+#: least seconds between two probes of a worker, however often requests to it fail
+_PROBE_MIN_S = 0.05
 
 DEAD = WorkerView(alive=False)
 
 
 class Prober(Protocol):
-    """Speaks with one worker. `look` and `act` may be under way at the same time."""
+    """Client of one worker. `look` and `act` may run at the same time."""
 
     async def look(self) -> WorkerView:
-        """What it says now; DEAD when it does not answer within probe_timeout_s. Never raises."""
+        """Probe the worker; return DEAD if it does not answer within probe_timeout_s. Never raises."""
 
     async def act(self, act: Act, model: str) -> None:
-        """Have its control service do this. Raises ActError."""
+        """Request this action from its control service. Raises ActError."""
 
     async def metrics(self) -> str | None:
-        """What its control service has for Prometheus; None: nothing in time. Never raises."""
+        """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
 
     def control(self) -> ControlClient | None:
-        """Its control service as it is reached now; None: none is known."""
+        """Return its control service on the current channel; None: unknown."""
 
     async def close(self) -> None: ...
 
 
 class ActError(Exception):
-    """A worker did not do what it was asked for; the message says why."""
+    """A worker did not carry out an action; the message says why."""
 
 
 class Probes:
-    """Belongs to one event loop. `seen` is called when a worker, or what it serves, comes or goes."""
+    """Probes of all workers. One event loop owns them.
+
+    `seen` is called when a worker, or a model that it serves, appears or disappears.
+    """
 
     def __init__(self, make: Callable[[Worker], Prober], pause: float, seen: Callable[[], None]) -> None:
         self._make = make
@@ -57,7 +64,7 @@ class Probes:
         self._closing: set[asyncio.Task[None]] = set()
 
     def watch(self, workers: Mapping[str, Worker]) -> None:
-        """Look at these from now on, and at no others."""
+        """Probe these workers from now on, and no others."""
         for name in [name for name, watch in self._watches.items() if workers.get(name) != watch.worker]:
             task = asyncio.create_task(self._watches.pop(name).stop())
             self._closing.add(task)
@@ -67,37 +74,37 @@ class Probes:
                 self._watches[name] = _WorkerProbe(worker, self._make(worker), self._pause, self._seen)
 
     def workers(self) -> Mapping[str, Worker]:
-        """Those that are watched, by name."""
+        """Return the probed workers, by name."""
         return {name: watch.worker for name, watch in sorted(self._watches.items())}
 
     def views(self) -> Mapping[str, WorkerView]:
-        """Of those that are watched, by name; one that has not been looked at yet is dead."""
+        """Return the last views of the probed workers, by name; a worker is dead before its first probe."""
         return {name: watch.view for name, watch in sorted(self._watches.items())}
 
     def failed(self, worker: str) -> None:
-        """Traffic says so: look at it now. Without effect if there is none by that name."""
+        """Probe a worker now, because a request to it failed. Without effect for an unknown name."""
         if worker in self._watches:
             self._watches[worker].hurry()
 
     async def look(self, workers: Iterable[str] | None = None) -> None:
-        """Returns when each of them, or all, has been looked at from now on."""
+        """Probe these workers, or all, and return when each probe that starts from now on has ended."""
         names = self._watches.keys() if workers is None else workers
         await asyncio.gather(*(self._watches[name].looked() for name in list(names) if name in self._watches))
 
     async def act(self, act: Act, worker: str, model: str) -> None:
-        """Raises ActError, also when there is no such worker."""
+        """Request an action from a worker. Raises ActError, also for an unknown worker."""
         watch = self._watches.get(worker)
         if watch is None:
-            raise ActError("it is gone")
+            raise ActError("it has left")
         await watch.prober.act(act, model)
 
     async def metrics(self, worker: str) -> str | None:
-        """As `Prober`'s; None also when there is no such worker."""
+        """Return the metrics as `Prober.metrics`; None for an unknown worker."""
         watch = self._watches.get(worker)
         return None if watch is None else await watch.prober.metrics()
 
     def control(self, worker: str) -> ControlClient | None:
-        """As `Prober`'s; None also when there is no such worker."""
+        """Return the control service as `Prober.control`; None for an unknown worker."""
         watch = self._watches.get(worker)
         return None if watch is None else watch.prober.control()
 
@@ -107,7 +114,7 @@ class Probes:
 
 
 class _WorkerProbe:
-    """One worker, which is looked at until `stop`."""
+    """Probes one worker until `stop`."""
 
     def __init__(self, worker: Worker, prober: Prober, pause: float, seen: Callable[[], None]) -> None:
         self.worker = worker
@@ -120,11 +127,11 @@ class _WorkerProbe:
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
-        """A look that is under way may have seen what was before: there is another after it."""
+        """Probe again, after a running probe: that one may have seen the state before."""
         self._hurried.set()
 
     async def looked(self) -> None:
-        """Returns after the next look that begins from now on, or when there will be none."""
+        """Return after the next probe that starts from now on, or after the last one."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self.hurry()
@@ -144,9 +151,9 @@ class _WorkerProbe:
                 self._take(await self.prober.look())
             finally:
                 self._release(waiting)
-            await asyncio.sleep(min(_LEAST_PAUSE, self._pause))
+            await asyncio.sleep(min(_PROBE_MIN_S, self._pause))
             try:
-                async with asyncio.timeout(self._pause - _LEAST_PAUSE):
+                async with asyncio.timeout(self._pause - _PROBE_MIN_S):
                     await self._hurried.wait()
             except TimeoutError:
                 pass
@@ -171,17 +178,17 @@ class _WorkerProbe:
         waiting.clear()
 
 
-#: does something at a worker; raises ActError
+#: carries out an action at a worker; raises ActError
 Do = Callable[[Act, str, str], Awaitable[None]]
 
 
 class ActionQueue:
-    """Has steps done in the background: those of one worker in order, and none twice while it waits or is under way."""
+    """Carries out actions in the background: one at a time for each worker, without duplicates in the queue."""
 
     def __init__(self, do: Do) -> None:
         self._do = do
         self._pending: set[tuple[Act, str, str]] = set()
-        #: by worker, as long as something waits or is under way
+        #: locks by worker, while actions are queued or running
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -205,7 +212,7 @@ class ActionQueue:
             self._pending.discard(errand)
 
     async def close(self) -> None:
-        """Those that wait are not done."""
+        """Cancel all actions."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -214,22 +221,22 @@ class ActionQueue:
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds that it may take for its metrics: Prometheus itself waits ten by default
-_METRICS = 2.0
-#: seconds that a control service may take to note what it is asked for
-_SOON = 10.0
+#: seconds for a worker's metrics; Prometheus itself waits ten by default
+_METRICS_TIMEOUT_S = 2.0
+#: seconds for a control service to accept a request
+_ACTION_TIMEOUT_S = 10.0
 
-#: seconds, of anything that a worker says: decades
-_MOST_S = 1e9
+#: upper bound of plausible durations, seconds: decades
+_PLAUSIBLE_MAX_S = 1e9
 
-#: what Triton says to who has not the right key, with the name of that
+#: Triton's error for a call without the right key, with the name of this key
 _RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
 
 _WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
 
 
 class _Late(Enum):
-    """There was no answer in time."""
+    """No answer in time."""
 
     LATE = "late"
 
@@ -238,27 +245,31 @@ _LATE: Final = _Late.LATE
 
 
 class GrpcProber:
-    """A worker that takes longer than `timeout` seconds gets a new connection: the old one may be open on one side only."""
+    """Probes one worker over gRPC.
 
-    def __init__(self, worker: Worker, contacts: ChannelFactory, timeout: float) -> None:
+    A worker that takes longer than `timeout` seconds gets a new connection, because the old one may be half
+    open.
+    """
+
+    def __init__(self, worker: Worker, channels: ChannelFactory, timeout: float) -> None:
         self._worker = worker
-        self._contacts = contacts
+        self._channel_factory = channels
         self._timeout = timeout
         self._ready: frozenset[str] = frozenset()
-        #: why it did not tell what is ready, when it was asked last
+        #: reason for which it last refused to list its models
         self._refused = ""
-        self._triton = contacts.open(worker.grpc)
-        self._control = None if worker.control is None else contacts.open(worker.control)
+        self._triton = channels.open(worker.grpc)
+        self._control = None if worker.control is None else channels.open(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> WorkerView:
         alive, ready, load = await asyncio.gather(self._alive(), self._index(), self._load())
         if alive is _LATE:
             self._close(self._triton)
-            self._triton = self._contacts.open(self._worker.grpc)
+            self._triton = self._channel_factory.open(self._worker.grpc)
         if load is _LATE and self._worker.control is not None:
             self._close(self._control)
-            self._control = self._contacts.open(self._worker.control)
+            self._control = self._channel_factory.open(self._worker.control)
         if alive is not True:
             return DEAD
         if isinstance(ready, str):
@@ -266,7 +277,7 @@ class GrpcProber:
             ready = frozenset()
         elif not isinstance(ready, _Late):
             self._refused = ""
-        # Triton may be slow to list models while it loads some, and serves the others as before.
+        # Triton may be slow to list models while it loads some, and serves the others meanwhile.
         self._ready = self._ready if isinstance(ready, _Late) else ready
         if isinstance(load, pb.GetLoadResponse) and _is_sane(load):
             return _view(self._ready, load)
@@ -274,14 +285,16 @@ class GrpcProber:
 
     async def act(self, act: Act, model: str) -> None:
         if self._control is None:
-            raise ActError("it has no control service that is known")
+            raise ActError("no control service is known for it")
         stub: Any = control_pb2_grpc.ControlStub(self._control)
         try:
             match act:
                 case Act.PREFETCH:
-                    await stub.Prefetch(pb.PrefetchRequest(model=model), **self._terms(_SOON))
+                    await stub.Prefetch(pb.PrefetchRequest(model=model), **self._terms(_ACTION_TIMEOUT_S))
                 case Act.EVICT:
-                    await stub.Evict(pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_SOON))
+                    await stub.Evict(
+                        pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_ACTION_TIMEOUT_S)
+                    )
         except grpc.RpcError as error:
             raise ActError(_said(error)) from None
 
@@ -290,34 +303,34 @@ class GrpcProber:
             return None
         stub: Any = control_pb2_grpc.ControlStub(self._control)
         try:
-            answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS))
+            answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS_TIMEOUT_S))
         except grpc.RpcError:
             return None
-        return None if answer is None else str(answer.text)  # None: no such message
+        return None if answer is None else str(answer.text)  # None: the answer could not be parsed
 
     def control(self) -> ControlClient | None:
         if self._control is None:
             return None
-        return ControlClient(control_pb2_grpc.ControlStub(self._control), self._contacts.metadata)
+        return ControlClient(control_pb2_grpc.ControlStub(self._control), self._channel_factory.metadata)
 
     async def close(self) -> None:
-        """What is under way is cancelled."""
+        """Cancel all calls."""
         for task in self._closing:
             task.cancel()
         channels = (self._triton, self._control)
         await asyncio.gather(*(channel.close() for channel in channels if channel is not None))
 
     def _close(self, channel: Any) -> None:
-        """In the background: errands that are under way on it end by themselves."""
-        task = asyncio.create_task(channel.close(_SOON))
+        """Close a channel in the background, after its running actions."""
+        task = asyncio.create_task(channel.close(_ACTION_TIMEOUT_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     def _terms(self, timeout: float) -> dict[str, Any]:
-        return {"timeout": timeout, "metadata": self._contacts.metadata}
+        return {"timeout": timeout, "metadata": self._channel_factory.metadata}
 
     async def _alive(self) -> bool | _Late:
-        """Whether it answers at all: while it starts, loads or ends it is not ready, and the index says what there is."""
+        """Return true if it answers. A server that starts, loads or ends is not ready; the index lists its ready models."""
         try:
             await self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout)
         except grpc.RpcError as error:
@@ -325,7 +338,7 @@ class GrpcProber:
         return True
 
     async def _index(self) -> frozenset[str] | str | _Late:
-        """Names of what is ready; a text: why it refuses to say."""
+        """Return the names of the ready models, or the reason for a refusal."""
         call = self._triton.unary_unary(
             SERVICE + "RepositoryIndex",
             request_serializer=service_pb2.RepositoryIndexRequest.SerializeToString,
@@ -335,26 +348,26 @@ class GrpcProber:
             index = await call(
                 service_pb2.RepositoryIndexRequest(ready=True),
                 timeout=self._timeout,
-                metadata=self._contacts.repository_metadata,
+                metadata=self._channel_factory.repository_metadata,
             )
         except grpc.RpcError as error:
             return _LATE if _is_late(error) else _refusal(error)
-        if index is None:  # no such message: gRPC has logged that
+        if index is None:  # not parsable, which gRPC has logged
             return frozenset()
         return frozenset(model.name for model in index.models if model.state == "READY")
 
     def _refuse(self, reason: str) -> None:
-        """Says so once, for nothing goes to a worker that does not tell what it has."""
+        """Log a refusal once: a worker that does not list its models receives no requests."""
         if reason != self._refused:
             key = _RESTRICTED.search(reason)
             remedy = ""
             if key is not None:
                 remedy = (
                     f"; its repository is restricted: set gateway.worker_repository_key to {key[1]}, and "
-                    "gateway.worker_repository_value_file to a file with the value that it wants"
+                    "gateway.worker_repository_value_file to a file with its value"
                 )
             log.warning(
-                "worker %s answers, but does not tell which models are ready, and gets no requests: %s%s",
+                "worker %s answers but does not list its ready models, so it gets no requests: %s%s",
                 self._worker.name,
                 reason,
                 remedy,
@@ -362,7 +375,7 @@ class GrpcProber:
         self._refused = reason
 
     async def _load(self) -> pb.GetLoadResponse | _Late | None:
-        """None: there is no control service, or it has no runtime to ask."""
+        """Return the figures; None: no control service, or no runtime."""
         if self._control is None:
             return None
         stub: Any = control_pb2_grpc.ControlStub(self._control)
@@ -378,7 +391,7 @@ def _is_late(error: Any) -> bool:
 
 
 def _refusal(error: Any) -> frozenset[str] | str:
-    """Nothing is ready on a server that starts or ends; the others that do not answer have a reason."""
+    """Return the reason for a refusal; empty for a server that starts or ends, where nothing is ready."""
     starts_or_ends = error.code() is grpc.StatusCode.UNAVAILABLE and not _RESTRICTED.search(
         error.details() or ""
     )
@@ -390,11 +403,11 @@ def _said(error: Any) -> str:
 
 
 def _is_sane(load: pb.GetLoadResponse) -> bool:
-    """One worker's figures that are none, or absurd, would spoil the sums over all workers, or be too large for them."""
+    """Return true if the figures are finite and plausible; otherwise they would spoil or overflow the sums over all workers."""
     numbers = [load.backlog_s]
     for model in load.models:
         numbers += model.cost_s, model.device_seconds
-    return all(0 <= number <= _MOST_S for number in numbers)
+    return all(0 <= number <= _PLAUSIBLE_MAX_S for number in numbers)
 
 
 def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:

@@ -35,13 +35,13 @@ GATEWAY = ServiceKind(
     gateway_pb2_grpc.add_GatewayServicer_to_server, pb.DESCRIPTOR, "gateway", "gateway.control_listen"
 )
 
-#: fields of the policy that count from the next repack on
+#: fields of the policy that apply from the next repack on
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, gateway: GatewayLoop, section: GatewaySection) -> None:
-        """`section`: as rsrv.yaml has it."""
+        """`section` is as in rsrv.yaml."""
         self._gateway = gateway
         self._planner = gateway.planner
         self._section = section
@@ -53,7 +53,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         if request.model and not models:
             raise _unknown(request.model)
         outstanding: Counter[str] = Counter()
-        for (_, worker), requests in gateway.plane.counts().outstanding.items():
+        for (_, worker), requests in gateway.proxy.counts().outstanding.items():
             outstanding[worker] += requests
         workers = gateway.probes.workers()
         return pb.GetStatusResponse(
@@ -127,7 +127,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             raise _unknown(request.model)
         if not routes.ready:
             raise StatusError("UNAVAILABLE", f"no worker that answers serves {request.model!r} at the moment")
-        load = gateway.plane.counts().load
+        load = gateway.proxy.counts().load
         workers = gateway.probes.workers()
         order = sorted(routes.ready, key=lambda name: (name not in routes.placed, load.get(name, 0.0)))
         return pb.LocateResponse(
@@ -146,7 +146,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def _status(self) -> PlannerStatus:
         status = await self._gateway.status()
         if status is None:
-            raise StatusError("UNAVAILABLE", "the gateway has not looked at its workers yet")
+            raise StatusError("UNAVAILABLE", "the gateway has not probed its workers yet")
         return status
 
     def _require_packing(self, why: str) -> None:
@@ -159,7 +159,7 @@ def _unknown(model: str) -> StatusError:
 
 
 class GatewayHealth(HealthService):
-    """The health of the gateway and of its models."""
+    """Health of the gateway and of its models."""
 
     def __init__(self, gateway: GatewayLoop) -> None:
         self._gateway = gateway
@@ -174,7 +174,7 @@ class GatewayHealth(HealthService):
 S = TypeVar("S", bound=BaseModel)
 
 _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
-#: what a policy has
+#: names of the policy's fields
 FIELDS = tuple(field.name for field in pb.Policy.DESCRIPTOR.fields)
 
 
@@ -190,7 +190,7 @@ def policy_message(section: GatewaySection) -> pb.Policy:
 def changed_policy(
     section: GatewaySection, original: GatewaySection, wanted: pb.Policy, paths: Iterable[str]
 ) -> GatewaySection:
-    """`section` with these fields as `wanted` has them, or `original` where it has none. Raises InvalidArgument."""
+    """Return `section` with these fields from `wanted`, or from `original` if absent there. Raises InvalidArgument."""
     values: dict[str, Any] = {}
     for path in paths:
         if path not in FIELDS:
@@ -205,7 +205,7 @@ def changed_policy(
 
 
 def placement_values(request: pb.SetPlacementRequest) -> dict[str, Any]:
-    """What differs for the model. Raises InvalidArgument."""
+    """Return the settings of one model. Raises InvalidArgument."""
     values = {name: _given(request, name) for name in ("replicas", "fill", "fill_factor")}
     return _checked(GatewayModelSection, values, values).model_dump()
 
@@ -263,7 +263,7 @@ def worker_message(status: WorkerStatus, workers: Mapping[str, Worker], outstand
 
 
 def _given(message: Any, name: str) -> Any:
-    """A field as the settings have it; None: it is absent. Raises InvalidArgument."""
+    """Return a field as the settings have it; None: absent. Raises InvalidArgument."""
     value = getattr(message, name)
     if name in _ENUMS:
         try:
@@ -280,7 +280,7 @@ def _given(message: Any, name: str) -> Any:
 
 
 def _checked(kind: type[S], values: Mapping[str, Any], shown: Mapping[str, Any]) -> S:
-    """Raises InvalidArgument."""
+    """Validate a section. Raises InvalidArgument."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -1,9 +1,9 @@
 """ModelStreamInfer: one stream of a client, and one to the worker that serves its model.
 
-A stream belongs to the model of its first message, and all its messages go to one worker, that of the first one's sequence
-if it has one, so that sequences stay together and answers stay in order. Messages for another model are refused:
-tritonserver (24.10) writes the answers of several models at once, and ends itself when that happens
-(triton-inference-server/server issue 7472).
+A stream belongs to the model of its first message. All its messages go to one worker, that of the first
+message's sequence if it has one, so that sequences stay together and answers stay in order. Messages for
+another model are refused: tritonserver 24.10 writes the answers of several models at once, and crashes when
+that happens (triton-inference-server/server issue 7472).
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from rsrv_gateway.connections import (
     refuse,
     time_left,
 )
-from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, another_model, tagged
+from rsrv_gateway.outcomes import CONNECTION_LOSSES_MAX, Refusal, another_model, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
-#: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
+#: Bytes of unanswered messages kept for a failover.
 _KEPT_BYTES = 4 << 20
-#: Messages to a decoupled model that are believed to wait for an answer: nobody says which of them get none.
-_MOST_WAITING = 1000
-#: tritonserver ends a stream with its first error, if the client sends this, and else says errors in answers
+#: Messages to a decoupled model that count as unanswered: some get no answer, and nothing tells which.
+_WAITING_MAX = 1000
+#: with this metadata of the client, tritonserver ends a stream with its first error; else errors are answers
 _ERRORS_END_IT = "triton_grpc_error"
-#: how an answer begins that says an error
+#: first byte of an answer that is an error
 _ERROR = b"\x0a"
 
 
@@ -48,7 +48,7 @@ class Streaming:
         forwarded: Callable[[Any], Any],
         answers_once: Callable[[str, Any], Awaitable[bool]],
     ) -> None:
-        """`answers_once`: whether each request for the model gets one answer; for a client's context."""
+        """`answers_once(model, context)` tells if each request for the model gets one answer."""
         self.traffic = traffic
         self.channels = channels
         self.forwarded = forwarded
@@ -76,13 +76,13 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _error_code(answer: bytes) -> str:
-    """Of an error that is said in an answer, where only a tag can tell; that stands in the bytes as it is."""
+    """Return the code of an error in an answer: only a tag tells it, and stands in the bytes unchanged."""
     message = answer.decode(errors="replace")
     return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
 
 class _StreamRefused(Exception):
-    """How the client's stream ends."""
+    """End of the client's stream with a refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -90,16 +90,16 @@ class _StreamRefused(Exception):
 
 
 class _Message:
-    """A request that has no answer yet."""
+    """A request without an answer yet."""
 
     __slots__ = ("arrived", "choice", "data", "items", "losses")
 
     def __init__(self, items: int, choice: Choice) -> None:
-        #: itself, while it is kept
+        #: the message, while it is kept
         self.data = b""
         self.items = items
         self.choice = choice
-        #: connections that broke while it was there
+        #: connections that broke during the request
         self.losses = 0
         self.arrived = monotonic()
 
@@ -111,18 +111,18 @@ class _Upstream:
         self.worker = worker
         self.link = link
         self.call = call
-        #: in the order in which they were sent
+        #: in sending order
         self.waiting: deque[_Message] = deque()
-        #: whether everything that was sent is kept, and so may go to another worker
+        #: all messages are kept, so a failover is possible
         self.kept = True
         self.kept_bytes = 0
-        #: messages go one by one, and in order
+        #: messages are written one by one, in order
         self.writing = asyncio.Lock()
-        #: whether nothing more is written
+        #: nothing more is written
         self.closed = False
 
     def expect(self, message: _Message, data: bytes) -> None:
-        """To be called for what is written next."""
+        """Register the message that is written next."""
         self.waiting.append(message)
         if self.kept:
             message.data = data
@@ -131,14 +131,14 @@ class _Upstream:
                 self.answered()
 
     def answered(self) -> None:
-        """From now on no other worker can take over."""
+        """Exclude a failover from now on."""
         if self.kept:
             self.kept = False
             for message in self.waiting:
                 message.data = b""
 
     async def write(self, data: bytes) -> None:
-        # How a stream has ended is for its reader to say.
+        # The reader reports the end of a stream.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.write(data)
 
@@ -150,28 +150,28 @@ class _Upstream:
 
 
 class _Stream:
-    def __init__(self, house: Streaming, context: Any) -> None:
-        self._traffic = house.traffic
-        self._channels = house.channels
+    def __init__(self, streaming: Streaming, context: Any) -> None:
+        self._traffic = streaming.traffic
+        self._channels = streaming.channels
         self._context = context
-        self._metadata = house.forwarded(context)
-        self._answers_once = house.answers_once
-        #: the stream's model; empty: no message was for one that is served
+        self._metadata = streaming.forwarded(context)
+        self._answers_once = streaming.answers_once
+        #: the stream's model; empty before the first message for a served model
         self._model = ""
-        #: the worker that its messages go to
+        #: the worker of the stream's messages
         self._home = ""
-        #: that has not ended; None: there is none at the moment
+        #: None: no stream to a worker is open
         self._upstream: _Upstream | None = None
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
         #: answers are written one by one
         self._writing = asyncio.Lock()
-        #: whether each request gets one answer; None: no worker was asked yet
+        #: each request gets one answer; None: not asked yet
         self._once: bool | None = None
 
     async def run(self) -> None:
-        """Until the client and the worker have ended. Raises an ExceptionGroup of _StreamRefused."""
+        """Forward until client and worker have ended. Raises an ExceptionGroup of _StreamRefused."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while (data := await self._context.read()) is not grpc.aio.EOF:
@@ -183,7 +183,7 @@ class _Stream:
                     await upstream.close()
 
     def end(self) -> None:
-        """What has no answer yet gets none."""
+        """End the stream; unanswered messages get no answer."""
         upstream = self._upstream
         if upstream is not None:
             upstream.call.cancel()
@@ -206,7 +206,7 @@ class _Stream:
             name = request.id
             sequence = None if self._model else request.parameter("sequence_id")
         except Malformed as error:
-            self._traffic.refused("", "INVALID_ARGUMENT")
+            self._traffic.count_refused("", "INVALID_ARGUMENT")
             raise _StreamRefused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
         if self._model and model != self._model:
             await self._refuse_message(another_model(self._model, model), model, name)
@@ -216,7 +216,7 @@ class _Stream:
             await self._refuse_message(choice, model, name)
             return
         if sequence:
-            self._traffic.settle(choice, model, sequence)
+            self._traffic.pin_sequence(choice, model, sequence)
         if not self._model:
             self._model, self._home = model, choice.worker
         message = _Message(items, choice)
@@ -228,11 +228,11 @@ class _Stream:
         upstream.expect(message, data)
         async with upstream.writing:
             await upstream.write(data)
-        if len(upstream.waiting) > _MOST_WAITING:
+        if len(upstream.waiting) > _WAITING_MAX:
             await self._forget(upstream)
 
     async def _forget(self, upstream: _Upstream) -> None:
-        """The oldest message, unless it will be answered."""
+        """Drop the oldest unanswered message, unless its answer will come."""
         if self._once is None:
             self._once = await self._answers_once(self._model, self._context)
         if upstream.waiting and not self._once:
@@ -240,8 +240,8 @@ class _Stream:
             self._over(upstream.waiting.popleft(), "OK")
 
     async def _refuse_message(self, refusal: Refusal, model: str, name: str) -> None:
-        """As tritonserver refuses one message of a stream."""
-        self._traffic.refused(model, refusal.code.name)
+        """Refuse one message as tritonserver does."""
+        self._traffic.count_refused(model, refusal.code.name)
         if (_ERRORS_END_IT, "true") in self._context.invocation_metadata():
             raise _StreamRefused(refusal)
         answer = service_pb2.ModelStreamInferResponse(error_message=refusal.message)
@@ -249,7 +249,7 @@ class _Stream:
         await self._write(answer.SerializeToString())
 
     def _at_home(self, choice: Choice) -> _Upstream:
-        """Where the stream's messages go. Raises _StreamRefused."""
+        """Return the stream to the stream's worker. Raises _StreamRefused."""
         if self._home != choice.worker:
             self._traffic.router.move(choice, self._home)
         return self._upstream or self._open(self._home)
@@ -267,7 +267,7 @@ class _Stream:
         return upstream
 
     async def _answer(self, upstream: _Upstream) -> None:
-        """Hands on what the worker sends."""
+        """Forward the worker's answers to the client."""
         try:
             while (data := await upstream.call.read()) is not grpc.aio.EOF:
                 upstream.answered()
@@ -294,17 +294,16 @@ class _Stream:
             return
         unanswered = list(upstream.waiting)
         upstream.waiting.clear()
-        for message in unanswered:  # the worker has nothing to say to these
+        for message in unanswered:  # the worker will not answer these
             self._over(message, "OK" if refusal is None else refusal.for_client().name)
         if refusal is not None:
             raise _StreamRefused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
-        """Sends what one worker has not answered to another one that serves the model; whether there is one, and it may
-        be tried."""
+        """Fail over: send the unanswered messages to another worker of the model. Return false if that is impossible."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
-        if any(message.losses == MOST_LOSSES for message in messages):
+        if any(message.losses == CONNECTION_LOSSES_MAX for message in messages):
             return False
         datas = [message.data for message in messages]
         common = [
@@ -320,11 +319,11 @@ class _Stream:
         upstream = self._open(common[0])
         self._home = upstream.worker
         for message, data in zip(messages, datas, strict=True):
-            self._traffic.moved(failed.worker)
+            self._traffic.count_failover(failed.worker)
             self._traffic.router.move(message.choice, upstream.worker)
             message.data = b""
             upstream.expect(message, data)
-        # Nothing was waited for since the new home is known, so what the client sends now comes after these.
+        # There was no await since the new worker was set, so later messages of the client follow these.
         async with upstream.writing:
             for data in datas:
                 await upstream.write(data)
@@ -334,6 +333,6 @@ class _Stream:
 
     def _over(self, message: _Message, code: str) -> None:
         self._traffic.router.release(message.choice)
-        self._traffic.ended(
+        self._traffic.count_finished(
             self._model, message.choice.worker, code, message.items, monotonic() - message.arrived
         )

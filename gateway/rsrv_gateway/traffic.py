@@ -1,6 +1,6 @@
-"""What the fronts share: where requests go, and what became of them. One event loop owns it.
+"""Routing and counting of requests, shared by both proxies. One event loop owns it.
 
-Counting is on every request's way, so it is plain numbers in dicts; whoever wants metrics asks for `counts`.
+Every request is counted, so the counters are plain numbers in dicts; `counts` collects them for metrics.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,17 +11,17 @@ from rsrv.placement.contract import DURATION_BOUNDS, Brain, Durations, Table, Tr
 from rsrv.placement.routing import Choice, Mode, Router
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
 
-#: the code of a request whose client did not wait for the answer
+#: code of a request whose client did not wait for the answer
 CANCELLED = "CANCELLED"
-#: workers that are asked about a model that none serves, for what they say of it
-_ASKED = 3
+#: workers asked for the state of a model that none serves
+_ASKED_WORKERS_MAX = 3
 
 
 class Traffic:
     def __init__(self, mode: Mode, brain: Brain) -> None:
         self.router = Router(mode)
         self.brain = brain
-        #: those that answer, by name
+        #: workers that answer, by name
         self.workers: Mapping[str, Worker] = {}
         self.table: Table = {}
         self._requests: dict[tuple[str, str, str], int] = {}
@@ -35,34 +35,35 @@ class Traffic:
 
     @property
     def serves(self) -> bool:
-        """Whether some worker serves some model."""
+        """True if some worker serves some model."""
         return any(routes.ready for routes in self.table.values())
 
     async def find(self, model: str, items: int) -> Choice | Refusal:
-        """For a request whose model nobody seemed to serve: after a look at all workers, if that may help."""
+        """Choose a worker for a request whose model no worker seemed to serve, after a refresh if the model is unknown."""
         if model not in self.table:
             await self.brain.refresh()
-        return self.router.select(model, items) or self.nobody(model)
+        return self.router.select(model, items) or self.reason_for(model)
 
-    def nobody(self, model: str) -> Refusal:
-        """Why no worker can be chosen."""
+    def reason_for(self, model: str) -> Refusal:
+        """Return the reason why no worker can be chosen."""
         if model in self.table:
             return not_served(model)
-        # Without workers, nothing is known of any model.
+        # Without workers all models are unknown.
         return not_found(model) if self.workers else no_worker()
 
     async def workers_for(self, model: str) -> Iterable[str]:
-        """The workers that serve it, after a look at all if that may help; if none does, some that can say what is
-        wrong."""
+        """Return the workers that serve a model, after a refresh if it is unknown; if none serves it, some that may say why."""
         if model not in self.table:
             await self.brain.refresh()
         routes = self.table.get(model)
-        return routes.ready if routes is not None and routes.ready else list(self.workers)[:_ASKED]
+        return (
+            routes.ready if routes is not None and routes.ready else list(self.workers)[:_ASKED_WORKERS_MAX]
+        )
 
-    def settle(self, choice: Choice, model: str, sequence: int | str) -> None:
-        """Sends a request of a sequence to the worker that has the others of the sequence.
+    def pin_sequence(self, choice: Choice, model: str, sequence: int | str) -> None:
+        """Move a request of a sequence to the worker of the sequence.
 
-        Every gateway finds the same one without being told, until the model goes to other workers.
+        All gateways compute the same worker without communication, until the model moves.
         """
         routes = self.table.get(model)
         if routes is not None and routes.ready:
@@ -70,12 +71,12 @@ class Traffic:
             if home != choice.worker:
                 self.router.move(choice, home)
 
-    def moved(self, failed: str) -> None:
-        """A request goes to another worker, because this one has failed."""
+    def count_failover(self, failed: str) -> None:
+        """Count a failover away from this worker."""
         self._failovers[failed] = self._failovers.get(failed, 0) + 1
 
-    def ended(self, model: str, worker: str, code: str, items: int, seconds: float) -> None:
-        """A request is over; `worker` is the last one that it went to."""
+    def count_finished(self, model: str, worker: str, code: str, items: int, seconds: float) -> None:
+        """Count a finished request; `worker` is its last one."""
         key = (model, worker, code)
         self._requests[key] = self._requests.get(key, 0) + 1
         durations = self._durations.get(model)
@@ -85,9 +86,8 @@ class Traffic:
         durations.observe(seconds)
         self._items[model] += items
 
-    def refused(self, model: str, code: str) -> None:
-        """A request is over that went to no worker. A model that there is not is the client's invention, and has no
-        name."""
+    def count_refused(self, model: str, code: str) -> None:
+        """Count a request that went to no worker. An unknown model has no name, as clients may invent any number of names."""
         key = (model if model in self.table else "", "", code)
         self._requests[key] = self._requests.get(key, 0) + 1
 
@@ -106,10 +106,10 @@ class Traffic:
 
 
 def _home(what: str, workers: Sequence[str]) -> str:
-    """The same one of the workers each time, and mostly also when another one comes or goes."""
+    """Return the same worker each time; when workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
-        # JSON may say texts that are no Unicode.
+        # JSON may contain surrogates.
         return blake2b(f"{worker}/{what}".encode(errors="surrogatepass"), digest_size=8).digest()
 
     return max(workers, key=rank)

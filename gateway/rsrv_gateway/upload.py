@@ -1,6 +1,4 @@
-"""A client's request body, on its way to a worker: it goes on as it comes, and is kept in case another worker is asked,
-unless too much is kept already.
-"""
+"""Body of a client's request: forwarded as it arrives, and kept for a failover within the memory budget."""
 
 import asyncio
 import zlib
@@ -12,49 +10,51 @@ from grpc import StatusCode
 
 from rsrv_gateway.outcomes import Refusal
 
-#: bytes up to which a body is waited for and sent as one
-SMALL = 1 << 18
-#: Bytes of bodies that a process keeps for another worker. What comes above that goes to one worker, and is forgotten.
-MOST_KEPT = 1 << 30
+#: bytes up to which a body is awaited and sent as one
+SMALL_BODY_BYTES = 1 << 18
+#: Bytes of bodies kept by a process for failovers; further bodies go to one worker and are not kept.
+KEPT_MAX_BYTES = 1 << 30
 
 
 class UploadBudget:
-    """What all uploads keep together."""
+    """Memory used by all uploads together."""
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
-        """At most so many bytes."""
+    def __init__(self, most: int = KEPT_MAX_BYTES) -> None:
+        """Allow `most` bytes."""
         self.most = most
         self.bytes = 0
 
 
 class UploadError(Exception):
-    """The client's body will never be there as a whole."""
+    """The client's body will never be complete."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
-        #: for the client
+        #: error for the client
         self.refusal = Refusal(code, message)
 
 
 class Upload:
-    """One event loop owns it; several workers may get it at the same time, while it is kept."""
+    """One event loop owns it; several workers may receive it at the same time while it is kept."""
 
     def __init__(
         self, stream: StreamReader, size: int | None, most: int, keeping: UploadBudget | None = None
     ) -> None:
-        """Of `size` bytes (None: the client does not say), and not more than `most`; without `keeping` it is kept
-        whatever that takes. Raises UploadError."""
+        """Start an upload of `size` bytes (None: unknown), at most `most`. Raises UploadError.
+
+        Without `keeping` it is kept regardless of its size.
+        """
         self._stream = stream
-        #: None: the client does not say
+        #: None: unknown
         self.size = size
         self._most = most
         self._pieces: list[bytes] = []
         self._came = 0
         self._keeping = keeping
         self._counted = 0
-        #: whether it can be sent from its beginning, to any number of workers
+        #: it can be sent from its beginning to any number of workers
         self.kept = True
-        #: whether its beginning has been forgotten
+        #: its beginning has been dropped
         self.cut = False
         self._reading = asyncio.Lock()
         #: the client has sent all
@@ -64,7 +64,7 @@ class Upload:
             raise self._too_large()
 
     async def head(self, size: int) -> bytes:
-        """At least the first `size` bytes, as far as there are so many. Raises UploadError."""
+        """Return at least the first `size` bytes, or all if there are fewer. Raises UploadError."""
         while not self.ended and self._came < size:
             await self._more(len(self._pieces))
         if len(self._pieces) > 1:
@@ -72,24 +72,24 @@ class Upload:
         return self._pieces[0] if self._pieces else b""
 
     async def whole(self) -> bytes:
-        """Raises UploadError."""
+        """Return the whole body. Raises UploadError."""
         return await self.head(self._most + 1)
 
     async def settle(self) -> None:
-        """Returns when a small body is there, and at once for others. Raises UploadError."""
-        if self.size is not None and self.size <= SMALL:
+        """Wait for a small body; return at once for others. Raises UploadError."""
+        if self.size is not None and self.size <= SMALL_BODY_BYTES:
             await self.whole()
 
     def data(self) -> bytes | AsyncIterator[bytes]:
-        """From its beginning, for as many workers as are asked."""
-        if self.ended and len(self._pieces) <= 1 and self._came <= SMALL:
+        """Yield the body from its beginning, once for each worker."""
+        if self.ended and len(self._pieces) <= 1 and self._came <= SMALL_BODY_BYTES:
             return self._pieces[0] if self._pieces else b""
         return self._all()
 
     async def _all(self) -> AsyncIterator[bytes]:
         at = 0
         while True:
-            if at and not self.kept:  # what was sent is not needed any more
+            if at and not self.kept:  # sent bytes are not needed any more
                 del self._pieces[:at]
                 at, self.cut = 0, True
             if at < len(self._pieces):
@@ -101,14 +101,14 @@ class Upload:
                 await self._more(at)
 
     def forget(self) -> None:
-        """No other worker will be asked. May be called again."""
+        """Keep nothing for a failover any more. May be called again."""
         self.kept = False
         if self._keeping is not None:
             self._keeping.bytes -= self._counted
         self._counted = 0
 
     async def _more(self, known: int) -> None:
-        """Waits until there are more pieces than `known`, or it has ended. Raises UploadError."""
+        """Wait until there are more pieces than `known`, or it has ended. Raises UploadError."""
         async with self._reading:
             if len(self._pieces) > known or self.ended:
                 return
@@ -143,10 +143,10 @@ class Upload:
 
 
 def decoded(head: bytes, encoding: str, size: int) -> bytes:
-    """The first `size` bytes of what was compressed; nothing where it is not known how."""
+    """Return the first `size` bytes of a compressed body; nothing for an unknown compression."""
     if encoding not in ("gzip", "deflate") or not size:  # to zlib, 0 is no limit
         return b""
     try:
-        return zlib.decompressobj(47).decompress(head, size)  # either of the two, as its first bytes say
+        return zlib.decompressobj(47).decompress(head, size)  # the first bytes tell gzip from zlib
     except zlib.error:
         return b""

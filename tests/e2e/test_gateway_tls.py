@@ -159,7 +159,7 @@ def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files)
     where = {"host": "127.0.0.1", "grpc_port": worker.server.grpc_port, "http_port": None}
     own = {"worker_ca": files.ca, "worker_certificate": files.certificate, "worker_key": files.key}
     with running_gateway(tmp_path, [where], **{key: str(path) for key, path in own.items()}) as gateway:
-        wait_until(lambda: "does not tell which models are ready" in gateway.log_text(), what="the reason")
+        wait_until(lambda: "does not list its ready models" in gateway.log_text(), what="the reason")
         assert f"worker_repository_key to {KEY}" in gateway.log_text()
         with (
             tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{gateway.grpc_port}") as client,

@@ -128,9 +128,9 @@ class Answer:
 
 @dataclass
 class House:
-    """A plane, its workers `a`, `b` ..., and a client."""
+    """A proxy, its workers `a`, `b` ..., and a client."""
 
-    plane: Proxy
+    proxy: Proxy
     brain: FakeBrain
     workers: list[FakeWorker]
     client: ClientSession
@@ -140,10 +140,10 @@ class House:
 
     async def apply(self, table: Mapping[str, Routes], workers: list[FakeWorker] | None = None) -> None:
         known = self.workers if workers is None else workers
-        await self.plane.apply({worker.name: worker.worker for worker in known}, table)
+        await self.proxy.apply({worker.name: worker.worker for worker in known}, table)
 
     def url(self, path: str) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.plane.http.port}{path}"
+        return f"{self.scheme}://127.0.0.1:{self.proxy.http.port}{path}"
 
     def open(self, method: str, path: str, **options: Any) -> Any:
         """A response to be entered."""
@@ -179,12 +179,12 @@ async def serving(
         for worker in workers:
             await worker.start(worker_tls)
             ends.push_async_callback(worker.kill)
-        plane = Proxy(section, brain)
-        ends.push_async_callback(plane.stop)
-        await plane.start()
+        proxy = Proxy(section, brain)
+        ends.push_async_callback(proxy.stop)
+        await proxy.start()
         client = await ends.enter_async_context(ClientSession(auto_decompress=False))
         scheme = "http" if section.tls_key is None else "https"
-        house = House(plane, brain, workers, client, scheme, client_tls)
+        house = House(proxy, brain, workers, client, scheme, client_tls)
         every = Routes(ready=tuple(worker.name for worker in workers))
         await house.apply({"m": every} if table is None else table)
         yield house

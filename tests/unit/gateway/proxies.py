@@ -140,17 +140,17 @@ class FakeBrain:
 
 
 class House:
-    """A plane, its workers `a`, `b` ..., and a client."""
+    """A proxy, its workers `a`, `b` ..., and a client."""
 
-    def __init__(self, plane: Proxy, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
-        self.plane = plane
+    def __init__(self, proxy: Proxy, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
+        self.proxy = proxy
         self.brain = brain
         self.workers = workers
         self.client = client
 
     async def apply(self, table: Mapping[str, Routes], workers: list[FakeWorker] | None = None) -> None:
         known = self.workers if workers is None else workers
-        await self.plane.apply({worker.name: worker.worker for worker in known}, table)
+        await self.proxy.apply({worker.name: worker.worker for worker in known}, table)
 
     def call(self, method: str, request: Any = None, **options: Any) -> Any:
         """An answer to be awaited; raises AioRpcError."""
@@ -187,11 +187,11 @@ async def serving(
         for worker in workers:
             await worker.start()
             ends.push_async_callback(worker.kill)
-        plane = Proxy(section, brain)
-        await plane.start()
-        ends.push_async_callback(plane.stop)
-        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))
-        house = House(plane, brain, workers, client)
+        proxy = Proxy(section, brain)
+        await proxy.start()
+        ends.push_async_callback(proxy.stop)
+        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc.port}"))
+        house = House(proxy, brain, workers, client)
         every = Routes(ready=tuple(worker.name for worker in workers))
         await house.apply({"m": every} if table is None else table)
         yield house

@@ -192,7 +192,7 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
         }
         world = World(section, a=view, one=view, two=view, three=view)
         buckets = (3, 1, *([0] * (len(DURATION_BOUNDS) - 1)))
-        world.plane.counted = TrafficCounts(
+        world.proxy.counted = TrafficCounts(
             {("m", "one", "OK"): 3, ("m", "one", "INTERNAL"): 1},
             {"m": 8},
             {"one": 1.5},
@@ -295,7 +295,7 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
     """Healthy is who answers; why it is not ready is said."""
     world = World(a="m")
     async with watched(world) as url:
-        assert await get(f"{url}/readyz") == (503, "the gateway starts or ends\n")
+        assert await get(f"{url}/readyz") == (503, "the gateway is starting or ending\n")
         assert await get(f"{url}/healthz") == (200, "ok\n")
         async with world.running():
             assert await get(f"{url}/readyz") == (200, "ok\n")

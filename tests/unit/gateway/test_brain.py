@@ -1,4 +1,4 @@
-"""From what is seen of the workers to what the plane goes by."""
+"""From what is seen of the workers to what the proxy goes by."""
 
 import asyncio
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:
     async def main() -> None:
         world = World(a="m n", b="m")
         async with world.running():
-            assert world.plane.log == ["apply", "start"]
+            assert world.proxy.log == ["apply", "start"]
             assert world.knows() == (["a:8001", "b:8001"], {"m": ("a:8001", "b:8001"), "n": ("a:8001",)})
-        assert world.plane.log == ["apply", "start", "drain 7", "stop"]
+        assert world.proxy.log == ["apply", "start", "drain 7", "stop"]
         assert (world.gateway.ready, world.closed) == (False, 2)
 
     run(main())
@@ -57,13 +57,13 @@ def test_workers_that_join_leave_and_die_change_the_table() -> None:
 
 
 def test_what_does_not_change_is_not_told_again() -> None:
-    """The planner looks all the time; the plane hears of what is new."""
+    """The planner looks all the time; the proxy hears of what is new."""
 
     async def main() -> None:
         world = World(a="m")
         async with world.running():
             await asyncio.sleep(60)
-            assert world.plane.log == ["apply", "start"]
+            assert world.proxy.log == ["apply", "start"]
             assert world.planner.looks > 100
 
     run(main())
@@ -84,7 +84,7 @@ def test_traffic_that_fails_changes_the_table_at_once() -> None:
 
 
 def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None:
-    """However many there are, and once a second at most; when it is over the plane knows the model."""
+    """However many there are, and once a second at most; when it is over the proxy knows the model."""
 
     async def main() -> None:
         world = World(a="m", b="m")
@@ -121,7 +121,7 @@ def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
 
 
 def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() -> None:
-    """The next round tries again, and so it is when the plane does not take the table."""
+    """The next round tries again, and so it is when the proxy does not take the table."""
 
     async def main() -> None:
         world = World(a="m")
@@ -132,13 +132,13 @@ def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() ->
             )
             await asyncio.sleep(2)
             assert world.acts == ["a:8001 prefetch m"]
-            for trouble in ("planner", "plane"):
+            for trouble in ("planner", "proxy"):
                 world.planner.broken = trouble == "planner"
-                world.plane.refuses = "apply" if trouble == "plane" else ""
+                world.proxy.refuses = "apply" if trouble == "proxy" else ""
                 world.ready["a"] = f"m {trouble}"
                 await asyncio.sleep(2)
                 assert trouble not in world.knows()[1]
-                world.planner.broken, world.plane.refuses = False, ""
+                world.planner.broken, world.proxy.refuses = False, ""
                 await world.until(["a:8001"], {"m": ("a:8001",), trouble: ("a:8001",)}, within=1)
 
     run(main())
@@ -149,10 +149,10 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
 
     async def main() -> None:
         world = World(a="m")
-        world.plane.refuses = "start"
+        world.proxy.refuses = "start"
         with pytest.raises(ListenError, match="taken"):
             await world.gateway.run(asyncio.Event())
-        assert world.plane.log[-1] == "stop"
+        assert world.proxy.log[-1] == "stop"
         assert world.closed == 1
 
     run(main())
@@ -167,7 +167,7 @@ def test_without_any_worker_it_serves_and_is_not_ready() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(world.gateway.run(stop))
         await asyncio.sleep(3)
-        assert (world.plane.log, world.gateway.ready) == (["apply", "start"], False)
+        assert (world.proxy.log, world.gateway.ready) == (["apply", "start"], False)
         world.ready["a"] = "m"
         await asyncio.sleep(1)
         assert world.gateway.ready
@@ -193,10 +193,10 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
         await worker.start()
         ends.push_async_callback(worker.kill)
         world = World(a="m")
-        world.gateway.plane = plane = Moved(GatewaySection(grpc="127.0.0.1:0", http=None), world.gateway)
+        world.gateway.proxy = proxy = Moved(GatewaySection(grpc="127.0.0.1:0", http=None), world.gateway)
         await ends.enter_async_context(world.running())
-        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))
-        house = House(plane, FakeBrain(), [worker], client)
+        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc.port}"))
+        house = House(proxy, FakeBrain(), [worker], client)
         look = await looking(world)
 
         for _ in range(3):
@@ -254,7 +254,7 @@ async def test_it_ends_in_the_middle_of_a_look() -> None:
     async with world.running():
         await looking(world)
         asyncio.get_running_loop().call_later(0.05, world.planner.gate.set)
-    assert (world.plane.log[-1], world.closed) == ("stop", 1)
+    assert (world.proxy.log[-1], world.closed) == ("stop", 1)
 
 
 async def turns() -> None:

@@ -44,7 +44,7 @@ async def test_each_in_turn() -> None:
         answers = [await house.infer() for _ in range(4)]
 
         assert [answer.model_version for answer in answers] == ["a", "b", "a", "b"]
-        counts = house.plane.counts()
+        counts = house.proxy.counts()
         assert counts.requests == {("m", "a", "OK"): 2, ("m", "b", "OK"): 2}
         assert counts.items == {"m": 4}
         assert sum(counts.durations["m"].counts) == 4
@@ -60,7 +60,7 @@ async def test_items_are_read_where_they_count() -> None:
         await house.infer(inputs=[Infer.InferInputTensor(name="X", shape=[5, 2])])
         await house.infer(inputs=[Infer.InferInputTensor(name="Y", shape=[5, 2])])
 
-        assert house.plane.counts().items == {"m": 6}
+        assert house.proxy.counts().items == {"m": 6}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> No
             worker.does["ModelInfer"] = refusing(code, message)
 
         assert (await house.infer()).model_version == "c"
-        counts = house.plane.counts()
+        counts = house.proxy.counts()
         assert counts.requests == {("m", "c", "OK"): 1}
         assert counts.failovers == {"a": 1, "b": 1}
         assert counts.load == {"a": 0, "b": 0, "c": 0}
@@ -100,7 +100,7 @@ async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got:
 
         assert await refusal(house.infer()) == (got, message)
         assert "ModelInfer" not in house.workers[1].got
-        assert house.plane.counts().requests == {("m", "a", got): 1}
+        assert house.proxy.counts().requests == {("m", "a", got): 1}
 
 
 @looped
@@ -149,7 +149,7 @@ async def test_a_model_that_nobody_knows() -> None:
     async with serving(1) as house:
         assert await refusal(house.infer("x")) == ("NOT_FOUND", "Request for unknown model: 'x' is not found")
         assert house.brain.refreshes == 1
-        assert house.plane.counts().requests == {("", "", "NOT_FOUND"): 1}
+        assert house.proxy.counts().requests == {("", "", "NOT_FOUND"): 1}
 
 
 @looped
@@ -172,7 +172,7 @@ async def test_a_model_that_nobody_serves_now() -> None:
         assert code == "UNAVAILABLE"
         assert "'m'" in message
         assert house.brain.refreshes == 0
-        assert house.plane.counts().requests == {("m", "", "UNAVAILABLE"): 1}
+        assert house.proxy.counts().requests == {("m", "", "UNAVAILABLE"): 1}
 
         await house.apply({}, [])
         assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
@@ -186,7 +186,7 @@ async def test_what_is_no_request() -> None:
 
         assert (await refusal(infer(b"\x0a\xff")))[0] == "INVALID_ARGUMENT"
         assert house.workers[0].got == {}
-        assert house.plane.counts().requests == {("", "", "INVALID_ARGUMENT"): 1}
+        assert house.proxy.counts().requests == {("", "", "INVALID_ARGUMENT"): 1}
 
 
 @looped
@@ -197,14 +197,14 @@ async def test_the_client_leaves() -> None:
         cancelled = hold(worker)
         call = house.infer()
         await worker.called.wait()
-        assert house.plane.counts().outstanding == {("m", "a"): 1}
+        assert house.proxy.counts().outstanding == {("m", "a"): 1}
 
         call.cancel()
         await cancelled.wait()
 
         await (until_counted := asyncio.ensure_future(counted(house)))
         assert until_counted.result() == {("m", "a", "CANCELLED"): 1}
-        assert house.plane.counts().outstanding == {}
+        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -248,7 +248,7 @@ async def test_a_deadline_is_told_to_models() -> None:
     async with serving(1) as house:
         (worker,) = house.workers
         where = worker.worker
-        await house.plane.apply(
+        await house.proxy.apply(
             {"a": type(where)("a", where.grpc, control="unix:/control")}, {"m": Routes(ready=("a",))}
         )
         request = Infer(model_name="m")
@@ -296,7 +296,7 @@ async def test_a_worker_dies() -> None:
 
         assert {(await call).model_version for call in calls} == {"b"}
         assert set(house.brain.failures) == {"a"}
-        assert house.plane.counts().failovers == {"a": 3}
+        assert house.proxy.counts().failovers == {"a": 3}
         assert (await house.infer()).model_version == "b"
 
 
@@ -310,13 +310,13 @@ async def test_a_request_that_kills_whoever_gets_it() -> None:
             where[worker.name] = Worker(worker.name, f"127.0.0.1:{relay.port}")
             worker.does["ModelInfer"] = killed_by_it(relay)
         house.workers[1].does["ModelInfer"] = refusing(Code.UNAVAILABLE, "not ready")
-        await house.plane.apply(where, {"m": Routes(ready=tuple(where))})
+        await house.proxy.apply(where, {"m": Routes(ready=tuple(where))})
 
         assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
 
         assert [worker.name for worker in house.workers if worker.got] == ["a", "b", "c"]
-        assert house.plane.counts().requests == {("m", "c", "UNAVAILABLE"): 1}
-        assert house.plane.counts().outstanding == {}
+        assert house.proxy.counts().requests == {("m", "c", "UNAVAILABLE"): 1}
+        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -350,7 +350,7 @@ async def test_a_connection_that_is_half_open() -> None:
         (worker,) = house.workers
         async with Relay(worker.port).running() as relay:
             where = type(worker.worker)("a", f"127.0.0.1:{relay.port}")
-            await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+            await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
             await house.infer()
             relay.stick()
 
@@ -434,22 +434,22 @@ async def test_the_end() -> None:
         worker.does["ModelInfer"] = late
         call = house.infer()
         await worker.called.wait()
-        draining = asyncio.ensure_future(house.plane.drain(30))
+        draining = asyncio.ensure_future(house.proxy.drain(30))
         while (await refusal(house.call("ServerLive", wait_for_ready=False)))[0] != "UNAVAILABLE":
             pass
         go.set()
 
         assert (await call).model_version == "a"
         await draining
-        await house.plane.stop()
-        await house.plane.stop()
+        await house.proxy.stop()
+        await house.proxy.stop()
 
 
 @looped
 async def test_calls_that_come_at_the_end() -> None:
     """Clients who call again and again are answered or http_refusal UNAVAILABLE to the end: no call is cancelled."""
     async with serving(1) as house, AsyncExitStack() as ends:
-        address = f"127.0.0.1:{house.plane.grpc.port}"
+        address = f"127.0.0.1:{house.proxy.grpc.port}"
         own = [("grpc.use_local_subchannel_pool", 1)]
         clients = [
             await ends.enter_async_context(grpc.aio.insecure_channel(address, options=own)) for _ in range(4)
@@ -464,9 +464,9 @@ async def test_calls_that_come_at_the_end() -> None:
                     return error.code().name, error.details() or ""
 
         calling = [asyncio.create_task(call_on(client)) for client in clients * 4]
-        while house.plane.counts().requests.get(("m", "a", "OK"), 0) < len(calling):
+        while house.proxy.counts().requests.get(("m", "a", "OK"), 0) < len(calling):
             await asyncio.sleep(0)
-        await house.plane.drain(30)
+        await house.proxy.drain(30)
 
         assert set(await asyncio.gather(*calling)) == {("UNAVAILABLE", "the gateway ends")}
 
@@ -495,6 +495,6 @@ def hold(worker: Any) -> asyncio.Event:
 
 async def counted(house: House) -> Any:
     """What was counted, when there is something: the end of a call that nobody waits for is not heard of otherwise."""
-    while not house.plane.counts().requests:
+    while not house.proxy.counts().requests:
         await asyncio.sleep(0)
-    return house.plane.counts().requests
+    return house.proxy.counts().requests

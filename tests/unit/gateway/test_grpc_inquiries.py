@@ -45,7 +45,7 @@ def test_the_whole_service() -> None:
 
     async def methods() -> set[str]:
         async with serving(0) as house:
-            return {name.rpartition("/")[2] for name in house.plane.grpc.methods}
+            return {name.rpartition("/")[2] for name in house.proxy.grpc.methods}
 
     assert {method.name for method in service.methods} <= asyncio.run(methods())
 
@@ -235,7 +235,7 @@ def test_the_token(tmp_path: Path) -> None:
                     house.stream(metadata=metadata).read(),
                 ):
                     assert (await refusal(call))[0] == "UNAUTHENTICATED"
-            assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 4}
+            assert house.proxy.counts().requests == {("", "", "UNAUTHENTICATED"): 4}
             for scheme in ("Bearer", "bearer"):
                 await house.call("ModelInfer", infer, metadata=(("authorization", f"{scheme} sesame"),))
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
@@ -274,7 +274,7 @@ def test_tls(tmp_path: Path) -> None:
             "tls_client_ca": tmp_path / "ca.pem",
         }
         async with serving(1, grpc="localhost:0", **files) as house:
-            where = f"localhost:{house.plane.grpc.port}"
+            where = f"localhost:{house.proxy.grpc.port}"
             for ca, gets_in in ((ours, True), (others, False)):
                 async with grpc.aio.secure_channel(where, credentials(ca)) as channel:
                     live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive", None, None)

@@ -23,11 +23,11 @@ async def test_metadata_that_cannot_be_sent_on(value: bytes) -> None:
     """A client's metadata that gRPC takes and does not send is left out: the request is answered as by a tritonserver."""
     async with serving(1) as house:
         odd = [(b"odd", value), (b"kept", b"1")]
-        assert await http2.status(house.plane.grpc.port, INFER, REQUEST, odd) == 0
+        assert await http2.status(house.proxy.grpc.port, INFER, REQUEST, odd) == 0
         (metadata,) = house.workers[0].metadata["ModelInfer"]
         assert metadata["kept"] == "1"
         assert "odd" not in metadata
-        assert house.plane.counts().requests == {("m", "a", "OK"): 1}
+        assert house.proxy.counts().requests == {("m", "a", "OK"): 1}
 
 
 @looped
@@ -46,14 +46,14 @@ async def test_a_method_whose_name_is_no_text() -> None:
         await worker.called.wait()
 
         for _ in range(2):
-            await http2.status(house.plane.grpc.port, INFER + b"\xff", REQUEST)
+            await http2.status(house.proxy.grpc.port, INFER + b"\xff", REQUEST)
             while await status_of_a_call(house) is grpc.StatusCode.UNAVAILABLE:
                 pass
         go.set()
 
         assert (await call).model_version == "a"
         assert (await house.infer()).model_version == "a"
-        await house.plane.drain(30)
+        await house.proxy.drain(30)
 
 
 @looped
@@ -62,7 +62,7 @@ async def test_what_a_worker_adds_that_cannot_be_sent_on() -> None:
     trailers = [(b"odd", b"\xff"), (b"kept", b"1")]
     async with serving(0) as house, http2.refusing(13, b"oh", trailers) as port:
         where = Worker("a", f"127.0.0.1:{port}")
-        await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+        await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
         call = house.infer()
         assert await refusal(call) == ("INTERNAL", "oh")
         assert tuple(await call.trailing_metadata()) == (("kept", "1"),)
@@ -74,7 +74,7 @@ async def test_a_deadline_that_is_none(seconds: bytes) -> None:
     """Some clients send the longest time that they can say when they have no deadline; the request has time."""
     async with serving(1) as house:
         deadline = [(b"grpc-timeout", seconds)]
-        assert await http2.status(house.plane.grpc.port, INFER, REQUEST, deadline) == 0
+        assert await http2.status(house.proxy.grpc.port, INFER, REQUEST, deadline) == 0
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "../m", '"', "%s", "é" * 5000, "x" * 2_000_000])

@@ -50,13 +50,13 @@ async def opened(house: House, *models: str, **options: Any) -> Any:
 
 async def counted_at_least(house: House, which: tuple[str, str, str], number: int) -> None:
     """Returns when so many of these were counted."""
-    while house.plane.counts().requests.get(which, 0) < number:
+    while house.proxy.counts().requests.get(which, 0) < number:
         await asyncio.sleep(0)
 
 
 async def counted(house: House, *expected: tuple[str, str, str]) -> None:
     """Returns when all these were counted, and nothing is under way."""
-    while not set(expected) <= set(house.plane.counts().requests) or house.plane.counts().outstanding:
+    while not set(expected) <= set(house.proxy.counts().requests) or house.proxy.counts().outstanding:
         await asyncio.sleep(0)
 
 
@@ -68,8 +68,8 @@ async def test_a_model_stays_at_one_worker() -> None:
         await call.done_writing()
 
         assert await answers(call) == [(f"m{number}", "a", "") for number in range(5)]
-        assert house.plane.counts().requests == {("m", "a", "OK"): 5}
-        assert house.plane.counts().outstanding == {}
+        assert house.proxy.counts().requests == {("m", "a", "OK"): 5}
+        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -85,8 +85,8 @@ async def test_a_stream_belongs_to_its_first_model() -> None:
             ("n1", "", "this stream belongs to model 'm'; open another stream for 'n'"),
         ]
         assert house.workers[1].got == {}
-        assert house.plane.counts().requests == {("m", "a", "OK"): 2, ("n", "", "INVALID_ARGUMENT"): 1}
-        assert house.plane.counts().outstanding == {}
+        assert house.proxy.counts().requests == {("m", "a", "OK"): 2, ("n", "", "INVALID_ARGUMENT"): 1}
+        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -159,7 +159,7 @@ async def test_messages_without_answers(decoupled: bool | None) -> None:
         if decoupled is not False:
             await counted_at_least(house, ("m", "a", "OK"), 10)
 
-        assert house.plane.counts().outstanding == {("m", "a"): 1010 if decoupled is False else 1000}
+        assert house.proxy.counts().outstanding == {("m", "a"): 1010 if decoupled is False else 1000}
         assert len(worker.got["ModelConfig"]) == 1
         await call.done_writing()
         assert await answers(call) == []
@@ -184,7 +184,7 @@ async def test_errors_are_answers() -> None:
         assert unknown == "Request for unknown model: 'unknown' is not found"
         assert "'away'" in away
         assert wrong == "wrong shape"
-        assert house.plane.counts().requests == {
+        assert house.proxy.counts().requests == {
             ("", "", "NOT_FOUND"): 1,
             ("away", "", "UNAVAILABLE"): 1,
             ("n", "b", "UNKNOWN"): 1,
@@ -212,7 +212,7 @@ async def test_errors_in_answers_are_final(message: str, code: str) -> None:
         await call.done_writing()
 
         assert await answers(call) == [("", "", message)]
-        assert house.plane.counts().requests == {("m", "a", code): 1}
+        assert house.proxy.counts().requests == {("m", "a", code): 1}
 
 
 @looped
@@ -247,8 +247,8 @@ async def test_the_worker_cannot_be_reached() -> None:
 
         assert await answers(call) == [("m0", "b", ""), ("m1", "b", ""), ("m2", "b", "")]
         assert "a" in house.brain.failures
-        assert house.plane.counts().failovers["a"] >= 1
-        assert house.plane.counts().outstanding == {}
+        assert house.proxy.counts().failovers["a"] >= 1
+        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -288,7 +288,7 @@ async def test_a_message_that_kills_whoever_gets_it() -> None:
             relay = await relays.enter_async_context(Relay(worker.port).running())
             where[worker.name] = Worker(worker.name, f"127.0.0.1:{relay.port}")
             worker.does["ModelStreamInfer"] = killed_by_it(relay)
-        await house.plane.apply(where, {"m": Routes(ready=tuple(where))})
+        await house.proxy.apply(where, {"m": Routes(ready=tuple(where))})
 
         assert (await ending(await opened(house, "m")))[0] == "UNAVAILABLE"
 

@@ -20,13 +20,13 @@ from multidict import CIMultiDict
 from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool
-from rsrv_gateway.upload import SMALL
+from rsrv_gateway.upload import SMALL_BODY_BYTES
 from tests.unit.gateway.http_proxies import INFER, FakeWorker, House, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
 #: more than is waited for before it is sent on
-LARGE = bytes(range(256)) * (SMALL // 64)
+LARGE = bytes(range(256)) * (SMALL_BODY_BYTES // 64)
 
 
 @looped
@@ -101,7 +101,7 @@ async def test_each_in_turn() -> None:
         answers = [await house.infer(path=path) for path in paths]
 
         assert [answer.headers["X-Worker"] for answer in answers] == ["a", "b", "a", "b"]
-        counts = house.plane.counts()
+        counts = house.proxy.counts()
         assert counts.requests == {("m", "a", "OK"): 2, ("m", "b", "OK"): 2}
         assert sum(counts.durations["m"].counts) == 4
         assert counts.outstanding == {}
@@ -123,7 +123,7 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
         await house.infer(body, headers=headers)
         await house.infer(b"no JSON", headers=headers)
 
-        assert house.plane.counts().items == {"m": 6}
+        assert house.proxy.counts().items == {"m": 6}
 
 
 @pytest.mark.parametrize("length", ["0", "999999999"])
@@ -155,7 +155,7 @@ async def test_another_worker_answers(status: int, message: str) -> None:
         answers = [await house.infer() for _ in range(2)]
 
         assert [answer.headers["X-Worker"] for answer in answers] == ["b", "b"]
-        assert house.plane.counts().failovers == {"a": 1}
+        assert house.proxy.counts().failovers == {"a": 1}
         assert house.brain.failures == []
 
 
@@ -169,7 +169,7 @@ async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
 
         assert (answer.headers["X-Worker"], answer.body) == ("b", LARGE)
         assert first.got[0].body == LARGE
-        assert house.plane.http.keeping.bytes == 0
+        assert house.proxy.http.keeping.bytes == 0
 
 
 @looped
@@ -177,7 +177,7 @@ async def test_too_much_to_keep() -> None:
     """A body that does not fit into what is kept goes to one worker, whole, and to no other one when that refuses."""
     async with serving(2) as house:
         first, second = house.workers
-        keeping, headers = house.plane.http.keeping, {"Inference-Header-Content-Length": "1"}
+        keeping, headers = house.proxy.http.keeping, {"Inference-Header-Content-Length": "1"}
         keeping.most = len(LARGE) // 2
         assert (await house.infer(sized(LARGE), headers=headers)).body == LARGE
         assert keeping.bytes == 0
@@ -218,7 +218,7 @@ async def test_what_is_final(
         assert answer.headers["X-More"] == "1"
         assert answer.headers.get("Retry-After") == retry
         assert second.got == []
-        assert house.plane.counts().requests == {("m", "a", code): 1}
+        assert house.proxy.counts().requests == {("m", "a", code): 1}
 
 
 @looped
@@ -319,11 +319,11 @@ async def test_a_worker_dies_with_an_answer() -> None:
         first.does[""] = die
         assert (await house.infer()).headers["X-Worker"] == "b"
 
-        size = SMALL + 1
+        size = SMALL_BODY_BYTES + 1
         await house.apply({"m": Routes(ready=("a",))})
         with pytest.raises(ClientError):
             await house.infer()
-        assert house.plane.counts().requests[("m", "a", "UNAVAILABLE")] == 1
+        assert house.proxy.counts().requests[("m", "a", "UNAVAILABLE")] == 1
 
 
 @looped
@@ -332,7 +332,7 @@ async def test_a_worker_without_http() -> None:
     async with serving(2) as house:
         first, second = house.workers
         bare = type(first.worker)("a", "127.0.0.1:1", None)
-        await house.plane.apply(
+        await house.proxy.apply(
             {"a": bare, "b": second.worker}, {"m": Routes(ready=("a", "b")), "x": Routes(ready=("a",))}
         )
 
@@ -414,13 +414,13 @@ async def test_no_answer_in_time() -> None:
 async def test_a_client_that_stalls() -> None:
     """A request whose body does not come in time is refused, and no worker is suspected."""
     async with serving(1, request_timeout_s=0.2) as house:
-        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
-        for length in (10, SMALL + 10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
+        for length in (10, SMALL_BODY_BYTES + 10):
             head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
             writer.write(f"{head}Inference-Header-Content-Length: 2\r\n\r\n{{}}".encode())
             assert (await reader.readline()).startswith(b"HTTP/1.1 504")
             writer.close()
-            reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
         writer.close()
 
         assert house.brain.failures == []
@@ -433,7 +433,7 @@ async def test_connections_that_are_half_open() -> None:
         (worker,) = house.workers
         async with Relay(worker.port).running() as relay:
             where = type(worker.worker)("a", "127.0.0.1:1", f"127.0.0.1:{relay.port}")
-            await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+            await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
             await house.infer()
             relay.stick()
 
@@ -506,7 +506,7 @@ async def test_a_stream_of_events() -> None:
         worker.does[""] = events
         async with house.open("POST", "/v2/models/m/generate_stream", data=b"{}") as response:
             assert await response.content.readany() == b"data: 1\n\n"
-            assert house.plane.counts().outstanding == {("m", "a"): 1}
+            assert house.proxy.counts().outstanding == {("m", "a"): 1}
             more.set()
             assert await response.content.readany() == b"data: 2\n\n"
             assert response.headers["Content-Type"] == "text/event-stream"
@@ -530,7 +530,7 @@ async def test_a_client_that_does_not_read() -> None:
                 ended.set()
 
         worker.does[""] = without_end
-        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port, limit=1024)
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port, limit=1024)
         writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         await reader.readline()
         await ended.wait()
@@ -668,7 +668,7 @@ async def test_the_end() -> None:
         worker.does[""] = late
         asking = asyncio.ensure_future(house.infer())
         await worker.called.wait()
-        draining = asyncio.ensure_future(house.plane.drain(30))
+        draining = asyncio.ensure_future(house.proxy.drain(30))
         with suppress(ClientError):  # on a new connection
             while (await house.ask("GET", "/v2/health/live")).status != 503:
                 pass
@@ -676,12 +676,12 @@ async def test_the_end() -> None:
 
         assert (await asking).headers["X-Worker"] == "a"
         await draining
-        await house.plane.stop()
-        await house.plane.stop()
+        await house.proxy.stop()
+        await house.proxy.stop()
 
 
 async def counted(house: House) -> Any:
     """What was counted, when there is something: the end of a request that nobody waits for is not heard of otherwise."""
-    while not house.plane.counts().requests:
+    while not house.proxy.counts().requests:
         await asyncio.sleep(0)
-    return house.plane.counts().requests
+    return house.proxy.counts().requests

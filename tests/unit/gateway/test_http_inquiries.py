@@ -293,7 +293,7 @@ async def test_the_token(tmp_path: Path) -> None:
                 answer = await house.ask(method, path, headers=headers)
                 assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert asked(house) == []
-        assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
+        assert house.proxy.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
 
         for scheme in ("Bearer", "bearer"):
             assert (await house.infer(headers={"Authorization": f"{scheme} secret"})).status == 200
@@ -307,7 +307,7 @@ async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "token").chmod(0o600)
 
     async with serving(1, token_file=tmp_path / "token") as house:
-        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
         writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 401")
         writer.close()
@@ -367,5 +367,5 @@ async def test_a_port_is_not_shared() -> None:
     """A second gateway cannot listen where one does."""
     async with serving(1) as house:
         with pytest.raises(ListenError):
-            async with serving(1, http=f"127.0.0.1:{house.plane.http.port}"):
+            async with serving(1, http=f"127.0.0.1:{house.proxy.http.port}"):
                 pass

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from rsrv_gateway.http_protocol import MOST_JSON, for_client, http_refusal, overstated, peek
+from rsrv_gateway.http_protocol import PARSED_JSON_MAX_BYTES, for_client, http_refusal, overstated, peek
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import decoded
 
@@ -48,7 +48,7 @@ def test_any_bytes_may_come(data: bytes) -> None:
 
 def test_large_json_is_not_read_for_items() -> None:
     """Above a size, JSON counts as one item; but a sequence is never overlooked."""
-    request = {"inputs": [{"name": "X", "shape": [4], "data": ["0" * MOST_JSON]}]}
+    request = {"inputs": [{"name": "X", "shape": [4], "data": ["0" * PARSED_JSON_MAX_BYTES]}]}
     assert peek(json.dumps(request).encode(), ("X", 0)) == (1, None)
 
     request["parameters"] = {"sequence_id": "s"}  # type: ignore[assignment]

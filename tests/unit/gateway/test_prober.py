@@ -215,7 +215,7 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
         for _ in range(2):
             assert await one.look() == WorkerView(alive=True)
         (line,) = caplog.messages
-        assert line.startswith("worker w answers, but does not tell which models are ready")
+        assert line.startswith("worker w answers but does not list its ready models")
         assert "set gateway.worker_repository_key to admin-key" in line
         assert "sesame" not in line
         triton.restricted = None

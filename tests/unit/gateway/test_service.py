@@ -72,7 +72,7 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n"), c=worker()) as gateway:
         del gateway.world.ready["c"]
         gateway.world.gateway.failed("c:8001")
-        gateway.world.plane.counted = TrafficCounts(outstanding={("m", "a:8001"): 2, ("n", "a:8001"): 3})
+        gateway.world.proxy.counted = TrafficCounts(outstanding={("m", "a:8001"): 2, ("n", "a:8001"): 3})
         while (status := await gateway.status()).workers[2].alive:
             pass
 
@@ -184,7 +184,7 @@ async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
         code, _ = await gateway.refused("SetPlacement", pb.SetPlacementRequest(model="x"))
         assert code is grpc.StatusCode.NOT_FOUND
         await gateway.stub.SetPlacement(pb.SetPlacementRequest(model="x", allow_unknown=True))
-        assert any("nobody serves x" in text for text in (await gateway.status()).warnings)
+        assert any("no worker serves x" in text for text in (await gateway.status()).warnings)
         code, _ = await gateway.refused("SetPlacement", pb.SetPlacementRequest())
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -205,7 +205,7 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
     ready = {name: worker("m", "n") for name in "abc"}
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
-        gateway.world.plane.counted = TrafficCounts(load={placed[0]: 2.0, placed[1]: 1.0})
+        gateway.world.proxy.counted = TrafficCounts(load={placed[0]: 2.0, placed[1]: 1.0})
         found = (await gateway.stub.Locate(pb.LocateRequest(model="m"))).workers
         assert [(one.worker, one.placed) for one in found[:2]] == [(placed[1], True), (placed[0], True)]
         assert (len(found), found[2].placed) == (3, False)

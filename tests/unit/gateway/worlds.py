@@ -1,4 +1,4 @@
-"""A gateway whose workers and plane are a test's."""
+"""A gateway whose workers and proxy are a test's."""
 
 import asyncio
 import threading
@@ -119,7 +119,7 @@ class World:
         )
         self.section = section
         self.planner = FakePlanner(section)
-        self.plane = FakePlane()
+        self.proxy = FakePlane()
 
         async def resolve(_: str) -> list[str]:
             return self.addresses
@@ -128,7 +128,7 @@ class World:
             Members(section, resolve),
             lambda seen: Probes(lambda worker: FakeProber(self, worker), section.probe_s, seen),
             self.planner,
-            lambda brain: self.plane,
+            lambda brain: self.proxy,
             pause=section.probe_s,
             drain=7,
             clock=lambda: asyncio.get_running_loop().time(),
@@ -145,8 +145,8 @@ class World:
         await task
 
     def knows(self) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Workers, and where each model goes, as the plane was told last."""
-        return self.plane.applied[-1]
+        """Workers, and where each model goes, as the proxy was told last."""
+        return self.proxy.applied[-1]
 
     async def until(self, workers: list[str], table: dict[str, tuple[str, ...]], *, within: float) -> None:
         async with asyncio.timeout(within):

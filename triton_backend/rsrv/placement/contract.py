@@ -1,6 +1,6 @@
-"""What the parts of the gateway tell each other: workers and what is seen of them, where models go, what is done.
+"""Types shared by the parts of the gateway: workers, their last views, routes, and actions on weights.
 
-Workers are named; names are what orders and labels them. Times are seconds, memory is bytes.
+Workers are identified, ordered and labelled by name. Times are seconds, memory is bytes.
 """
 
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-#: upper bounds, seconds, of the intervals in which Durations counts; above the last one is one more
+#: upper bounds, seconds, of the intervals of Durations; one more interval lies above the last bound
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A tritonserver that requests can go to."""
+    """A tritonserver that receives requests."""
 
     name: str
     #: HOST:PORT or unix:PATH
     grpc: str
-    #: HOST:PORT; None: it has none
+    #: HOST:PORT; None: not served
     http: str | None = None
     metrics: str | None = None
-    #: of its control service, as `grpc`; None: what it holds and what it costs is not known
+    #: address of its control service, as `grpc`; None: its weights and costs are unknown
     control: str | None = None
 
 
@@ -34,81 +34,81 @@ class WeightsView(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What a worker says of one of its models. Counters are since the model was loaded."""
+    """One model as its worker last reported it. Counters start when the model is loaded."""
 
-    #: device bytes of its weights
+    #: bytes of its weights on the device
     bytes: int
     weights: WeightsView
-    #: whether weights stay on the device whatever the gateway says
+    #: the weights stay on the device even if the gateway asks for their eviction
     pinned: bool = False
-    #: expected device seconds per item, at the size where that is least; None: never executed
+    #: expected device seconds per item at the cheapest batch size; None: never executed
     item_s: float | None = None
     queued: int = 0
     executing: int = 0
     requests: int = 0
     items: int = 0
     device_seconds: float = 0.0
-    #: requests that found the weights elsewhere
+    #: requests that found the weights absent
     misses: int = 0
-    #: items in its largest execution; 0: it has no batch axis
+    #: items in its largest execution; 0: no batch axis
     max_items: int = 0
-    #: an input with a batch axis, and which axis of the tensor that is; None: a request is one item
+    #: an input with a batch axis, and the index of that axis; None: a request is one item
     batch_input: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What was last seen of a worker."""
+    """A worker as its last probe saw it."""
 
-    #: whether it answered its last probe
+    #: the last probe was answered
     alive: bool
-    #: names of what it serves now: models and meta models, whoever made them
+    #: names of the models and meta models that it serves now, rsrv's or not
     ready: frozenset[str] = frozenset()
-    #: of its runtime: counters start anew with another one; None: it has no control service that answers
+    #: instance of its runtime, where counters begin at 0; None: no control service answers
     instance: str | None = None
-    #: device bytes that weights may take; None: no limit, or not known
+    #: device bytes for weights; None: no limit, or unknown
     budget_bytes: int | None = None
-    #: device seconds that what waits and executes there will take
+    #: device seconds for the queued and executing requests
     backlog_s: float = 0.0
     models: Mapping[str, ModelView] = field(default_factory=dict)
-    #: meta models and the models that they call: these go where the meta model goes
+    #: meta models and the models that they call; called models are placed with the meta model
     calls: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where requests of one model may go."""
+    """Workers for the requests of one model."""
 
-    #: all workers where it is ready, by name
+    #: all workers where the model is ready, by name
     ready: tuple[str, ...]
-    #: those of them that the packing chose, by name; empty: not packed
+    #: the workers of `ready` that the packing chose, by name; empty: not packed
     placed: tuple[str, ...] = ()
-    #: items that go to one replica before the next one's turn; 1: each request to the replica with the fewest
+    #: items sent to one replica before the next replica's turn; 1: each request goes to the least loaded
+    #: replica
     quantum: int = 1
-    #: which replica's turn is next, of those with the fewest quanta under way: least: the one with the least
-    #: load; rr: each in turn
+    #: choice among the replicas with the fewest quanta in flight. least: the least loaded; rr: each in turn
     fill: Literal["least", "rr"] = "least"
-    #: what one item adds to a worker's load; or, not `per_item`, one request
+    #: load of one item on a worker, or of one request if `per_item` is false
     charge: float = 1.0
     per_item: bool = True
-    #: the input whose shape tells the items, and its axis; None: a request is one item, or nobody needs to know
+    #: the input whose shape gives the number of items, and its axis; None: a request counts as one item
     batch_input: tuple[str, int] | None = None
 
 
-#: by model; replaced as a whole
+#: routes by model; replaced as a whole
 Table = Mapping[str, Routes]
 
 
 class Act(Enum):
     #: load the model's weights onto the device as if a request waited
     PREFETCH = "prefetch"
-    #: free them unless they are pinned or used
+    #: evict them unless they are pinned or in use
     EVICT = "evict"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightAction:
-    """Something to ask of a worker's control service."""
+    """A prefetch or an eviction to request from a worker's control service."""
 
     act: Act
     worker: str
@@ -117,45 +117,46 @@ class WeightAction:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long requests took, from their arrival to the end of their answer."""
+    """Durations of requests, from their arrival to the end of their answer."""
 
-    #: requests in each interval of DURATION_BOUNDS, and above it: one more than there are bounds
+    #: requests in each interval of DURATION_BOUNDS, and above the last bound
     counts: tuple[int, ...]
-    #: seconds, of all together
+    #: sum of all durations, seconds
     sum: float
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficCounts:
-    """What a plane has done since its start, and what is under way. Names that clients made up are not in it."""
+    """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
 
-    #: inference requests that are over, by model, worker (empty: none was asked) and gRPC code by name, such as "OK"
+    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as
+    #: "OK"
     requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    #: items in requests that were sent on, by model
+    #: items of forwarded requests, by model
     items: Mapping[str, int] = field(default_factory=dict)
-    #: what is under way, by worker, in the unit of the routes' charges
+    #: load in flight by worker, in the unit of the routes' charges
     load: Mapping[str, float] = field(default_factory=dict)
-    #: requests under way, by model and worker; only where there are any
+    #: requests in flight by model and worker, without zeros
     outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: requests that went to another worker after this one had failed, by worker
+    #: requests moved to another worker after this one failed, by worker
     failovers: Mapping[str, int] = field(default_factory=dict)
-    #: by model
+    #: durations by model
     durations: Mapping[str, Durations] = field(default_factory=dict)
 
 
 class Brain(Protocol):
-    """What a plane may ask for. Called on the event loop that the plane was started on."""
+    """Notifications from a proxy to the gateway's loop, on the event loop that started the proxy."""
 
     def failed(self, worker: str) -> None:
-        """A connection to this worker broke or could not be made: it is looked at now, not with the next probe.
+        """Probe a worker now because a connection to it broke or could not be made.
 
         Returns at once, and may be called for every request.
         """
 
     async def refresh(self, sure: bool = False) -> None:
-        """A request names a model that is not in the table: all workers are looked at now.
+        """Probe all workers now, because a request names a model that is not in the table.
 
-        Returns when `apply` was called with what they said, or at once if that was less than a second ago. Whoever asks
-        meanwhile waits for the same look. `sure`: something has changed, and a look that began before does not do.
-        Never raises.
+        Returns after `apply` was called with the results, or at once if the last refresh is less than a
+        second ago. Concurrent calls share one refresh. `sure`: something has changed, so a refresh that is
+        already running does not count. Never raises.
         """

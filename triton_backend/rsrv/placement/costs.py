@@ -1,21 +1,22 @@
-"""What each model takes of the devices, from the counters that the workers show.
+"""Load of each model on the devices, from the counters that the workers report.
 
-Only what happened between two views of one worker counts, model by model: a worker that was not seen for a while
-brings what happened meanwhile, and counters that began anew (another instance, or one that fell) bring nothing once.
-The views are SAMPLE_S apart or more: device seconds are counted when an execution ends, and over times shorter than
-an execution they come in lumps.
+Only the differences between two views of one worker count, model by model. A worker that was silent for a
+while reports the time between, and counters that restarted (another instance, or a smaller value) are skipped
+once. Views are at least SAMPLE_S apart: device seconds are counted at the end of an execution, so shorter
+intervals are uneven.
 
-A model's *utilisation* is what it asks of the devices, in seconds of device per second:
+A model's *utilisation* is its demand in device seconds per second:
 
     x = sum over its workers of (device seconds consumed / seconds between the views
                                  + requests waiting * device seconds per request / WAITING_S)
 
-The second term is what a worker that is busy all the time hides. Samples are folded by consumed device seconds, not
-by time, so that a night without requests does not wipe out what the day showed. After the whole fleet consumed dt:
+The second term is the demand that a saturated worker cannot show. Samples are weighted by consumed device
+seconds, not by time, so that a night without requests does not erase the measurements of the day. After the
+whole fleet consumed dt:
 
     a = 1 - 2^(-dt/h);   w <- (1 - a) w + a;   s <- (1 - a) s + a x;   utilisation = s / w
 
-w makes up for what is not known yet: a young average is one of the samples that there were.
+w normalises a young average: it is the mean of the samples so far.
 """
 
 from collections.abc import Mapping
@@ -24,24 +25,24 @@ from dataclasses import dataclass
 from rsrv.placement.contract import WorkerView
 
 SAMPLE_S = 2.0
-#: what waits counts as if it was to be done within this time
+#: time in which waiting requests should be done
 WAITING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of one model."""
+    """Measured demand of one model."""
 
-    #: seconds of device per second that it asks for, all workers together
+    #: device seconds per second, all workers together
     utilisation: float = 0.0
-    #: requests per second, while the devices worked
+    #: requests per second while the devices worked
     requests_s: float = 0.0
-    #: device seconds of one item; None: it never executed
+    #: device seconds of one item; None: never executed
     item_s: float | None = None
 
 
 class _Average:
-    """One model's averages; `items`, `requests` and `device_s` fade, and only their ratios mean something."""
+    """Averages of one model. `items`, `requests` and `device_s` decay; only their ratios have a meaning."""
 
     __slots__ = ("device_s", "items", "rate", "requests", "utilisation", "weight")
 
@@ -52,7 +53,7 @@ class _Average:
 
 @dataclass(slots=True)
 class _Sample:
-    """One model at one worker, between its last two views."""
+    """Demand of one model at one worker between its last two views."""
 
     utilisation: float
     rate: float
@@ -60,24 +61,24 @@ class _Sample:
 
 
 class Costs:
-    """Averages of all models. `halflife` is in device seconds and may be set at any time."""
+    """Averages of all models. `halflife`, in device seconds, may be set at any time."""
 
     def __init__(self, halflife: float) -> None:
         self.halflife = halflife
-        #: device seconds by model and worker, since somebody took the entry away
+        #: device seconds by model and worker, until the planner removes an entry
         self.where: dict[str, dict[str, float]] = {}
         self._averages: dict[str, _Average] = {}
-        #: the last view of each worker that had counters, and when it came
+        #: the last view with counters of each worker, and its time
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
-        #: by model, what the workers expect; where nothing is measured yet
+        #: device seconds per item that the workers expect, by model; used before the first measurement
         self._expected: dict[str, float] = {}
 
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
-        """Take in what all workers show now. Returns the device seconds consumed since the last views.
+        """Take in all workers' current views. Return the device seconds consumed since the last ones.
 
-        Views of a worker that come sooner than SAMPLE_S are left out, and so is one that is the same object as last
-        time: it says nothing new. A worker that is not in `views` is forgotten.
+        A view that comes sooner than SAMPLE_S, or is the same object as the last one, is skipped. A worker
+        that is not in `views` is forgotten.
         """
         known = len(self._views)
         self._views = {worker: seen for worker, seen in self._views.items() if worker in views}
@@ -114,11 +115,11 @@ class Costs:
         )
 
     def busy(self, worker: str) -> float:
-        """Seconds of device per second that a worker spent between its last two views."""
+        """Return the device seconds per second that a worker spent between its last two views."""
         return sum(sample.utilisation for sample in self._samples.get(worker, {}).values())
 
     def _compare(self, worker: str, before: WorkerView, view: WorkerView, seconds: float) -> float:
-        """Sample all of a worker's models between two views of it. Returns the device seconds consumed."""
+        """Sample all models of a worker between two views. Return the device seconds consumed."""
         samples: dict[str, _Sample] = {}
         consumed = 0.0
         for name, model in view.models.items():
@@ -167,7 +168,7 @@ class Costs:
                 average.device_s *= keep
 
     def _together(self) -> dict[str, tuple[float, float]]:
-        """Utilisation and requests per second of each model, all workers together, just now."""
+        """Return the current utilisation and requests per second of each model, all workers together."""
         together: dict[str, tuple[float, float]] = {}
         for samples in self._samples.values():
             for name, sample in samples.items():
@@ -177,7 +178,7 @@ class Costs:
         return together
 
     def _request_s(self, model: str) -> float:
-        """Device seconds of a request: of an item, before one was seen."""
+        """Return the device seconds of a request; before the first one, those of an item."""
         average = self._averages.get(model)
         if average is not None and average.requests and average.device_s:
             return average.device_s / average.requests

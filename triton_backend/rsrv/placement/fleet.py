@@ -1,4 +1,4 @@
-"""All workers' views in one: what each model is, where it is ready, and which models must be together."""
+"""All workers' views as one: size and place of each model, and the models that belong together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,27 +11,27 @@ from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 class FleetModel:
     """One model, over all workers that are alive."""
 
-    #: where it is ready, by name
+    #: workers where it is ready, by name
     ready: tuple[str, ...]
-    #: where its weights are on the device, by name
+    #: workers with its weights on the device, by name
     resident: tuple[str, ...] = ()
-    #: device bytes that it takes where it is placed; 0: nobody says, or it is pinned wherever it is
+    #: device bytes at each worker where it is placed; 0: unknown, or pinned on every worker
     bytes: int = 0
     max_items: int = 0
     batch_input: tuple[str, int] | None = None
-    #: of a meta model: the models that it calls
+    #: models called by a meta model
     calls: frozenset[str] = frozenset()
-    #: whether its worker says more of it than that it is ready: others are not packed
+    #: a worker reports its figures; models without figures are not packed
     known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Models that go to the same workers: a meta model and all that it calls, or one model."""
+    """Models that are placed together: a meta model and all models that it calls, or one model."""
 
-    #: by name
+    #: names, sorted
     models: tuple[str, ...]
-    #: where all of them are ready, by name; at least one
+    #: workers where all of them are ready, by name; at least one
     allowed: tuple[str, ...]
     bytes: int
 
@@ -44,15 +44,15 @@ class Unit:
 class Fleet:
     #: workers that are alive, by name
     views: Mapping[str, WorkerView]
-    #: all models that a member serves, or served when it was last seen
+    #: all models that a worker serves, or served when it last answered
     models: Mapping[str, FleetModel]
-    #: what is packed, by name
+    #: units to pack, by name
     units: tuple[Unit, ...]
     #: meta models whose called models are not all ready on one worker
     torn: tuple[str, ...]
 
     def warm(self, unit: Unit, worker: str) -> bool:
-        """Whether all weights that a unit needs are on this worker's device, as far as it says anything."""
+        """Return true if all weights that the unit needs are on this worker's device, as far as it reports them."""
         models = self.views[worker].models
         return all(
             view.weights is WeightsView.RESIDENT or view.bytes == 0
@@ -61,7 +61,7 @@ class Fleet:
         )
 
     def free_bytes(self, worker: str) -> int | None:
-        """Bytes that packed models may take there: the budget without what is pinned. None: no limit."""
+        """Return the device bytes for packed models: the budget without pinned weights. None: no limit."""
         view = self.views[worker]
         if view.budget_bytes is None:
             return None
@@ -69,7 +69,7 @@ class Fleet:
 
 
 def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fleet:
-    """Put all views together. `absent`: what members that do not answer served before."""
+    """Combine all views. `absent`: the last views of workers that do not answer."""
     views = {worker: alive[worker] for worker in sorted(alive)}
     models = _models(views)
     for view in absent:
@@ -80,7 +80,7 @@ def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fle
 
 
 def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
-    # Workers that serve the same are looked at together: a thousand of them have ten thousand models each.
+    # Workers with equal models are handled together: a fleet may have 1,000 workers with 10,000 models each.
     alike: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     shown: defaultdict[str, list[ModelView]] = defaultdict(list)
     resident: defaultdict[str, list[str]] = defaultdict(list)
@@ -93,7 +93,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
                 resident[name].append(worker)
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
-    #: by model: which of these groups serve it
+    #: indices of the groups that serve each model
     groups: dict[str, tuple[int, ...]] = {}
     for number, ready in enumerate(alike):
         for name in ready:
@@ -101,7 +101,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
     members = list(alike.values())
     same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    # By name: sets have an order of their own in every process, and others decide by this one.
+    # Sorted, because the order of sets differs between processes, and decisions depend on this order.
     for name in sorted({**groups, **shown, **calls}):
         serving = groups.get(name, ())
         if serving not in same:
@@ -143,7 +143,7 @@ def _units(
 
 
 def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], told: set[str]) -> tuple[str, ...]:
-    """Workers where all of them are ready that are; with a control service, where there is one."""
+    """Return the workers where every ready model of the group is ready; only those with a control service if there are any."""
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
         return ()
@@ -154,7 +154,7 @@ def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], told: set
 
 
 def _together(models: Mapping[str, FleetModel]) -> list[tuple[str, ...]]:
-    """The models that are packed, in groups that calls connect."""
+    """Return the models to pack, grouped by their calls."""
     parent = {name: name for name, model in models.items() if model.known}
 
     def root(name: str) -> str:

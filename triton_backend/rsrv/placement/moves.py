@@ -1,9 +1,10 @@
-"""From where models are to where they should be: weights first, then traffic, and then the old home is freed.
+"""Moves of models to their targets: first the weights, then the traffic, then the eviction at the old home.
 
-The packing gives every unit a target. Until all weights of the unit are on the device of a new home, requests stay where
-they are; when they are, the table changes. The old home frees its weights when it has nothing of the model any more.
-Where more is placed than has room, weights that nobody asks for give way at once: there traffic does not wait.
-A limit ends each wait, for weights may never come, and another gateway may still send requests to the old home.
+The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the
+device of a new home; then the table changes. The old home evicts the weights when it has no request of the
+model left. On a worker with more weights than its budget, weights without requests are evicted at once: there
+traffic does not wait. Each wait has a limit, because weights may never arrive, and another gateway may still
+use the old home.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,36 +13,36 @@ from dataclasses import dataclass
 from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView
 from rsrv.placement.fleet import Fleet, Unit
 
-#: after this time traffic goes to a new home whose weights have not come, and old homes are no longer waited for
+#: after this time traffic moves to a new home without weights, and the old home is no longer awaited
 MOVE_LIMIT_S = 60.0
-#: after this time without the weights a worker is asked for them again
+#: pause between two prefetch requests for the same weights
 ASK_AGAIN_S = 10.0
 
 
 @dataclass(slots=True)
 class _OldHome:
-    """A model's weights at a worker that it went from."""
+    """Weights of a model at a worker that it has moved away from."""
 
     since: float
-    #: what was seen of it there last
+    #: the model's last view there
     seen: ModelView
 
 
 class Moves:
-    """Where every model is and goes. Kept while any member serves it, or did: its workers may come back."""
+    """Places and targets of all models. Entries are kept while a worker serves the model, or served it before it fell silent."""
 
     def __init__(self) -> None:
-        #: by model: where requests go, and where they should; workers by name
+        #: current and target workers of each model, by name
         self.placed: dict[str, tuple[str, ...]] = {}
         self.targets: dict[str, tuple[str, ...]] = {}
-        #: when the target was set
+        #: time at which the target was set
         self._since: dict[str, float] = {}
-        #: (model, worker): when it was last asked for the weights for this target
+        #: time of the last prefetch request by (model, worker), for the current target
         self._asked: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
 
     def home(self, unit: Unit) -> tuple[str, ...]:
-        """The target that all of a unit have; empty: they have none, or not the same, or it is not all there."""
+        """Return the target that all models of a unit share; empty if they have none, differ, or a worker of it is missing."""
         targets = {self.targets.get(name, ()) for name in unit.models}
         home = targets.pop()
         return home if not targets and set(home) <= set(unit.allowed) else ()
@@ -50,7 +51,7 @@ class Moves:
         return all(self.placed.get(name) == self.targets.get(name) for name in unit.models)
 
     def aim(self, unit: Unit, workers: tuple[str, ...], now: float) -> bool:
-        """Set a unit's target. Returns whether it is another than before."""
+        """Set a unit's target. Return true if it has changed."""
         changed = False
         for name in unit.models:
             if self.targets.get(name) != workers:
@@ -68,11 +69,16 @@ class Moves:
         swapping: Collection[str],
         now: float,
     ) -> tuple[list[WeightAction], list[str]]:
-        """Take every unit as far as it can go now.
+        """Advance every unit as far as possible.
 
-        crowded: (unit, worker) whose weights would not stay there; they are not asked for.
-        swapping: workers where no weights are waited for, because they do not stay without requests.
-        Returns what to ask of the workers, and the models whose place has changed.
+        Args:
+            fleet: the workers' last views.
+            crowded: (unit, worker) whose weights would be evicted there again; they are not prefetched.
+            swapping: workers whose weights are not awaited, because they stay only while requests come.
+            now: the planner's time, seconds.
+
+        Returns:
+            The actions to request from the workers, and the models whose workers have changed.
         """
         steps: list[WeightAction] = []
         changed: list[str] = []
@@ -95,7 +101,7 @@ class Moves:
     def _cold(
         self, unit: Unit, workers: Collection[str], fleet: Fleet, crowded: Collection[tuple[str, str]]
     ) -> list[str]:
-        """Those workers whose weights are worth waiting for."""
+        """Return the workers that lack weights worth waiting for."""
         return [w for w in workers if (unit.name, w) not in crowded and not fleet.warm(unit, w)]
 
     def _place(
@@ -108,7 +114,7 @@ class Moves:
         swapping: Collection[str],
         now: float,
     ) -> tuple[str, ...]:
-        """Where a model's requests go now."""
+        """Return the workers for a model's requests now."""
         here = [worker for worker in self.placed.get(name, ()) if worker in unit.allowed]
         gained = [worker for worker in target if worker not in here]
         waited_for = [worker for worker in gained if worker not in swapping]
@@ -116,7 +122,7 @@ class Moves:
         if not cold or now - self._since[name] >= MOVE_LIMIT_S:
             return target
         if not here:
-            # Its home is gone, and weights take a while: who has them serves meanwhile.
+            # Its home is gone and weights take a while to load: workers that have them serve meanwhile.
             here = [worker for worker in unit.allowed if fleet.warm(unit, worker)][: len(target)]
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
@@ -128,7 +134,7 @@ class Moves:
         crowded: Collection[tuple[str, str]],
         now: float,
     ) -> list[WeightAction]:
-        """What to ask for, so that the unit becomes warm at its target."""
+        """Return the prefetches that make the unit warm at its target."""
         steps = []
         for worker in self._cold(unit, target, fleet, crowded):
             for name in unit.models:
@@ -136,7 +142,7 @@ class Moves:
                 if view is None or view.weights is not WeightsView.ABSENT or view.bytes == 0:
                     continue
                 asked = self._asked.get((name, worker))
-                # What gave way later, at a home, comes back with the next request.
+                # Weights that are evicted at a home later come back with the next request.
                 if asked is None or (now - asked >= ASK_AGAIN_S and worker not in self.placed.get(name, ())):
                     self._asked[name, worker] = now
                     steps.append(WeightAction(Act.PREFETCH, worker, name))
@@ -152,7 +158,7 @@ class Moves:
                 self._leaving[name, worker] = _OldHome(now, seen)
 
     def _free(self, fleet: Fleet, now: float) -> list[WeightAction]:
-        """Old homes that have nothing under way any more."""
+        """Evict weights at old homes without requests in flight."""
         steps = []
         for (name, worker), leaving in list(self._leaving.items()):
             view = fleet.views.get(worker)
@@ -167,7 +173,7 @@ class Moves:
             leaving.seen = seen
             if late or not (still or seen.queued or seen.executing):
                 del self._leaving[name, worker]
-                # Requests that come all the time are another gateway's, which will find out by itself.
+                # Requests that keep coming are another gateway's, which will notice by itself.
                 if not still:
                     steps.append(WeightAction(Act.EVICT, worker, name))
         return steps

@@ -1,6 +1,6 @@
-"""Which models' weights belong on which device: a pure function of their loads, their bytes and where they are.
+"""Assignment of models to workers: a pure function of their loads, their bytes and their current places.
 
-docs/gateway.md says by which rules. What takes work is in fresh.py.
+docs/gateway.md explains the rules; packing_search.py has the search.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ from dataclasses import dataclass
 
 from rsrv.placement.packing_search import Assignment, Replica
 
-#: a utilisation of 1 in whole numbers, which add up alike in any order
+#: a utilisation of 1 as a whole number: integer sums do not depend on their order
 _ONE = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """A model, or several that must be together."""
+    """Load and bytes of one unit: a model, or several that belong together."""
 
     name: str
     #: device seconds per second, of all replicas together
     utilisation: float
-    #: of its weights
+    #: bytes of its weights
     bytes: int
-    #: workers that share its work; fewer if fewer are allowed
+    #: workers that share its load; fewer if fewer are allowed
     replicas: int = 1
-    #: names of the workers where it may be; None: all
+    #: names of the allowed workers; None: all
     allowed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBudget:
-    """A device."""
+    """A worker with its budget for weights."""
 
     name: str
-    #: bytes that weights may take; None: no limit
+    #: bytes for weights; None: no limit
     budget_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Who is where."""
+    """Result of `pack`."""
 
-    #: workers of each load, by name; none if none of those allowed exists
+    #: workers of each unit, by name; none if no allowed worker exists
     placed: Mapping[str, tuple[str, ...]]
-    #: of each worker, in device seconds per second; each of k replicas makes a k-th
+    #: device seconds per second of each worker; each of k replicas counts a k-th
     utilisation: Mapping[str, float]
-    #: of each worker; every replica takes all bytes of its load
+    #: bytes of each worker; every replica counts all bytes of its unit
     bytes: Mapping[str, int]
-    #: loads that stayed where they were though a worker with less work has space for them
+    #: units that stayed although a less busy worker has space for them
     held: tuple[str, ...]
     #: workers with more bytes than their budget
     oversubscribed: tuple[str, ...]
@@ -62,15 +62,15 @@ def pack(
     hysteresis: float = 0.0,
     forbid_oversubscription: bool = True,
 ) -> Packing:
-    """Give each load its workers, so that the busiest worker is as little busy as can be and no budget is exceeded.
+    """Assign each unit to workers so that the busiest worker is as little busy as possible and no budget is exceeded.
 
-    Where no way is found to keep all budgets, the busiest loads have their bytes first, and the others are spread so
-    that workers are alike in work and in over-subscription. With `forbid_oversubscription` false budgets count only among
-    loads without work.
+    If no assignment within all budgets is found, the busiest units get their bytes first, and the others are
+    spread so that workers are alike in load and in over-subscription. If `forbid_oversubscription` is false,
+    budgets count only among units without load.
 
-    `previous`, the workers of each load until now, are kept as long as the busiest worker and the worst over-subscription
-    are within the fraction `hysteresis` of what a packing from nothing reaches, and no load has a worker that is busier
-    by more than that fraction than another would be with it.
+    The `previous` workers of each unit are kept while two conditions hold. The busiest worker and the worst
+    over-subscription are within the fraction `hysteresis` of those of a packing from scratch. And no unit has
+    a worker that is busier by more than that fraction than another worker would be with it.
     """
     loads = sorted(loads, key=lambda load: load.name)
     workers = sorted(workers, key=lambda worker: worker.name)

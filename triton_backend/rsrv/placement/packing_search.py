@@ -1,13 +1,15 @@
-"""Replicas and workers: the search for an arrangement that keeps all limits and has the least busy busiest worker.
+"""Search for an assignment of replicas to workers within all limits, with the least busy busiest worker.
 
-It begins with LPT, longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J.
-Appl. Math. 17, 1969): the busiest replica first, each to the least busy worker where it fits. Then exchanges between two
-workers mend what did not fit and relieve the busiest: a tabu search (F. Glover, Tabu Search, Part I, ORSA J. Computing 1,
-1989) with a price on bytes too many that rises and falls (M. Gendreau, A. Hertz, G. Laporte, A Tabu Search Heuristic
-for the Vehicle Routing Problem, Management Science 40, 1994). What that cannot mend is left to bin completion (R. E.
-Korf, An Improved Algorithm for Optimal Bin Packing, IJCAI 2003).
+It begins with LPT, longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies,
+SIAM J. Appl. Math. 17, 1969): the busiest replica first, each to the least busy worker where it fits. Then
+exchanges between two workers place what did not fit and relieve the busiest worker: a tabu search (F. Glover,
+Tabu Search, Part I, ORSA J. Computing 1, 1989) with a price on excess bytes that rises and falls (M.
+Gendreau, A. Hertz, G. Laporte, A Tabu Search Heuristic for the Vehicle Routing Problem, Management Science
+40, 1994). Bin completion solves what remains (R. E. Korf, An Improved Algorithm for Optimal Bin Packing,
+IJCAI 2003).
 
-Searches end by counting, not by a clock, and loads are whole numbers: who sees the same decides the same.
+Searches end after a number of steps, not after a time, and loads are whole numbers: gateways with the same
+views make the same decision.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from heapq import nsmallest
 from itertools import accumulate
 from math import inf
 
-#: exchanges that a search looks index
+#: exchanges that a search evaluates
 _EXCHANGES = 400_000
-#: workers that one worker exchanges with
+#: workers considered as partners of one worker
 _NEIGHBOURS = 32
-#: exchanges until a replica may go back where it was
+#: exchanges until a replica may return to a worker
 _TENURE = 10
-#: replicas that bin completion tries to put somewhere
+#: replicas that bin completion tries to place
 _COMPLETIONS = 300_000
-#: how deep it may recur: once for each replica and twice for each worker; with so many, exchanges mend what can be
+#: greatest depth of its recursion, once for each replica and twice for each worker; beyond, only exchanges
+#: are used
 _COMPLETABLE = 500
 
 _Figures = Callable[[int], tuple[float, ...]]
@@ -35,28 +38,29 @@ _Figures = Callable[[int], tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica of a model: what goes into one worker."""
+    """A replica of a model, to be placed on one worker."""
 
     load: int
     bytes: int
-    #: no two of one model share a worker
+    #: two replicas of one model never share a worker
     model: int
-    #: where it may be
+    #: workers where it may be placed
     workers: frozenset[int]
 
 
 class Assignment:
-    """Which replicas are in which workers; both are numbers."""
+    """Replicas on workers; both are numbers."""
 
     def __init__(self, replicas: Sequence[Replica], sizes: Sequence[int], limits: Sequence[int]) -> None:
-        """`sizes`, in bytes, are what fullness is relative to; `limits` what is not to be exceeded."""
+        """Start without placed replicas. `sizes`, in bytes, are the base of relative fullness; `limits` must not be exceeded."""
         self.replicas, self.sizes, self.limits = replicas, sizes, list(limits)
         self.workers = range(len(sizes))
         self.load = [0 for _ in sizes]
         self.used = [0 for _ in sizes]
-        #: by worker, then by model: the replica
+        #: replicas by worker, then by model
         self.inside: list[dict[int, int]] = [{} for _ in sizes]
-        #: how many times its size the fullest worker has, where limits had to be exceeded; 0: they are kept
+        #: bytes of the fullest worker relative to its size, if limits had to be exceeded; 0: all limits are
+        #: kept
         self.stretch = 0.0
 
     @property
@@ -108,21 +112,22 @@ class Assignment:
         return self.used[worker] - self.limits[worker], worker
 
     def cost(self) -> tuple[int, int]:
-        """Bytes too many, and the load of the busiest worker: less is better, in this order."""
+        """Return the excess bytes and the load of the busiest worker; less is better, in this order."""
         return sum(u - x for u, x in zip(self.used, self.limits, strict=True) if u > x), self.peak
 
     # ---- assignment
 
     def assign_all(self, slack: float) -> None:
-        """Give every replica a worker.
+        """Place every replica.
 
-        None is left where one with space would be less busy with it than its own is, by more than a factor of `slack`.
+        Afterwards no replica has a worker that is busier, by more than a factor of `slack`, than another
+        worker with space would be with it.
         """
         sizes, loads = (
             [replica.bytes for replica in self.replicas],
             [replica.load for replica in self.replicas],
         )
-        # No arrangement can do better; a thousandth more is as good.
+        # A lower bound of every assignment; a thousandth more is as good.
         target = 1.001 * max([*loads, sum(loads) / max(1, len(self.workers))])
         unplaced = self.place({})
         largest = {
@@ -139,10 +144,10 @@ class Assignment:
         self.place_over_limits(unplaced, {}, 0.0)
 
     def keep_homes(self, homes: Mapping[int, int], slack: float, fresh: Assignment) -> bool:
-        """Give every replica a worker: its home to as many as can have it.
+        """Place every replica, as many as possible at home.
 
-        Tells whether the busiest worker, and the most over-subscribed one, are within `slack` times those of `fresh`,
-        which was seated without homes.
+        Returns true if the busiest worker and the most over-subscribed worker are within `slack` times those
+        of `fresh`, an assignment without homes.
         """
         unplaced = self.place(homes)
         target, stretch = slack * fresh.peak, slack * fresh.stretch
@@ -154,7 +159,7 @@ class Assignment:
         return self.peak <= target and self.stretch <= stretch
 
     def place(self, homes: Mapping[int, int]) -> list[int]:
-        """LPT: the busiest first, each index home or in the least busy worker; return those that fit nowhere."""
+        """Place replicas by LPT, each at home or on the least busy worker; return those that fit nowhere."""
         replicas = self.replicas
         unplaced = []
         for index in sorted(
@@ -168,7 +173,7 @@ class Assignment:
             [index for index in unplaced if replicas[index].load],
             [index for index in unplaced if not replicas[index].load],
         )
-        # Those without work would all go to the least busy worker, and leave it so.
+        # Replicas without load would all go to the least busy worker, and would not make it busier.
         return self.assign_in_order(work, self.busy, self.fits) + self.assign_in_order(
             none, self.full, self.fits
         )
@@ -176,10 +181,10 @@ class Assignment:
     def assign_in_order(
         self, order: Iterable[int], figures: _Figures, fits: Callable[[int, int], bool]
     ) -> list[int]:
-        """Put each replica into the first worker of the ranked that it `fits`; return those that fit none."""
+        """Place each replica on the first worker of the ranking where it `fits`; return those that fit nowhere."""
         ranked = sorted(map(figures, self.workers))
         left = []
-        # Bytes free in the roomiest; index most, as it only gets less.
+        # An upper bound of the free bytes on any worker; they only decrease.
         roomiest: float = inf
         for index in order:
             if self.replicas[index].bytes > roomiest:
@@ -198,7 +203,7 @@ class Assignment:
         return left
 
     def repair(self, unplaced: Sequence[int]) -> bool:
-        """Find an arrangement within all limits that has these, too; if none is found, change nothing."""
+        """Find an assignment within all limits that includes these replicas; change nothing if none is found."""
         before = self.copy()
         self.assign_in_order(unplaced, self.excess, self.may)
         self.exchange(inf, max(_EXCHANGES, 200 * len(self.replicas)))
@@ -208,9 +213,10 @@ class Assignment:
         return True
 
     def place_over_limits(self, unplaced: Sequence[int], homes: Mapping[int, int], stretch: float) -> None:
-        """Put replicas where they exceed limits, and take these for limits from now on.
+        """Place replicas beyond the limits, and raise the limits accordingly.
 
-        They go home, if that then has index most `stretch` times its size, or where work and bytes are least.
+        A replica goes home if its home then has at most `stretch` times its size, else to the worker with the
+        least load and bytes.
         """
         if not unplaced:
             return
@@ -241,7 +247,7 @@ class Assignment:
     def relieve(self, slack: float) -> None:
         """Move replicas to workers that are less busy even with them, by more than `slack`: most gain per byte first.
 
-        Of equal gains the replica with the least load moves: the fewest requests change their worker.
+        Of equal gains the replica with the least load moves, so that the fewest requests change their worker.
         """
         steps = _EXCHANGES
         while steps > 0:
@@ -266,7 +272,7 @@ class Assignment:
             self.put(index, other)
 
     def held(self, homes: Mapping[int, int]) -> list[int]:
-        """Those index home while a worker that is less busy even with them has space."""
+        """Return the replicas at home while a less busy worker, even with them, has space."""
         ranked = nsmallest(_NEIGHBOURS, self.workers, key=self.busy)
         return [
             index
@@ -281,13 +287,16 @@ class Assignment:
     # ---- searches
 
     def exchange(self, target: float, steps: int = _EXCHANGES) -> None:
-        """Move replicas out of the worst worker, or swap them with another's: until all limits are kept and the busiest
-        worker has no more than `target`, or steps are used up. The best arrangement that was met stays.
+        """Move replicas out of the worst worker, or swap them with another worker's.
 
-        Each turn makes the best exchange, even if all of them harm, and what moved may not go back for some turns. Of
-        equally good exchanges it is the one with the fewest bytes, and then the least load, that change workers. Which
-        worker is worst, and which exchange best, depends on a price of bytes too many, which doubles while there are any
-        and halves while there are none: better arrangements lie behind others that break limits.
+        The search ends when all limits are kept and the busiest worker has no more than `target`, or when the
+        steps are used up. The best assignment met on the way is kept.
+
+        Each turn makes the best exchange, even if it is a change for the worse, and moved replicas may not
+        return for some turns. Of equally good exchanges, the one that moves the fewest bytes is made, and
+        then the one that moves the least load. The price of excess bytes decides which worker is worst and
+        which exchange is best. It doubles while there is an excess and halves while there is none, because
+        better assignments lie behind others that break limits.
         """
         replicas, tabu_until, turn = self.replicas, dict[tuple[int, int], int](), 0
         unit = (sum(self.load) or 1) / (sum(self.used) or 1)
@@ -311,7 +320,7 @@ class Assignment:
                 _NEIGHBOURS, (worker for worker in self.workers if worker != worst), key=figures
             ):
                 beside, space = self.load[other], self.limits[other] - self.used[other]
-                # Of the bytes too many after an exchange: without those that the other worker has already.
+                # Minus the excess bytes that the other worker has already.
                 before = min(0, space)
                 candidates: list[tuple[int | None, int, int]] = [(None, 0, 0)]
                 candidates += [
@@ -354,9 +363,9 @@ class Assignment:
         self.arrange(kept)
 
     def complete(self) -> bool:
-        """Fill one worker after the other, by bytes alone, losing no more space in all of them than there is to spare.
+        """Fill one worker after the other, by bytes alone, losing no more space in total than there is to spare.
 
-        Tells whether that went well; if not, nothing has changed.
+        Returns false, and changes nothing, if no solution is found.
         """
         replicas, limits = self.replicas, self.limits
         if len(replicas) + 2 * len(limits) > _COMPLETABLE:
@@ -375,9 +384,9 @@ class Assignment:
             if any(later.isdisjoint(replicas[index].workers) for index in rest):
                 return False
             rest = [index for index in rest if worker in replicas[index].workers]
-            # Bytes of the replicas from each place on.
+            # Sum of the bytes from each position on.
             following = [*accumulate((replicas[index].bytes for index in reversed(rest)), initial=0)][::-1]
-            # In one of several equal workers the largest replica must be.
+            # Of several equal workers, one must have the largest replica.
             alike = anywhere and limits[workers[-1]] == limits[worker]
             models: set[int] = set()
 

@@ -1,20 +1,22 @@
-"""Where every model goes, looked at again after every round of probes.
+"""Placement of all models, decided again after every round of probes.
 
-`look` gets what was seen of all workers and the time, and answers with the whole table, with what to ask of the workers now,
-and with what the control service shows. It has no clock and does nothing by itself.
+`look` takes the last views of all workers and the time. It returns the whole routing table and the prefetches
+and evictions to request now. It has no clock and no effects.
 
-With `lpt_packing` models are packed anew (`packing.pack`)
+With `lpt_packing`, all models are repacked (`packing.pack`)
 
-- when the devices have consumed `rebalance_device_s` since the last time (work), or an operator asks;
-- SETTLE_S after the last change of which model is ready where (membership);
+- when the devices have consumed `rebalance_device_s` since the last repack (work), or an operator asks;
+- SETTLE_S after the last change of the models that workers serve (membership).
 
-and a model without a home, because it is new or its worker is gone, gets one at once, while all others stay (homes).
-A worker that is back before all is packed anew, because it missed a probe, gets its models back, whose weights it still has.
-At the start those that are resident on as many workers as they should have replicas stay there (start); until all
-workers were seen, or nothing has changed for SETTLE_S, no model is placed, and requests go wherever it is ready.
+A model without a home, because it is new or its worker is gone, gets one at once, while all others stay
+(homes). A worker that returns before the next repack, because it missed a probe, gets its models back: it
+still has their weights. At the start, models that are resident on as many workers as they have replicas stay
+there (start). Until all workers have answered, or nothing has changed for SETTLE_S, no model is placed, and
+its requests go to every worker where it is ready.
 
-Several gateways share no state but what the workers show. So before each repack a model counts as being where it
-executed since the last one, whoever sent the requests: gateways that disagree begin the next time from the same place.
+Several gateways share no state beyond the workers' views. So before each repack, a model counts as being
+where it executed since the last one, whichever gateway sent the requests: gateways that disagree start the
+next repack alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from rsrv.placement.tables import make_table, replicas
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection, Replicas
 
 SETTLE_S = 3.0
-#: share of a model's device seconds that a worker must have had for the model to count as being there
+#: least share of a model's device seconds for a worker to count as its place
 _PRESENT = 0.1
 
 
@@ -50,14 +52,17 @@ class Pack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    #: the very object of the plan before when nothing in it changed
+    #: the object of the previous plan if nothing in it has changed
     table: Table
     steps: tuple[WeightAction, ...]
 
 
 class Planner:
-    """Nothing waits. What it is given it only reads, and what it has given it does not change, so a look may be taken in
-    a thread; but nothing else may be asked of it meanwhile, except for `options`."""
+    """Decides the placement. No method waits.
+
+    It only reads its arguments and never changes its results, so `look` may run in a thread. No other method
+    may run at the same time; only `options` may be read.
+    """
 
     def __init__(self, options: GatewaySection, *, pack: Pack = packing.pack) -> None:
         self._options = options
@@ -65,18 +70,18 @@ class Planner:
         self._generation = 0
         self._costs = Costs(_halflife(options))
         self._moves = Moves()
-        #: what was last seen of each member while it answered
+        #: last views of the workers while they answered
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
         self._started = False
-        #: which models are packed together and where each may be, and when that changed; None: all is packed by it
+        #: workers allowed for each unit, and the time of its last change; None: the current shape is packed
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
         self._changed_at: float | None = None
-        #: by model: the home that it had when all was packed, if that has been away since
+        #: home of each model in the last full repack, if it has been away since
         self._lost: dict[str, tuple[str, ...]] = {}
-        #: (unit, worker) whose weights would not stay there
+        #: (unit, worker) whose weights would be evicted there again
         self._crowded: frozenset[tuple[str, str]] = frozenset()
-        #: workers with more weights placed than they have room for
+        #: workers whose placed weights exceed their budget
         self._swapping: frozenset[str] = frozenset()
         self._device_s = 0.0
         self._asked = 0
@@ -84,7 +89,7 @@ class Planner:
         self._counts: dict[Trigger, int] = {}
         self._last: tuple[Trigger, float] | None = None
         self._packed = self._moved = self._held = 0
-        #: arguments of the last look, for `status`
+        #: views of the last look, for `status`
         self._views: Mapping[str, WorkerView] = {}
         self._fleet: Fleet | None = None
 
@@ -93,10 +98,11 @@ class Planner:
         return self._options
 
     def change(self, options: GatewaySection) -> None:
-        """Go by other settings, which are valid; `mode` stays as it was.
+        """Use other, valid settings; `mode` stays.
 
-        `work_basis`, `fill`, `route`, `fill_factor` and the half-life count from the next look on, the budgets in device
-        seconds at once, `replicas`, `hysteresis` and `forbid_memory_oversubscription` from the next repack on.
+        `work_basis`, `fill`, `route`, `fill_factor` and the half-life apply from the next look on, the
+        thresholds in device seconds at once, `replicas`, `hysteresis` and `forbid_memory_oversubscription`
+        from the next repack on.
         """
         self._options = options.model_copy(update={"mode": self._options.mode})
         self._costs.halflife = _halflife(options)
@@ -110,19 +116,19 @@ class Planner:
         fill: Literal["least", "rr"] | None = None,
         fill_factor: float | None = None,
     ) -> None:
-        """Replace what differs for one model; None: as for all. Models may be named that nobody serves yet."""
+        """Replace the settings of one model, which no worker needs to serve yet; None: the general value."""
         section = GatewayModelSection(replicas=replicas, fill=fill, fill_factor=fill_factor)
         self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
 
     def repack(self) -> int:
-        """Pack with the next look. Returns the number that `PlannerStatus.repacks.done` has reached when that is done."""
+        """Repack with the next look. Return the number that `PlannerStatus.repacks.done` has when this is done."""
         self._asked += 1
         return self._asked
 
     def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
-        """Take in what was last seen of every member, by name, and say what holds from now on.
+        """Take in the last views of all workers, by name, and return the plan from now on.
 
-        now: seconds of a clock that only rises.
+        `now` is in seconds of a monotonic clock.
         """
         self._remember(views)
         consumed = self._costs.observe(views, now)
@@ -154,7 +160,7 @@ class Planner:
             if not view.alive:
                 self._latest.setdefault(worker, view)
             elif view.instance is None and before is not None and before.instance is not None:
-                # Only its control service is away: what it said holds until it says something else.
+                # Only its control service is away: its last figures hold until the next ones.
                 self._latest[worker] = WorkerView(
                     alive=True,
                     ready=view.ready,
@@ -253,18 +259,18 @@ class Planner:
             self._changed_at = None
 
     def _replicas(self, unit: Unit) -> int:
-        """As many as the model with the most of them is to have, and can."""
+        """Return the greatest number of replicas configured for a model of the unit, limited by the allowed workers."""
         wanted = [replicas(self._options, name) for name in unit.models]
         return min(len(unit.allowed), max(len(unit.allowed) if n == "all" else n for n in wanted))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
-        """Where it is to be while only others are packed: where it was before, if that is back, or else its home."""
+        """Return the unit's place while only others are packed: its earlier home, if that is back, else its home."""
         before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
         back = before.pop() if len(before) == 1 else ()
         return back if back and set(back) <= set(unit.allowed) else home
 
     def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
-        """Where the unit counts as being: at most `count` workers."""
+        """Return the workers where the unit counts as being, at most `count`."""
         target = self._moves.targets.get(unit.name, ())
         kept = [worker for worker in target if worker in unit.allowed]
         if not kept:
@@ -325,7 +331,7 @@ def _halflife(options: GatewaySection) -> float:
 def _crowded(
     fleet: Fleet, loads: Sequence[UnitLoad], placed: Mapping[str, tuple[str, ...]]
 ) -> frozenset[tuple[str, str]]:
-    """(unit, worker) that find no room there after the busier ones."""
+    """Return (unit, worker) that exceed the budget after the busier units."""
     free = {worker: fleet.free_bytes(worker) for worker in fleet.views}
     crowded = set()
     for load in sorted(loads, key=lambda load: (-load.utilisation, load.bytes, load.name)):

@@ -1,17 +1,17 @@
-"""Which worker gets a request, and what every worker has under way.
+"""Choice of a worker for each request, and the load in flight of every worker.
 
-Everything that decides is in the table (`contract.Routes`): the planner makes it, and only the counters are here.
-A model that is placed goes to its replicas, a quantum of items to each in turn, so that they share executions:
+The planner decides everything in the table (`contract.Routes`); this module only counts. The requests of a
+placed model go to its replicas, a quantum of items to each in turn, so that they share executions:
 
-- a run stays at one replica until its next request no longer fits in the quantum, or nothing of the model is
-  under way (a request alone shares an execution with nobody);
-- then a replica is opened: of those with the fewest whole quanta under way the one with the least load, or
+- A run stays at one replica until its next request no longer fits into the quantum, or the model has no request in
+  flight (a single request shares no execution).
+- Then the next replica is chosen among those with the fewest whole quanta in flight: the one with the least load, or
   (`fill` rr) the next in turn. Ties go to the next in turn.
 
-With a quantum of 1 a run is one request, so that each goes to the replica with the fewest items: that is how
-`route: spread` is told. A model that is not placed goes to all workers where it is ready, as the mode says.
+With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items: `route:
+spread`. The requests of a model that is not placed go to all workers where it is ready, as the mode says.
 
-Loads are counted in whole billionths of a charge, so that what was added is what is taken away.
+Loads are whole billionths of a charge, so that additions and subtractions cancel exactly.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ _UNITS = 1_000_000_000
 
 
 class _WorkerLoad:
-    """What one worker has under way, over all models."""
+    """Load in flight of one worker, over all models."""
 
     __slots__ = ("units", "worker")
 
@@ -34,7 +34,7 @@ class _WorkerLoad:
 
 
 class _ReplicaLoad:
-    """What one model has under way at one worker."""
+    """Requests in flight of one model at one worker."""
 
     __slots__ = ("items", "load", "requests")
 
@@ -45,7 +45,7 @@ class _ReplicaLoad:
 
 
 class _RoutedModel:
-    """What is known of one model. It outlives its routes until nothing of it is under way."""
+    """Routing state of one model. It outlives its routes until no request is in flight."""
 
     __slots__ = ("cursor", "name", "placed", "ready", "requests", "routes", "run", "shares", "spent", "units")
 
@@ -54,20 +54,20 @@ class _RoutedModel:
         self.routes: Routes | None = None
         self.ready: tuple[_WorkerLoad, ...] = ()
         self.placed: tuple[_ReplicaLoad, ...] = ()
-        #: by worker: all that has something under way, and what is placed
+        #: by worker: replicas with requests in flight, and placed ones
         self.shares: dict[str, _ReplicaLoad] = {}
         self.requests = 0
-        #: whose turn it is next: an index into `placed`, or else into `ready`; modulo their number
+        #: next index into `placed`, or else into `ready`; modulo their length
         self.cursor = cursor
-        #: the replica that requests go to now, and the items that it has got
+        #: the replica of the current run, and the items that it has got
         self.run: _ReplicaLoad | None = None
         self.spent = 0
-        #: what an item, or a request, adds to a load
+        #: load of an item, or of a request
         self.units = _UNITS
 
 
 class Choice:
-    """A request's worker, where it is counted until `Router.release`."""
+    """The worker of one request, where it is counted until `Router.release`."""
 
     __slots__ = ("_counted", "_items", "_model", "_others", "_router", "_share", "_units")
 
@@ -84,12 +84,12 @@ class Choice:
 
     @property
     def worker(self) -> str:
-        """Where the request goes, or went."""
+        """Current worker of the request."""
         return self._share.load.worker
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Where to turn when `worker` fails, the best first; decided when it is first asked for."""
+        """Workers for a failover, in order of preference; computed on first use."""
         if self._others is None:
             self._others = self._router._others(self._model, self.worker)
         return self._others
@@ -98,7 +98,7 @@ class Choice:
 class Router:
     """Chooses workers. One event loop owns it; no method waits.
 
-    select: O(workers that the model may go to).
+    `select` takes O(workers of the model).
     """
 
     def __init__(self, mode: Mode) -> None:
@@ -107,12 +107,13 @@ class Router:
         self._loads: dict[str, _WorkerLoad] = {}
 
     def update(self, table: Table) -> None:
-        """Choose by this table from now on. What is under way stays counted, also where nothing goes any more."""
+        """Use this table from now on. Requests in flight stay counted, also at workers without routes."""
         ready: dict[tuple[str, ...], tuple[_WorkerLoad, ...]] = {}
         for name, routes in table.items():
             model = self._models.get(name)
             if model is None:
-                # Each begins with another worker, or the first few would get all that is rarely asked for.
+                # Each model begins with another worker; otherwise the first workers would get all rare
+                # models.
                 model = self._models[name] = _RoutedModel(name, len(self._models))
             if routes.ready not in ready:
                 ready[routes.ready] = tuple([self._load(worker) for worker in routes.ready])
@@ -130,12 +131,12 @@ class Router:
         self._loads = {worker: load for worker, load in self._loads.items() if worker in known}
 
     def measured(self, model: str) -> tuple[str, int] | None:
-        """The input whose shape tells the items of a request, and which axis; None: do not look, it counts as one."""
+        """Return the input whose shape gives the items of a request, and its axis; None: a request counts as one item."""
         state = self._models.get(model)
         return None if state is None or state.routes is None else state.routes.batch_input
 
     def select(self, model: str, items: int = 1) -> Choice | None:
-        """Choose for a request, and count it there until it is released; None: nobody serves the model."""
+        """Choose a worker for a request and count the request there until it is released; None if no worker serves the model."""
         state = self._models.get(model)
         if state is None or state.routes is None or not state.ready:
             return None
@@ -150,8 +151,10 @@ class Router:
         return choice
 
     def move(self, choice: Choice, worker: str) -> Choice:
-        """Count the request at another worker, to which it goes now. Returns the choice itself; does nothing to one
-        that was released."""
+        """Count the request at another worker, to which it moves now, and return the choice itself.
+
+        A released choice stays unchanged.
+        """
         if choice._counted:
             _discount(choice)
             choice._share = self._share(choice._model, self._load(worker))
@@ -159,12 +162,12 @@ class Router:
         return choice
 
     def release(self, choice: Choice) -> None:
-        """The request has ended. Does nothing the second time."""
+        """Stop counting a finished request. Without effect the second time."""
         if choice._counted:
             _discount(choice)
 
     def outstanding(self) -> dict[tuple[str, str], int]:
-        """Requests under way by (model, worker), where there are any."""
+        """Return the requests in flight by (model, worker), without zeros."""
         return {
             (model.name, worker): share.requests
             for model in self._models.values()
@@ -174,13 +177,13 @@ class Router:
         }
 
     def loads(self) -> dict[str, float]:
-        """What is under way by worker, in charges."""
+        """Return the load in flight by worker, in charges."""
         return {worker: load.units / _UNITS for worker, load in self._loads.items()}
 
     # --- choosing ------------------------------------------------------------------------------------------
 
     def _replica(self, model: _RoutedModel, items: int, routes: Routes) -> _ReplicaLoad:
-        """The placed worker that the request goes to."""
+        """Choose the replica for a request of a placed model."""
         placed = model.placed
         if len(placed) == 1:
             return placed[0]
@@ -206,7 +209,7 @@ class Router:
         return placed[at]
 
     def _turn(self, model: _RoutedModel) -> _WorkerLoad:
-        """The worker that the request goes to when the model is not placed."""
+        """Choose the worker for a request of a model that is not placed."""
         ready = model.ready
         count = len(ready)
         at = model.cursor % count

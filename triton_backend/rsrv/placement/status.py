@@ -1,4 +1,4 @@
-"""What the planner shows of itself."""
+"""The planner's state as operators see it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Trigger = Literal["start", "homes", "membership", "work", "operator"]
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     name: str
-    #: where it is ready, and where its requests go (all of `ready` where it is not packed); workers by name
+    #: workers where it is ready, and workers of its requests (all of `ready` if it is not packed), by name
     ready: tuple[str, ...]
     placed: tuple[str, ...]
-    #: where it goes to, if that is not where it is
+    #: its target, if it differs from `placed`
     moving_to: tuple[str, ...]
-    #: models that go where it goes
+    #: models that are placed with it
     along: tuple[str, ...]
-    #: as the settings have it, and as many as there can be
+    #: configured count, and the count that the workers allow
     replicas: Replicas
     effective_replicas: int
-    #: seconds of device per second, all workers together
+    #: device seconds per second, all workers together
     utilisation: float
     requests_s: float
-    #: device seconds; None: it never executed
+    #: device seconds; None: never executed
     item_s: float | None
     bytes: int
     #: items
@@ -41,36 +41,36 @@ class ModelStatus:
 class WorkerStatus:
     name: str
     alive: bool
-    #: number of models whose requests it gets because they are placed there
+    #: number of models placed there
     models: int
-    #: seconds of device per second that these ask of it, and that it spent just now
+    #: device seconds per second that these models need, and that the worker spent recently
     utilisation: float
     busy: float
-    #: of the weights of these, and what they may take; None: no limit, or not known
+    #: bytes of their weights, and the budget for them; None: no limit, or unknown
     bytes: int
     budget_bytes: int | None
-    #: they do not fit all at once
+    #: their weights do not fit into the budget
     oversubscribed: bool
     backlog_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Repacks:
-    """How often models were packed, and when they will be."""
+    """Number of repacks, and progress towards the next one."""
 
-    #: whole repacks by what asked for them; `homes` are not whole: only models without a home got one
+    #: repacks by trigger; `homes` packs only the models without a home
     counts: dict[Trigger, int]
     last: Trigger | None
     #: the planner's clock
     last_at: float | None
-    #: units (models that go together) in the last one: packed, that went elsewhere, that hysteresis held
+    #: units of the last repack: all, those with a new home, and those that hysteresis kept
     packed: int
     moved: int
     held: int
-    #: device seconds since the last one, and at how many the next is due
+    #: device seconds since the last repack, and the number that triggers the next one
     device_s: float
     threshold_device_s: float
-    #: requests by operators, and how many of them are done
+    #: repacks requested by operators, and how many of them are done
     asked: int
     done: int
 
@@ -80,7 +80,7 @@ class PlannerStatus:
     mode: str
     #: rises with every change of the policy
     generation: int
-    #: by name
+    #: sorted by name
     models: tuple[ModelStatus, ...]
     workers: tuple[WorkerStatus, ...]
     repacks: Repacks
@@ -157,7 +157,7 @@ def warn(
     *,
     started: bool,
 ) -> Iterator[str]:
-    """What an operator should know."""
+    """Yield warnings for the operator."""
     runtimes: dict[str, list[str]] = {}
     for name in sorted(views):
         instance = views[name].instance
@@ -176,23 +176,23 @@ def warn(
     silent = sorted(name for name, view in views.items() if view.alive and view.instance is None)
     if silent:
         yield (
-            f"the control services of {_names(silent)} do not answer: what models cost there, and which are on the "
-            "device, is not known; see `control` of gateway.workers"
+            f"the control services of {_names(silent)} do not answer, so the costs and places of models there are "
+            "unknown; see `control` of gateway.workers"
         )
     for name in fleet.torn:
         yield (
             f"{name} and the models that it calls are ready together on no worker, so they are packed one by one: "
-            "serve them all on one"
+            "serve them all on one worker"
         )
     crowded = [worker.name for worker in workers if worker.oversubscribed]
     if crowded:
         yield (
-            f"{_names(crowded)} cannot hold all models that are placed there at once: weights will be swapped; "
-            "add workers, or take replicas away"
+            f"{_names(crowded)} cannot hold all weights placed there, so weights will be swapped; "
+            "add workers, or reduce replicas"
         )
     unknown = sorted(name for name in options.models if name not in fleet.models)
     if unknown:
-        yield f"nobody serves {_names(unknown)}, which gateway.models names"
+        yield f"no worker serves {_names(unknown)}, named in gateway.models"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The table that requests are routed by, made of the settings, of where models are, and of what they cost."""
+"""The routing table, made from the settings, the places of models and their measured costs."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -15,7 +15,7 @@ CHARGE_STEP = 0.1
 def make_table(
     options: GatewaySection, fleet: Fleet, placed: Mapping[str, tuple[str, ...]], costs: Costs, old: Table
 ) -> dict[str, Routes]:
-    """Routes of all models. Those that are as in `old` are its very objects."""
+    """Return the routes of all models. Unchanged routes are the objects of `old`."""
     basis = options.work_basis if options.mode != "round_robin" else "requests"
     charges = _charges(fleet, costs) if basis == "compute" else {}
     table = {}
@@ -45,7 +45,10 @@ def replicas(options: GatewaySection, model: str) -> Replicas:
 
 
 def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
-    """Device seconds of an item of each model: of a meta model that of all that it calls; unknown: the usual one."""
+    """Return the device seconds of an item of each model; a meta model's are the sum of the models that it calls.
+
+    A model without measurement has the mean of the others.
+    """
     known = {name: item_s for name in fleet.models if (item_s := costs.measured(name).item_s)}
     usual = sum(known.values()) / len(known) if known else 1.0
     return {

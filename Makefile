@@ -60,8 +60,9 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
 	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-unit: $(FRAMEWORKS) ## run the tests that need no server
-	$(PYTEST) -m "not long" tests/unit -n $(WORKERS)
+test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print which lines they reach)
+	$(if $(COV),$(BIN)/coverage run -m pytest,$(PYTEST)) -m "not long" tests/unit -n $(WORKERS)
+	$(if $(COV),$(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered)
 
 test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 UNIT = Path(__file__).parent / "unit"
+#: CPU seconds of this process and its children that a unit test may take, unless it is marked `long`
+UNIT_CPU_S = 2.0
 #: fixtures whose server all of their users share: they run on one worker of pytest-xdist
 SHARED_SERVERS = ("triton", "fleet")
 #: share of the unit tests among which the end-to-end tests are spread
@@ -80,8 +83,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items += units[len(ordered) * step :]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a unit test that takes too long: a summary would be overlooked, and CPU time ignores a busy machine."""
+    before = _cpu_seconds()
+    yield
+    taken = _cpu_seconds() - before
+    is_limited = UNIT in item.path.parents and item.get_closest_marker("long") is None
+    # Coverage and more examples take their time.
+    is_usual = "coverage" not in sys.modules and settings.get_current_profile_name() == "repeatable"
+    if is_limited and is_usual and taken > UNIT_CPU_S:
+        pytest.fail(
+            f"{taken:.1f} s of CPU, more than {UNIT_CPU_S:g}: make it faster, or mark it `long`",
+            pytrace=False,
+        )
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Keep the temporary files of failed tests."""
     made = session.config.stash.get(_MADE, None)
     if made is not None and exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

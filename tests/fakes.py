@@ -36,7 +36,7 @@ Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
 
 
 class Gate:
-    """Open, until it is cleared to hold whoever comes; `waiting` is set while somebody is held."""
+    """A gate that is open until it is cleared; `waiting` is set while a thread is held."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -45,7 +45,7 @@ class Gate:
         self.waiting = threading.Event()
 
     def clear(self, after: int = 0) -> None:
-        """Hold whoever comes, but for the next `after`."""
+        """Hold every thread after the next `after`."""
         self._pass = after
         self._open.clear()
 
@@ -76,7 +76,7 @@ class FakeBuffer:
 
 @dataclass(slots=True)
 class _Failures:
-    """What becomes of the next calls of each operation: None is well."""
+    """Outcomes of the next calls of each operation; None succeeds."""
 
     _next: dict[Operation, deque[Exception | None]] = field(default_factory=dict)
 
@@ -139,7 +139,7 @@ class FakeDevice:
         self.resident = 0
         self.device_bytes = 0
         self.uploaded = 0
-        #: outputs that somebody keeps here, inputs that were here already, and merged ones
+        #: outputs that are kept here, inputs that were here already, and merged ones
         self.kept: WeakSet[FakeBuffer] = WeakSet()
         self.in_place = 0
         self.merged = 0
@@ -351,7 +351,7 @@ class FakeRequest:
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
-        #: whether somebody has asked for its trace
+        #: whether its trace was asked for
         self.looked = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
@@ -380,7 +380,7 @@ class FakeRequest:
 
 
 class FakePbUtils:
-    """What `triton_python_backend_utils` offers a model."""
+    """The part of `triton_python_backend_utils` that models use."""
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     Tensor = FakeTensor
@@ -389,7 +389,7 @@ class FakePbUtils:
 
 
 class FakeBackstop:
-    """Of a stub's process; says what it is told, in order."""
+    """A backstop that records its calls in order."""
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[float | str] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""What a process holds of the machine: for tests that nothing is lost while models come and go."""
+"""Memory, descriptors and threads of a process: for tests that nothing is lost while models come and go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOISE = 2**16
 
 @dataclass(frozen=True)
 class Held:
-    """Of one process, or of several together."""
+    """Resources of one process, or of several together."""
 
     #: resident bytes that no file backs, and those of files' pages
     anonymous: int
@@ -37,7 +37,7 @@ class Held:
         return self.anonymous + self.file_backed
 
     def less_than(self, other: Held) -> bool:
-        """In any way that matters."""
+        """Return whether any resource is less, by more than noise."""
         fewer = self.descriptors < other.descriptors or self.threads < other.threads
         return fewer or self.resident < other.resident - _NOISE
 
@@ -50,7 +50,7 @@ class Held:
 
 
 def held(pid: int) -> Held:
-    """By this process now."""
+    """Return the resources of this process now."""
     process = Path(f"/proc/{pid}")
     rollup = {}
     for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
@@ -65,7 +65,7 @@ def held(pid: int) -> Held:
 
 
 def settled(read: Callable[[], Held | None], timeout: float = 20.0) -> Held:
-    """What `read` says when it has not become less for half a second. None: it is too early to say.
+    """Return the answer of `read` that has not fallen for half a second. `read` answers None while it is too early.
 
     Raises TimeoutError after `timeout` seconds.
     """
@@ -85,7 +85,7 @@ def settled(read: Callable[[], Held | None], timeout: float = 20.0) -> Held:
 
 
 def assert_returned(before: Held, after: Held, share: float = 0.02) -> None:
-    """That no more is held than before: descriptors and threads exactly, resident memory within a share of it."""
+    """Check that no more is held than before: descriptors and threads exactly, resident memory within a share."""
     said = f"before: {before}; after: {after}"
     assert after.descriptors <= before.descriptors, said
     assert after.threads <= before.threads, said

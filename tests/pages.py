@@ -64,7 +64,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """Its first word, or the line if that begins with an assignment."""
+        """The first word, or the line if that begins with an assignment."""
         line = self.text.partition("\n")[0]
         word = line.split()[0]
         return line if "=" in word else word
@@ -75,12 +75,12 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """All of all pages."""
+    """Return the commands of all pages."""
     return [command for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"), page.name)]
 
 
 def commands_of(text: str, page: str) -> Iterator[Command]:
-    """Those of one page, in order."""
+    """Return the commands of one page, in order."""
     for language, first, lines in blocks(text):
         if language != "sh":
             continue
@@ -92,7 +92,7 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
 
 
 def strays(text: str) -> list[int]:
-    """Lines of blocks in no language, or in one that nobody knows, that begin like a command: nobody would try them."""
+    """Return the lines of blocks in no or an unknown language that begin like a command: no test would run them."""
     return [
         first + index
         for language, first, lines in blocks(text)
@@ -103,7 +103,7 @@ def strays(text: str) -> list[int]:
 
 
 def mentions(text: str) -> list[str]:
-    """What stands between single backticks in running text."""
+    """Return the words between single backticks in running text."""
     lines = text.splitlines()
     for _, first, inside in blocks(text):
         lines[first - 1 : first - 1 + len(inside)] = [""] * len(inside)

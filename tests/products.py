@@ -34,7 +34,7 @@ def question(number: int, rows: int = 1) -> Array:
 
 
 def answer(number: int, x: Array) -> Array:
-    """What model `number` makes of it."""
+    """Return the answer of model `number`."""
     return np.asarray(np.maximum(x @ kernel(number), np.float32(number % MODULES)))
 
 

@@ -43,7 +43,7 @@ class Refused(Exception):
         self.message = message
 
     def assert_is(self, code: str, protocol: str) -> None:
-        """That it is Triton's `code`, and that the text tells a client nothing about the inside of the server."""
+        """Check for Triton's `code`, and that the text tells a client nothing about the inside of the server."""
         assert self.status == CODES[code][protocol], str(self)
         for leak in ("Traceback", 'File "', ".py", "/tmp", "/work", "/home", "/usr", "0x", "secret"):
             assert leak not in self.message, str(self)

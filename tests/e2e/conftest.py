@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is an e2e test; and a server needs longer than a unit test to start."""
+    """Mark every test in this folder as e2e."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure shows the end of the log of each server that ran at that moment."""
+    """Show the end of the log of each server that ran when a test failed."""
     report = yield
     if report.failed and HERE in item.path.parents:
         report.sections.extend(log_tails())
@@ -62,7 +62,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def start_triton(tmp_path: Path) -> Iterator[StartTriton]:
-    """Starts servers of the test's own, which it may kill; they end with the test."""
+    """Start servers of the test's own, which it may kill; they end with the test."""
     numbers = count(1)
     with ExitStack() as servers:
 

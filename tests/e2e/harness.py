@@ -60,7 +60,7 @@ class RunningTriton:
         return self.server.log_text()
 
     def stub_pids(self, model: str | None = None) -> list[int]:
-        """The stub processes, of one model or of all; a model's name is in its stubs' command line."""
+        """Return the stub processes of one model or of all; a model's name is in its stubs' command line."""
         found = []
         for child in _children(self.pid):
             line = _command_line(child)
@@ -71,7 +71,7 @@ class RunningTriton:
 
 
 class StartTriton(Protocol):
-    """What the `start_triton` fixture gives: starts a server that ends with the test."""
+    """The `start_triton` fixture: start a server that ends with the test."""
 
     def __call__(
         self,
@@ -101,7 +101,7 @@ def running_triton(
     timeout: float = 120,
     make: Callable[..., TritonServer] = TritonServer,
 ) -> Iterator[RunningTriton]:
-    """A server on `model_repository` for the length of the block, and nothing left of it afterwards."""
+    """Run a server on `model_repository` for the length of the block, and leave nothing of it."""
     server = make(
         model_repository,
         log_path=log_path,
@@ -133,10 +133,10 @@ def running_triton(
 
 
 def crashed_by_a_cancellation(server: RunningTriton) -> bool:
-    """Whether the server ran into a fault of its own that later releases do not have.
+    """Return whether the server crashed by a fault of its own that later releases do not have.
 
     Up to 24.10 its gRPC front end may free a call while that is being cancelled (triton-inference-server/server
-    issues 7368 and 8034): it happens about once in many thousand cancellations, whatever the models do.
+    issues 7368 and 8034): it happens about once in many thousand cancellations, with any model.
     """
     try:
         server.server.process.wait(5)  # it first writes where it was
@@ -147,10 +147,10 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
 
 
 def aborted_by_a_lock(server: RunningTriton) -> bool:
-    """Whether the server ran into its own fault with locks that it shares with its stubs.
+    """Return whether the server crashed by its own fault with locks that it shares with its stubs.
 
     In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two of
-    a hundred cases in which a stub ends inside execute(), and mostly when one is stopped, whatever the models do.
+    a hundred cases in which a stub ends inside execute(), and mostly when one is stopped, with any model.
     """
     try:
         status = server.server.process.wait(5)  # it first writes where it was
@@ -176,13 +176,13 @@ def despite(
 
 
 def compilation_cache() -> Path:
-    """Where compiled models are kept: as the environment says, else where the Makefile says."""
+    """Return where compiled models are kept: as the environment says, else where the Makefile says."""
     named = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR")
     return Path(named) if named else ROOT / ".cache" / "xla"
 
 
 def log_tails(lines: int = 80) -> list[tuple[str, str]]:
-    """For each server that runs now: a title, and the end of its log."""
+    """Return for each server that runs now a title, and the end of its log."""
     return [
         (
             f"log of the tritonserver on {server.model_repository}",
@@ -193,7 +193,7 @@ def log_tails(lines: int = 80) -> list[tuple[str, str]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

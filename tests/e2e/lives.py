@@ -73,7 +73,7 @@ def place(source: Path, target: Path) -> None:
 
 
 class Living:
-    """What the control process of a server says of the models' lives, and does about them."""
+    """A client of a server's control process, for the lifecycle of its models."""
 
     def __init__(self, server: RunningTriton) -> None:
         socket = runtime_directory(server.pid, "0") / CONTROL_SOCKET
@@ -87,7 +87,7 @@ class Living:
 
     @property
     def pid(self) -> int:
-        """Of the control process that answers now."""
+        """The process id of the control process that answers now."""
         return int(self._stub.GetStatus(pb.GetStatusRequest(), timeout=20).server.control_pid)
 
     @property
@@ -97,7 +97,7 @@ class Living:
 
     @property
     def serves(self) -> bool:
-        """Whether the server as a whole is healthy."""
+        """True if the server as a whole is healthy."""
         health = health_pb2_grpc.HealthStub(self._channel)
         status = health.Check(health_pb2.HealthCheckRequest(), timeout=20).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)

@@ -109,7 +109,7 @@ def make_bundle(
 
 
 def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
-    """This manifest in format 3.1, with these checksums."""
+    """Return a manifest in format 3.1, with these checksums."""
     document = {**yaml12.load(manifest), "format_version": "3.1", "sha256": dict(sums)}
     return json.dumps(document).encode()
 
@@ -127,7 +127,7 @@ def seal(directory: Path) -> Path:
 
 
 def problems_of(directory: Path) -> tuple[str, ...]:
-    """What the reader has against a bundle; empty if nothing."""
+    """Return the reader's objections to a bundle."""
     try:
         read_bundle(directory)
     except BundleError as e:

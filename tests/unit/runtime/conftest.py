@@ -89,7 +89,7 @@ class Runtime:
 
 
 def double(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """What the models of this folder compute."""
+    """Compute what the models of this folder do."""
     return [2 * inputs[0] + weights[0]]
 
 

@@ -1,4 +1,4 @@
-"""Whoever watches a runtime, and whoever steers it, each on one connection."""
+"""A watcher and an operator of a runtime, each on one connection."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Watcher:
         return found[0] if found else None
 
     def is_(self, name: str, **fields: Any) -> bool:
-        """Whether the entry of that name has these fields."""
+        """Return whether the entry of that name has these fields."""
         entry = self.of(name)
         return entry is not None and fields.items() <= entry.items()
 
     def history(self, name: str, field: str) -> list[Any]:
-        """What a field of that name's entries became, one after the other; None when an entry went."""
+        """Return the values of a field of that name's entries in order; None when an entry went."""
         return [None if change is None else change[field] for who, change in self.seen
                 if who == name and (change is None or field in change)]  # fmt: skip
 

@@ -373,7 +373,7 @@ def test_runs_and_requests_share_their_ids() -> None:
 @pytest.mark.parametrize(
     ("run", "problem"),
     [
-        (Run(0, "m"), "0 is no id of a run"),
+        (Run(0, "m"), "0 is not an id of a run"),
         (Run(1, "m", priority=-1), "run 1 has priority -1; 1 is the highest"),
         (Run(1, "m", max_waiting=-1), "run 1 has max_waiting -1"),
     ],

@@ -2,13 +2,13 @@
 
 In reading order:
 
-- the machine: `events` (what it is told, and what it answers), `settings`, `scheduler` (how an event is handled);
-- one model: `model` (its state), `variant_queue` (its requests that wait), `batching` (which of them share an execution,
-  at which compiled size, and what it costs), `history` (its latest records), `statistics` (counts and snapshots);
+- the machine: `events` (events and instructions), `settings`, `scheduler` (how an event is handled);
+- one model: `model` (its state), `variant_queue` (its waiting requests), `batching` (which of them share an execution, at
+  which compiled size and cost), `history` (its latest records), `statistics` (counters and snapshots);
 - all requests: `request_queue` (how they enter and leave), `inflight` (executions on the device), `meta_admission`
   (runs of meta models);
-- which model executes next: `discipline` (the protocol), `disciplines`, `fair`, `ranking` (the index);
-- which weights are on the device: `weights` (where they are), `loads` (which come next), `eviction` (which are evicted),
-  `memory` (carries both out);
-- `invariants`: what is true after every event.
+- the next execution: `discipline` (the protocol), `disciplines`, `fair`, `ranking` (the index);
+- weights on the device: `weight_states` (the table of their states), `weights` (their accounts), `load_queue` (which load
+  next), `eviction` (which are evicted), `residency` (carries both out);
+- `invariants`: checks after every event of a test.
 """

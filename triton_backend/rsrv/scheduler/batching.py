@@ -1,4 +1,4 @@
-"""Which waiting requests share the next execution, at which compiled size, and what one execution costs.
+"""Batches: the waiting requests that share the next execution, its compiled size, and its cost.
 
 Costs are measured by the warm-up and learned from then on, per (variant, size).
 
@@ -9,8 +9,8 @@ After an execution of size s took x seconds, with e(s) the estimate before it:
 so a single sample raises an estimate by at most alpha * (OUTLIER_FACTOR - 1) of itself (20 % by default)
 and lowers it by at most alpha of itself.
 
-Only sizes that run are measured. A size that was slow once would therefore never be chosen, nor measured,
-again. So every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
+Only sizes that run are measured, so a size that was slow once would never be chosen or measured
+again. Therefore every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
 another size s is measured:
 
     target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + RELAX * (target - e(o))
@@ -61,7 +61,7 @@ class VariantCosts:
         return self.capacities[-1]
 
     def learn(self, size: int, sample: float) -> None:
-        """Take one measured execution into account. A sample that is no positive duration teaches nothing."""
+        """Learn from one measured execution; ignore a sample that is not a positive duration."""
         if not (isfinite(sample) and sample > 0.0):
             return
         seconds, seeds = self.seconds, self._seeds
@@ -81,9 +81,9 @@ class VariantCosts:
         self._alpha = alpha
 
     def relax(self) -> None:
-        """A request was turned away because of these estimates, so nothing may be measured again.
+        """Lower estimates above their seeds a little, after a request was shed because of them.
 
-        Those above their seeds sink a little, until a request is tried and the measurement decides.
+        If all requests are shed nothing is measured; so the estimates sink until a request is tried and measured.
         """
         for index, seed in enumerate(self._seeds):
             excess = self.seconds[index] - seed
@@ -122,10 +122,10 @@ class VariantCosts:
         return full * self.one(self.max_rows) + (self.one(rest) if rest else 0.0)
 
     def drain(self, rows: int) -> float:
-        """Seconds until `rows` rows that wait are served, if they can be cut anywhere.
+        """Seconds until `rows` waiting rows are served, if batches can cut them anywhere.
 
-        Takes the size that costs least per served row, as often as it can be filled, then the same for
-        the rest: what `plan_batch` does with single rows, and a lower bound for requests of several.
+        Takes the size that costs least per served row, as often as it can be filled, then the same for the rest, as
+        `plan_batch` does with single rows. For requests of several rows it is a lower bound.
         """
         total = 0.0
         index = self.best
@@ -166,7 +166,7 @@ def variant_costs(
     """Split a program's costs by variant.
 
     Raises:
-        CallerError: no compiled size at all, a size below 1, or a cost that is no positive duration.
+        CallerError: no compiled size at all, a size below 1, or a cost that is not a positive duration.
     """
     if not costs:
         raise CallerError(f"model {model!r} has no compiled size: give the measured cost of each")
@@ -213,7 +213,7 @@ def plan_batch(
         choice   = argmin over s of seconds(s) / rows(s)
 
     Ties go to more served rows, then to the smaller size. Requests are taken whole and in order, the
-    front one always. Requests without rows ride along; if nothing else waits they get the smallest size.
+    front one always. Requests without rows join any batch; if no others wait they get the smallest size.
     Without `coalesce` the front request runs alone, at the smallest size that holds it.
 
     Sizes that take longer than `limit` seconds are left out, unless all that hold the front request do.
@@ -225,7 +225,8 @@ def plan_batch(
         sizes: compiled sizes, ascending.
         seconds: expected cost of one execution of each.
         max_rows: most useful rows in one execution; None: as many as the size.
-        limit: seconds after which somebody's deadline would pass.
+        coalesce: whether requests may share an execution.
+        limit: seconds after which the front request's deadline would pass.
 
     Raises:
         CallerError: nothing waits, or no size holds the front request.
@@ -233,7 +234,7 @@ def plan_batch(
     rest = iter(waiting)
     rows = next(rest, None)
     if rows is None:
-        raise CallerError("there is no batch of no requests")
+        raise CallerError("a batch needs at least one request")
     count = 1
     following = next(rest, None) if coalesce else None
     best: Batch | None = None

@@ -1,12 +1,11 @@
-"""What a discipline is: the order in which models that have work get the device.
+"""The protocol of a discipline: the order in which models with work get the device.
 
-A discipline keeps its own index of the candidates. The scheduler tells it about each change, once per
-model and event, and asks for a choice each time the device can take work. So a decision costs what the
-index costs (a heap: O(log n)), and models without work cost nothing.
+A discipline keeps its own index of the candidates. The scheduler tells it about each change of a model, and asks for a
+choice each time the device can take work. So a decision costs as much as the index (a heap: O(log n)), and models
+without work cost nothing.
 
-In every discipline the level of a request comes first: committed sub-calls of running metas (level 0),
-then by priority. What differs is the order within a level, and `fair` lets a priority only use up a
-model's own share.
+In every discipline the level of a request comes first: committed sub-calls of running metas (level 0), then priorities.
+Disciplines differ in the order within a level, and `fair` lets a priority use up only the model's own share.
 
 A new discipline is one class and one line in `disciplines.DISCIPLINES`.
 """
@@ -15,8 +14,8 @@ from typing import Protocol
 
 from rsrv.scheduler.ranking import Rank
 
-#: where a request stands in the order of service: (level, urgency, arrival sequence), smaller is first.
-#: The discipline says what urgency is.
+#: the place of a request in the order of service: (level, urgency, arrival sequence), smaller is first.
+#: The discipline defines urgency.
 Place = tuple[int, float, int]
 
 #: committed requests are before every priority.
@@ -24,18 +23,18 @@ COMMITTED_LEVEL = 0
 
 
 class Candidate(Protocol):
-    """What a discipline may ask about a model."""
+    """A model with work, as a discipline sees it."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def weight(self) -> float:
-        """Its share of device time relative to other models."""
+        """Share of device time relative to other models."""
 
     @property
     def place(self) -> Place | None:
-        """Where its first request stands in the order of all; not None for a candidate."""
+        """Place of its first request in the order of all; not None for a candidate."""
 
     @property
     def batch_seconds(self) -> float:
@@ -47,43 +46,44 @@ class Discipline(Protocol):
 
     @property
     def sheds(self) -> bool:
-        """Whether a request whose deadline cannot be met any more ends at once, and batches heed deadlines."""
+        """True if requests whose deadline cannot be met any more end at once, and batches keep deadlines."""
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
-        """Where a request stands; its model's requests of one variant execute in this order."""
+        """Return the place of a request; requests of one variant execute in this order."""
 
     def advance(self, now: float) -> None:
-        """It is `now`; told before anything else that happens then."""
+        """Advance to `now`; called before any other change at that time."""
 
     def update(self, candidate: Candidate) -> None:
-        """A model became a candidate, or the work or the cost of one changed."""
+        """Add a candidate, or take in a change of its work or cost."""
 
     def wait(self, candidate: Candidate, *, claims: bool) -> None:
-        """A model has work, but cannot execute for now. It keeps its place.
+        """Take in that a model with work cannot execute for now. It keeps its place.
 
-        `claims`: it waits for its weights, and may make up for what it misses; else it waits for company.
+        `claims`: it waits for its weights, and may make up for the device time that it misses; otherwise it waits for a
+        warm-up or for more requests.
         """
 
     def hold(self, name: str) -> None:
-        """A model has work, but it does not count until the model is told of again. It claims nothing meanwhile."""
+        """Ignore a model's work until the next `update` or `wait`. It claims nothing meanwhile."""
 
     def link(self, filling: bool) -> None:
-        """A load starts for which nobody has to give way; or it, or any other, ends."""
+        """Take in that a load starts without any eviction (`filling`), or that any load ends."""
 
     def remove(self, name: str) -> None:
-        """A model has no work (any more)."""
+        """Remove a model without work."""
 
     def forget(self, name: str) -> None:
-        """A model without work is gone for good."""
+        """Forget a removed model."""
 
     def start(self, dispatch: int, name: str, expected: float) -> None:
-        """An execution of a candidate starts, and is expected to take that many seconds."""
+        """Take in that an execution of a candidate starts, with its expected seconds."""
 
     def end(self, dispatch: int, seconds: float) -> None:
-        """An execution ended, after `seconds`. It may have started under another discipline."""
+        """Take in that an execution ended, after `seconds`. It may have started under another discipline."""
 
     def rank(self, candidate: Candidate) -> Rank:
-        """Orders models with work for the place on the device; smaller is sooner. They were told of before."""
+        """Return the rank of a known model with work in the order of loads; smaller loads sooner."""
 
     def choose(self) -> str | None:
-        """The candidate that goes next; None if there is none. Asking changes no later answer."""
+        """Return the candidate that executes next; None if there is none. Asking changes no later answer."""

@@ -9,10 +9,7 @@ from rsrv.scheduler.ranking import Rank, Ranking
 
 
 class Fifo:
-    """Global order of arrival: the model whose first request is the oldest.
-
-    Arrivals are numbered, so there are no ties.
-    """
+    """First in, first out: the model with the oldest request anywhere goes. Arrivals are numbered, so none tie."""
 
     __slots__ = ("_ranking",)
 
@@ -34,7 +31,7 @@ class Fifo:
         self._ranking.pop(name, None)
 
     def link(self, filling: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def remove(self, name: str) -> None:
         self._ranking.pop(name, None)
@@ -43,13 +40,13 @@ class Fifo:
         self._ranking.pop(name, None)
 
     def advance(self, now: float) -> None:
-        """Nothing: neither time nor device time matter to the order of requests."""
+        """Do nothing: neither time nor device time matters to the order of requests."""
 
     def start(self, dispatch: int, name: str, expected: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, dispatch: int, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rank(self, candidate: Candidate) -> Rank:
         return candidate.place

@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it answers: two closed unions of frozen values.
+"""Events and instructions of the scheduler: two closed unions of frozen values.
 
 Times are seconds on one monotonic clock (the caller's choice); durations are seconds; sizes of
 weights are bytes. A *model* is an opaque key, unique among the loaded ones. *Rows* are elements along
@@ -6,11 +6,11 @@ the batch axis; a compiled *size* is the number of rows that an executable takes
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 
 Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `Execute` in
-`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (These
-two, of which a batch has hundreds, are tuples: a frozen dataclass takes three times as long to make.)
+`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (Requests and
+finishes, of which a batch has hundreds, are tuples: a frozen dataclass takes three times as long to make.)
 
-A *run* is one request of a meta model, which makes requests of its own. Every run that is asked for ends in exactly
-one of `Admit`, `Finish` and `RunEnded`; one that was admitted ends in `RunEnded`.
+A *run* is one request of a meta model, which makes requests of its own. Every requested run ends in exactly one of
+`Admit`, `Finish` and `RunEnded`; an admitted run ends in `RunEnded`.
 
 A request that cannot be served is never an exception: it ends in a `Finish`.
 """
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from rsrv.scheduler.settings import SchedulerSettings
 
-#: the level of a request that names none: there is room for more urgent and for less urgent ones.
+#: the level of a request without a priority: others can be more urgent or less.
 DEFAULT_PRIORITY = 5
 
 
@@ -34,8 +34,8 @@ class InvariantError(AssertionError):
     """The scheduler contradicts itself: a bug in it.
 
     Attributes:
-        model: the model concerned, None if it is not about one.
-        story: what happened to that model, oldest first, one readable line each.
+        model: the model concerned, None if there is none.
+        story: the history of that model, oldest first, one readable line each.
     """
 
     def __init__(self, problem: str, model: str | None = None, story: tuple[str, ...] = ()) -> None:
@@ -50,44 +50,44 @@ class InvariantError(AssertionError):
 
 
 class Pause(Enum):
-    """What becomes of the requests of a model that is paused. What executes, finishes; a warm-up goes on."""
+    """Mode of a paused model. Executions and a warm-up that run go on."""
 
-    #: what waits is executed, and so is what runs of meta models call that are under way; new requests are refused.
+    #: waiting requests execute, and so do calls of meta models' runs that are under way; new requests are refused.
     DRAIN = "drain"
-    #: all wait, nothing starts to execute, and the model takes no part in what is decided.
+    #: requests wait, none starts to execute, and the model affects no decision.
     HOLD = "hold"
-    #: what waits is refused, and so is what comes.
+    #: waiting and new requests are refused.
     REJECT = "reject"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the scheduler has to know of one model."""
+    """One model, as the scheduler needs to know it."""
 
     model: str
     #: (variant, size) -> seconds of one execution, as measured by the warm-up. Its keys are the compiled sizes.
     costs: Mapping[tuple[int, int], float]
-    #: whether several requests may share one execution. If not, each runs alone.
+    #: whether several requests may share one execution; otherwise each runs alone.
     coalesce: bool
-    #: requests that may wait; one more is refused.
+    #: number of requests that may wait; the next one is refused.
     max_queue_depth: int
     #: most useful rows in one execution; None: the largest compiled size.
     max_batch_rows: int | None = None
-    #: of all its weights, as if it had no tensor twice and shared none.
+    #: bytes of all its weights, as if no tensor were shared or occurred twice.
     weight_bytes: int = 0
-    #: its tensors, each once: key -> bytes. Models share those with equal keys. None: it shares nothing.
+    #: its tensors, each once: key -> bytes. Models share tensors with equal keys. None: it shares nothing.
     tensors: Mapping[Any, int] | None = None
-    #: expected duration of a load of its weights, until one was measured.
+    #: expected seconds of a load of its weights, until one was measured.
     load_seconds: float = 0.0
     #: whether its weights stay on the device, beyond the budget if need be.
     pinned: bool = False
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
-    #: seconds that a request may be held back for others to share its execution; 0: never wait for more.
+    #: seconds that a request may be held back for others to share its execution; 0: it is never held back.
     max_delay: float = 0.0
     #: whether, and how, it is paused from the start.
     paused: Pause | None = None
-    #: what versions of one model have in common: what they count goes on from one to the next.
+    #: the name under which all versions of the model count.
     name: str = ""
 
 
@@ -98,28 +98,28 @@ class Request(NamedTuple):
     model: str
     variant: int
     rows: int
-    #: absolute; None: waits for ever.
+    #: absolute; None: it waits for ever.
     deadline: float | None = None
     #: smaller is more urgent, as Triton's: 1 is the highest; 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
-    #: the run of a meta model whose sub-call it is; 0: it is nobody's. Of each run one queued request goes first.
+    #: the run of a meta model whose sub-call it is; 0: none. Of each run one queued request goes first.
     run: int = 0
 
 
 class Run(NamedTuple):
     """One run of a meta model, which makes requests while it is under way."""
 
-    #: not 0; no request in flight and no other run has it.
+    #: not 0; unique among requests in flight and other runs.
     id: int
-    #: the meta's name: what is counted under it is never forgotten.
+    #: name of the meta model; counters by that name are never reset.
     meta: str
-    #: absolute; until then it waits to be admitted. None: for ever.
+    #: absolute; the run waits for admission until then. None: for ever.
     deadline: float | None = None
-    #: as a request's.
+    #: as of a request.
     priority: int = 0
-    #: runs of this meta that may wait, this one included; one more is refused.
+    #: number of runs of this meta model that may wait, this one included; the next one is refused.
     max_waiting: int = 1024
-    #: what it calls. While one of these is held, it is not admitted, and takes no place if it was.
+    #: models that it calls. While one of these is held, it is not admitted, or frees its place if it was.
     models: tuple[str, ...] = ()
 
 
@@ -131,23 +131,23 @@ class ModelAdded:
     program: Program
     #: its weights are on the device already.
     resident: bool = False
-    #: load its weights and have it warmed up, before any request for it: its costs are not known yet.
+    #: load its weights and warm it up before any request executes: its costs are not known yet.
     warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpEnded:
-    """The `WarmUp` ended: `costs` as in the program, or None if it failed and the model will be removed."""
+    """A warm-up ended: `costs` as in the program, or None if it failed and the model will be removed."""
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: whether it failed because the device had no memory left: then there is a second try first.
+    #: whether it failed for lack of device memory: then it is retried once first.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """From now on a model's weights stay on the device, and are loaded if they are not there; or no longer."""
+    """From now on a model's weights are kept on the device, and loaded if they are absent; or no longer."""
 
     model: str
     pinned: bool
@@ -155,7 +155,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """From now on these models are paused so; None: they go on. What waits keeps its order."""
+    """From now on these models are paused in this mode; None: they go on. Waiting requests keep their order."""
 
     models: tuple[str, ...]
     mode: Pause | None
@@ -163,62 +163,62 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Bring a model's weights to the device when nobody who waits needs the link. Nothing if they are there."""
+    """Load a model's weights when no waiting request needs the link, unless they are on the device already."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Free the weights of these models as soon as nothing executes on them. Pinned ones are left alone."""
+    """Evict the weights of these models as soon as nothing executes on them; pinned ones stay."""
 
     models: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged:
-    """Decide about one model by other values from now on, as in its program; None: it stays as it is."""
+    """Schedule one model by other values of its program from now on; None: the value stays."""
 
     model: str
     weight: float | None = None
     max_delay: float | None = None
-    #: requests that wait already stay, however many they are.
+    #: requests that wait already stay, whatever their number.
     max_queue_depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """Its queued requests are refused with `Reason.UNLOADED`; those that execute finish."""
+    """A model is removed: its queued requests are refused with `Reason.UNLOADED`, its executions finish."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestsArrived:
-    """All requests that arrived since the last event: they are queued before the device is given work."""
+    """Requests arrived since the last event: all are queued before the device is given work."""
 
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestsCancelled:
-    """Their clients are gone. Unknown and already finished ids are ignored."""
+    """Clients cancelled these requests. Unknown and already finished ids are ignored."""
 
     requests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunsAsked:
-    """These want to begin. Each ends in an `Admit` or a `Finish`, unless it is withdrawn by `RunEnded`."""
+    """Runs ask for admission. Each gets an `Admit` or a `Finish`, unless `RunEnded` withdraws it."""
 
     runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run is over, or does not want to begin any more. Unknown ids are ignored.
+    """A run ended, or withdraws before its admission. Unknown ids are ignored.
 
-    Nothing is answered to it. Its requests stay as they are: whoever has no use for them cancels them.
+    There is no answer. Its requests stay: the runtime cancels the ones that are not needed any more.
     """
 
     run: int
@@ -226,17 +226,19 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionFinished:
-    """An `Execute` ended; `error` is None, or says why all its requests failed."""
+    """An `Execute` ended; `error` is None, or the reason why all its requests failed."""
 
     dispatch: int
     seconds: float
     error: str | None = None
-    #: whether the error is that the device had no memory left: then there is a second try.
+    #: whether the error is a lack of device memory: then it is retried once.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
+    """The load of this epoch ended well, after `seconds`."""
+
     model: str
     epoch: int
     seconds: float
@@ -249,13 +251,13 @@ class LoadFailed:
     model: str
     epoch: int
     error: str
-    #: whether the error is that the device had no memory left: then there is a second try.
+    #: whether the error is a lack of device memory: then it is retried once.
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAbandoned:
-    """The load of this epoch ended without weights, as `AbandonLoad` asked."""
+    """The load of this epoch was abandoned, as `AbandonLoad` requested."""
 
     model: str
     epoch: int
@@ -263,19 +265,19 @@ class LoadAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Free all weights that are not pinned at once, so that the device's memory has no holes, and load them again."""
+    """Evict all weights that are not pinned, so that the device's memory has no holes, and load them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsChanged:
-    """Decide by other settings from now on. What runs and what is loaded stays."""
+    """Decide by other settings from now on. Executions and weights stay."""
 
     settings: SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: expire what is due. The caller sends it at `Scheduler.next_wakeup()`."""
+    """Time passed: end what is due. The caller sends it at `Scheduler.next_wakeup()`."""
 
 
 Event = (
@@ -313,21 +315,23 @@ class Execute:
     size: int
     rows: int
     requests: tuple[int, ...]
-    #: how long it is expected to take; a remark, not part of what is decided
+    #: expected seconds; information, not part of the decision.
     seconds: float = field(default=0.0, compare=False)
-    #: whether it is the second try after the device had no memory left: all evictions must have been carried out.
+    #: whether it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
+    """Load the model's weights to the device. Ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`."""
+
     model: str
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """Nobody waits for this load any more: end it early, with `LoadAbandoned`, unless it is as good as done."""
+    """End a load that is not needed any more early, with `LoadAbandoned`, unless it is nearly done."""
 
     model: str
     epoch: int
@@ -335,18 +339,18 @@ class AbandonLoad:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Execute every size of the model, and measure; its weights are there. Ends in `WarmUpEnded`."""
+    """Execute and measure every size of the model; its weights are on the device. Ends in `WarmUpEnded`."""
 
     model: str
-    #: whether it is the second try after the device had no memory left: all evictions must have been carried out.
+    #: whether it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The weights of a model that was to be warmed up, pinned or prefetched do not come.
+    """The weights of a model that was to be warmed up, pinned or prefetched are not loaded.
 
-    Nobody tries again by himself, but for a pinned model that found no memory, after a rest.
+    The load is not retried, except that of a pinned model, after a back-off.
     """
 
     model: str
@@ -355,36 +359,36 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class EvictWeights:
-    """Free the model's device buffers; nothing executes on them any more."""
+    """Free the model's device buffers; nothing executes on them."""
 
     model: str
     epoch: int
-    #: whose load, the next one, needs the room: what both have stays. A remark, which the load makes superfluous.
+    #: the model whose load comes next and needs the room: tensors of both stay. Information; the load implies it.
     loading_for: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A run may begin; until its `RunEnded` it counts as one that is under way."""
+    """Let a run begin; it is under way until its `RunEnded`."""
 
     run: int
 
 
 class Outcome(Enum):
-    """How a request ends; exactly one of these."""
+    """End of a request; exactly one of these."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
     #: the deadline passed.
     EXPIRED = "expired"
-    #: the deadline lies ahead, but could not be met any more.
+    #: the deadline had not passed, but could not be met any more.
     SHED = "shed"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
 class Reason(Enum):
-    """Why a request was refused."""
+    """Reason of a refusal."""
 
     QUEUE_FULL = "queue_full"
     UNKNOWN_MODEL = "unknown_model"
@@ -393,20 +397,20 @@ class Reason(Enum):
     UNKNOWN_VARIANT = "unknown_variant"
     #: the model is paused.
     PAUSED = "paused"
-    #: its weights are not on the device, and nobody asked for them who may (`SchedulerSettings.on_demand`).
+    #: its weights are not on the device, and requests do not cause a load (`SchedulerSettings.on_demand`).
     NOT_RESIDENT = "not_resident"
-    #: a moment ago its weights found no memory, though all others had given way.
+    #: its weights found no memory recently, even with all others evicted.
     NO_MEMORY = "no_memory"
 
 
 class Finish(NamedTuple):
-    """A request is over, or a run does not begin. `reason` and `retry_after` come with REFUSED, `error` with FAILED."""
+    """End a request, or refuse a run. `reason` and `retry_after` come with REFUSED, `error` with FAILED."""
 
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows), or those
-    #: until its weights are tried again (with NO_MEMORY).
+    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: unknown), or until the
+    #: load of the weights is retried (with NO_MEMORY).
     retry_after: float | None = None
     error: str | None = None
 

@@ -1,16 +1,16 @@
-"""Who gives way when weights need room: a pure question over those that may.
+"""The choice of weights to evict when others need room: a pure function of the candidates.
 
-Among models that nobody waits for a *policy* decides, one of `POLICIES`; among those with waiting work the
+Among models without waiting requests a *policy* decides, one of `POLICIES`; among models with waiting requests the
 discipline does.
 
-`lru` goes by the latest use alone. `cost` keeps what would cost the most to miss, for the room it takes:
+`lru` goes by the latest use alone. `cost` keeps the weights that would cost the most to miss, for the room they take:
 
     value = rate * load_seconds / bytes
 
 as GreedyDual-Size-Frequency does (L. Cherkasova: Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency
 Caching Policy, HPL-98-69R1, 1998; after P. Cao and S. Irani: Cost-Aware WWW Proxy Caching Algorithms, USITS 1997).
-That one counts uses and ages them by evictions; here it is the `rate` that ages, and the value is taken when room is
-needed, as in hyperbolic caching (A. Blankstein, S. Sen, M. Freedman: Hyperbolic Caching, USENIX ATC 2017).
+GreedyDual-Size-Frequency counts uses and ages the counts by evictions; here the `rate` ages, and the value is computed
+when room is needed, as in hyperbolic caching (A. Blankstein, S. Sen, M. Freedman: Hyperbolic Caching, USENIX ATC 2017).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,15 +31,15 @@ class Resident:
     """Weights that may be evicted."""
 
     model: str
-    #: all of its bytes. One comes free when no other model uses it.
+    #: all of its bytes. A group is freed when no other model uses it.
     groups: Sequence[SharedTensorGroup]
-    #: when they were last of use.
+    #: when they were last used.
     used: float
-    #: the discipline's rank of the model's work; None if nobody waits for it.
+    #: the discipline's rank of the model's work; None if no request waits.
     rank: Rank | None = None
-    #: how long it would take to bring all of them back.
+    #: seconds that a load of all of them would take.
     load_seconds: float = 0.0
-    #: the requests that came for the model.
+    #: when requests arrived for the model.
     uses: Uses = ()
 
     @property
@@ -48,37 +48,37 @@ class Resident:
 
 
 def rate(uses: Uses, now: float, grain: float) -> float:
-    """Requests per second to be expected, but for a factor that is the same for all.
+    """Expected requests per second, up to a factor that is the same for all models.
 
         (sum over uses of age ** -1/2) ** 2 / number of uses,          age = now - use + grain
 
-    The less time has passed since something was asked for, the likelier it is asked for again: by a power of that
-    time (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2
-    is the usual one (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if
-    everything took twice as long, the order would be the same. To remember a few uses, and also of what is
-    not resident, is LRU-K's (E. O'Neil, P. O'Neil, G. Weikum: SIGMOD 1993).
+    The less time has passed since a use, the likelier is the next one: by a power of that time (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2
+    is the usual one (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU
+    (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if everything took twice as long, the
+    order would be the same. Remembering a few uses, also of absent models, comes from LRU-K (E. O'Neil, P. O'Neil,
+    G. Weikum: SIGMOD 1993).
 
-    `grain`, in seconds, above 0: how far apart two moments must be to matter.
+    `grain`, in seconds, above 0: the distance below which two times count as one.
     """
     if not uses:
         return 0.0
     return sum([1.0 / sqrt(now - use + grain) for use in uses]) ** 2 / len(uses)
 
 
-#: the order in which models that nobody waits for give way at a moment: the smallest first.
+#: the order in which idle weights are evicted at a time: the smallest first.
 Policy = Callable[[Resident, float], Any]
 
 
 def lru(one: Resident, now: float) -> tuple[float, str]:
-    """The least recently used before others. It costs nothing and knows nothing but the last use."""
+    """Evict the least recently used weights first."""
     return (one.used, one.model)
 
 
 def cost(one: Resident, now: float) -> tuple[float, float, str]:
-    """Those first whose bytes save the fewest seconds of loading, per second (see the module).
+    """Evict the weights first whose bytes save the fewest seconds of loading, per second (see the module).
 
-    A load is the grain of time: requests that come within one share it. Weights that come back at once are worth
-    nothing, and what is worth the same goes by `lru`.
+    The grain of time is a load: requests that arrive within one share it. Weights that load at once have no value; equal
+    values go by `lru`.
     """
     value = 0.0
     if one.load_seconds:
@@ -89,14 +89,14 @@ def cost(one: Resident, now: float) -> tuple[float, float, str]:
 POLICIES: Mapping[Eviction, Policy] = {"lru": lru, "cost": cost}
 
 
-class _Room:
-    """What comes free while one after the other is chosen; `keep`: what stays, because who comes has it too."""
+class _FreedBytes:
+    """Bytes that are freed while victims are chosen one by one; `keep`: groups that stay, because the load has them too."""
 
     def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
         self._users: dict[SharedTensorGroup, int] = dict.fromkeys(keep, -1)
 
     def choose(self, one: Resident) -> int:
-        """Bytes that come free if it goes too."""
+        """Add a victim; return the bytes that it frees."""
         freed = 0
         for group in one.groups:
             users = self._users.get(group, group.users) - 1
@@ -105,7 +105,7 @@ class _Room:
         return freed
 
     def spare(self, one: Resident) -> int:
-        """Bytes that do not come free if it stays after all."""
+        """Take a victim back; return the bytes that are not freed then."""
         kept = 0
         for group in one.groups:
             kept += group.bytes if self._users[group] == 0 else 0
@@ -120,15 +120,15 @@ def make_room(
     now: float = 0.0,
     policy: Policy = lru,
 ) -> list[str] | None:
-    """Who gives way for `missing` bytes: all of them together, in this order, or nobody (None).
+    """Choose victims that free `missing` bytes together, in order of eviction; None if all candidates are not enough.
 
-    They go in the order of `in_order`. Nobody goes whose bytes the others make unnecessary, or who would free
-    nothing: all that it has is used by models that stay, or belongs to `keep`, which whoever comes has too.
+    They are chosen by `in_order`. Weights stay if the other victims free enough, or if they would free nothing: all of
+    their groups are used by models that stay, or belong to `keep`, the groups that the load has too.
     """
     if missing <= 0:
         return []
     chosen: list[Resident] = []
-    room = _Room(keep)
+    room = _FreedBytes(keep)
     for one in in_order(residents, now, policy):
         if missing <= 0:
             break
@@ -147,16 +147,16 @@ def make_room(
 
 
 def freed_by_all(residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = ()) -> int:
-    """Bytes that come free if all of them go."""
-    room = _Room(keep)
+    """Return the bytes that are freed if all of these are evicted."""
+    room = _FreedBytes(keep)
     return sum(room.choose(one) for one in residents)
 
 
 def in_order(residents: Iterable[Resident], now: float, policy: Policy) -> list[Resident]:
-    """Those first that are needed latest, as far as anybody knows.
+    """Sort candidates by when they are likely needed next, the latest first.
 
-    First those for which nobody waits, in the policy's order: nobody knows when they are needed next. Then
-    those with waiting work, the last in the discipline's order before others.
+    Idle ones come first, in the policy's order, because their next use is unknown. Ones with waiting requests follow,
+    the last in the discipline's order first.
     """
     every = list(residents)
     idle = sorted((one for one in every if one.rank is None), key=lambda one: policy(one, now))

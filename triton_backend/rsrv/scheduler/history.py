@@ -1,4 +1,4 @@
-"""A bounded log of what happened to one model, made readable only when somebody asks."""
+"""A bounded history of one model, made readable only when it is read."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from rsrv.scheduler.events import (
     WeightsLoaded,
 )
 
-#: what a line is about: an instruction or an event as it was given, ids of requests, or text.
-Subject = (
+#: the details of a record: an instruction or an event as it was given, ids of requests, or text.
+Details = (
     Execute
     | ExecutionFinished
     | LoadWeights
@@ -28,11 +28,10 @@ Subject = (
     | str
 )
 
-#: more ids than this are abbreviated in a line.
-_IDS = 16
+#: ids that one line shows at most.
+_MAX_IDS = 16
 
-
-#: records that are kept of each model.
+#: records kept of each model.
 LENGTH = 50
 
 
@@ -42,42 +41,42 @@ class History:
     __slots__ = ("_records",)
 
     def __init__(self) -> None:
-        self._records: deque[tuple[float, str, Subject]] = deque(maxlen=LENGTH)
+        self._records: deque[tuple[float, str, Details]] = deque(maxlen=LENGTH)
 
-    def add(self, now: float, what: str, subject: Subject) -> None:
-        # Values are kept as they are: text is for the reader, who is rare.
-        self._records.append((now, what, subject))
+    def add(self, now: float, what: str, details: Details) -> None:
+        """Add a record. The details become text only when they are read, which is rare."""
+        self._records.append((now, what, details))
 
     def lines(self) -> list[str]:
-        """One line per record, oldest first: `t=<seconds> <what> <details>`."""
-        return [f"t={now:.6f} {what} {_details(subject)}".rstrip() for now, what, subject in self._records]
+        """Return one line per record, oldest first: `t=<seconds> <what> <details>`."""
+        return [f"t={now:.6f} {what} {_text(details)}".rstrip() for now, what, details in self._records]
 
 
-def _details(subject: Subject) -> str:
-    match subject:
+def _text(details: Details) -> str:
+    match details:
         case str():
-            return subject
+            return details
         case Execute():
             return (
-                f"dispatch={subject.dispatch} variant={subject.variant} size={subject.size}"
-                f" rows={subject.rows} requests={_ids(subject.requests)}"
+                f"dispatch={details.dispatch} variant={details.variant} size={details.size}"
+                f" rows={details.rows} requests={_ids(details.requests)}"
             )
         case ExecutionFinished():
-            error = "" if subject.error is None else f" error={subject.error}"
-            return f"dispatch={subject.dispatch} seconds={subject.seconds:.6f}{error}"
+            error = "" if details.error is None else f" error={details.error}"
+            return f"dispatch={details.dispatch} seconds={details.seconds:.6f}{error}"
         case WeightsLoaded():
-            return f"epoch={subject.epoch} seconds={subject.seconds:.6f}"
+            return f"epoch={details.epoch} seconds={details.seconds:.6f}"
         case LoadFailed():
-            return f"epoch={subject.epoch} error={subject.error}"
+            return f"epoch={details.epoch} error={details.error}"
         case PolicyChanged():
-            changed = {key: getattr(subject, key) for key in ("weight", "max_delay", "max_queue_depth")}
+            changed = {key: getattr(details, key) for key in ("weight", "max_delay", "max_queue_depth")}
             return " ".join(f"{key}={value}" for key, value in changed.items() if value is not None)
         case LoadWeights() | AbandonLoad() | EvictWeights():
-            return f"epoch={subject.epoch}"
+            return f"epoch={details.epoch}"
         case _:
-            return f"requests={_ids(subject)}"
+            return f"requests={_ids(details)}"
 
 
 def _ids(ids: Sequence[int]) -> str:
-    shown = ",".join(str(request) for request in ids[:_IDS])
-    return shown if len(ids) <= _IDS else f"{shown},... ({len(ids)} in all)"
+    shown = ",".join(str(request) for request in ids[:_MAX_IDS])
+    return shown if len(ids) <= _MAX_IDS else f"{shown},... ({len(ids)} in all)"

@@ -101,7 +101,7 @@ class LoadQueue:
     # --- lines and back-offs ---------------------------------------------------------------------------------
 
     def reason(self, name: str) -> LoadReason | None:
-        """Why a model is in line: the first reason in order of precedence; None: it is not."""
+        """Return why a model is in line: the first reason in order of precedence; None: it is not."""
         if name in self.required:
             return LoadReason.REQUIRED
         if name in self.demanded:
@@ -303,7 +303,7 @@ class LoadQueue:
         return planned, retry_at
 
     def wants_room_of(self, model: ModelState, now: float) -> bool:
-        """Whether the first model waits for room that this model would make if it stopped executing."""
+        """True if the first model waits for room that this model would make if it stopped executing."""
         if (
             self._blocked_head is None
             or self._blocked_head != self.first()
@@ -322,7 +322,7 @@ class LoadQueue:
         return next((model for model in in_line if self.weights.missing(model.weights) > 0), None)
 
     def is_useless(self, model: ModelState) -> bool:
-        """Whether the load that runs serves no one any more and delays another.
+        """True if the load that runs is not needed any more and delays another.
 
         A load that follows an abandoned one is never useless: else impatient clients would never be served.
         """
@@ -361,7 +361,7 @@ class LoadQueue:
             self._blocked_head = None
 
     def _evictable_at(self, model: ModelState, head: ModelState) -> float:
-        """When a model may be evicted for the first in line, if nothing else happens; inf: never."""
+        """Return when a model may be evicted for the first in line, if nothing else happens; inf: never."""
         return self._idle_evictable_at(model, head) if evictable(model) else inf
 
     def _idle_evictable_at(self, model: ModelState, head: ModelState) -> float:
@@ -415,17 +415,17 @@ class LoadQueue:
         return None
 
     def _protected_until(self, model: ModelState) -> float:
-        """When a model has kept its weights for `residency_factor` times the duration of their load."""
+        """Return when a model has kept its weights for `residency_factor` times the duration of their load."""
         return model.weights.since + self._factor * model.weights.last_load_seconds
 
     def _unused_from(self, model: ModelState) -> float:
-        """When a model without waiting requests counts as unused: after twice its usual pause."""
+        """Return when a model without waiting requests counts as unused: after twice its usual pause."""
         weights = model.weights
         pause = 2.0 * weights.usual_pause
         return weights.last_used + pause if pause <= weights.load_seconds and pause else -inf
 
     def _is_urgent(self, head: ModelState, until: float) -> bool:
-        """Whether the deadline of the first model's front request cannot wait for so long."""
+        """True if the deadline of the first model's front request cannot wait for so long."""
         if not self.discipline.sheds or head.front is None:
             return False
         deadline = head.front.entries[0].request.deadline
@@ -433,7 +433,7 @@ class LoadQueue:
 
 
 def evictable(model: ModelState) -> bool:
-    """Whether a model's weights could be evicted now if others need their room."""
+    """True if a model's weights could be evicted now if others need their room."""
     weights = model.weights
     if weights.state not in RUNNABLE or weights.pinned or model.executions:
         return False

@@ -1,11 +1,10 @@
-"""Admission of runs of meta models: how many are under way at once, and which waiting one comes next.
+"""Admission of runs of meta models: how many are under way at once, and which waiting run is next.
 
-A run between two of its calls holds memory and nothing else, so a few of them keep the device busy, and more
-would only hold more. The others wait here, in the order that the discipline gives their requests: by priority,
-then by deadline or arrival. They wait until their deadline at the longest.
+A run between two of its calls holds only memory, so a few runs keep the device busy, and more would only hold more. The
+others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait until their deadline at
+the longest.
 
-Runs that call a model which is held (`Pause.HOLD`) would get no further: they are not admitted, and those that were
-take no place from others.
+Runs that call a held model (`Pause.HOLD`) cannot go on: they are not admitted, and admitted ones free their places.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
@@ -28,7 +27,7 @@ from rsrv.scheduler.statistics import MetaSnapshot
 
 
 class _Meta:
-    """What became of one meta model's runs."""
+    """Counters of one meta model's runs."""
 
     __slots__ = ("admitted", "expired", "refused", "running", "waiting", "withdrawn")
 
@@ -43,7 +42,7 @@ class _Meta:
 
 
 class MetaAdmission:
-    """Admits at most `limit` runs at a time. `models` are the scheduler's."""
+    """Admission of at most `limit` runs at a time. `models` are the loaded ones."""
 
     __slots__ = (
         "_deadlines",
@@ -63,36 +62,36 @@ class MetaAdmission:
         self._models = models
         self._discipline = discipline
         self.limit = limit
-        #: runs under way that call a model which is held.
+        #: admitted runs that call a held model.
         self.stalled: set[int] = set()
-        #: places taken beyond the limit: by runs that were admitted before it shrank, or go on after others took theirs.
+        #: places taken above the limit: by runs admitted before it shrank, or that went on after others took their places.
         self.surplus = 0
-        #: all that wait or are under way, by id; and the numbers of those that wait, in order of arrival.
+        #: all waiting and admitted runs by id; and the numbers of the waiting ones, in order of arrival.
         self.live: dict[int, Run] = {}
         self.waiting: dict[int, int] = {}
-        #: runs that were ever asked for; the latest one's number.
+        #: number of runs that were ever asked for; the number of the latest.
         self.asked = 0
-        #: those that wait, by their place unless they call a model which is held, and by their deadline if they have one.
+        #: waiting runs by place, but for those that call a held model; and by deadline, if they have one.
         self._order: Ranking[int] = Ranking()
         self._deadlines: Ranking[int] = Ranking()
         self._metas: dict[str, _Meta] = {}
 
     @property
     def running(self) -> int:
-        """Runs that are under way."""
+        """Number of admitted runs."""
         return len(self.live) - len(self.waiting)
 
     @property
     def taken(self) -> int:
-        """Places that they take."""
+        """Number of places that admitted runs take."""
         return self.running - len(self.stalled)
 
     def under_way(self) -> frozenset[int]:
-        """Those runs."""
+        """Return the ids of the admitted runs."""
         return frozenset(self.live.keys() - self.waiting.keys())
 
     def check(self, runs: Sequence[Run], requests: KeysView[int]) -> None:
-        """Refuse runs that nobody could account for; `requests` are the ids in flight.
+        """Refuse runs that contradict known ones. `requests` are the ids in flight.
 
         Raises:
             CallerError: an id is 0, in use already or given twice, or a priority or a limit is negative.
@@ -100,7 +99,7 @@ class MetaAdmission:
         seen: set[int] = set()
         for run in runs:
             if not run.id:
-                raise CallerError("0 is no id of a run: it is that of none")
+                raise CallerError("0 is not an id of a run: it stands for none")
             if run.id in seen or run.id in self.live or run.id in requests:
                 raise CallerError(f"id {run.id} is in use already, or twice in one event")
             seen.add(run.id)
@@ -110,11 +109,11 @@ class MetaAdmission:
                 raise CallerError(f"run {run.id} has max_waiting {run.max_waiting}; 0 is the least")
 
     def ask(self, runs: Sequence[Run], now: float, out: list[Instruction]) -> None:
-        """Let them wait, admit as many as may run, and refuse the latest that are too many to wait."""
+        """Queue runs, admit as many as may run, and refuse the latest ones above their limit of waiting runs."""
         for run in runs:
             self.asked += 1
             meta = self._metas.setdefault(run.meta, _Meta())
-            if run.deadline is not None and not run.deadline > now:  # or one that is no number
+            if run.deadline is not None and not run.deadline > now:  # or one that is not a number
                 meta.expired += 1
                 out.append(Finish(run.id, Outcome.EXPIRED))
                 continue
@@ -130,11 +129,11 @@ class MetaAdmission:
             if run.id in self.waiting and meta.waiting > run.max_waiting:
                 del self.live[run.id]
                 self._leave(run).refused += 1
-                # When to retry is not known: how long runs take is up to what they do between their calls.
+                # When to retry is unknown: the duration of runs depends on their work between calls.
                 out.append(Finish(run.id, Outcome.REFUSED, Reason.QUEUE_FULL))
 
     def end(self, id: int) -> None:
-        """A run is over, or does not want to begin any more. Unknown ids are ignored."""
+        """End an admitted run, or withdraw a waiting one. Unknown ids are ignored."""
         run = self.live.pop(id, None)
         if run is None:
             return
@@ -146,7 +145,7 @@ class MetaAdmission:
             self._recount()
 
     def reconfigure(self, discipline: Discipline, limit: int) -> None:
-        """Admit by other settings from now on. What runs stays."""
+        """Admit by other settings from now on. Admitted runs stay."""
         self.limit = limit
         self._recount()
         if discipline is not self._discipline:
@@ -155,7 +154,7 @@ class MetaAdmission:
                 self._place(self.live[id])
 
     def reconsider(self) -> None:
-        """Models came, were paused, or are not any more."""
+        """Take in that models were added, removed, paused or resumed."""
         self.stalled = {
             id for id, run in self.live.items() if id not in self.waiting and self._calls_held(run)
         }
@@ -164,7 +163,7 @@ class MetaAdmission:
             self._place(self.live[id])
 
     def proceed(self, now: float, out: list[Instruction]) -> None:
-        """End those that wait and whose deadline is `now` or earlier, and admit who comes next."""
+        """End waiting runs whose deadline is `now` or earlier, and admit the next ones."""
         while (id := self._deadlines.first()) is not None and self._deadlines[id] <= now:
             self._leave(self.live.pop(id)).expired += 1
             out.append(Finish(id, Outcome.EXPIRED))
@@ -180,11 +179,11 @@ class MetaAdmission:
         return inf if id is None else self._deadlines[id]
 
     def snapshot(self) -> dict[str, MetaSnapshot]:
-        """By meta; each of which a run was ever asked for."""
+        """Return statistics by meta model, of each that ever had a run."""
         return {name: meta.snapshot() for name, meta in self._metas.items()}
 
     def meta(self, name: str) -> MetaSnapshot | None:
-        """One of them."""
+        """Return statistics of one meta model; None if it never had a run."""
         meta = self._metas.get(name)
         return None if meta is None else meta.snapshot()
 
@@ -202,7 +201,7 @@ class MetaAdmission:
         self._order.set(run.id, self._discipline.place(level, run.deadline, number))
 
     def _leave(self, run: Run) -> _Meta:
-        """It does not wait any more; returns where it is counted."""
+        """Take a run out of the waiting ones; return the counters of its meta model."""
         del self.waiting[run.id]
         self._order.pop(run.id, None)
         self._deadlines.pop(run.id, None)

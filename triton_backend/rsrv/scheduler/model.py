@@ -129,12 +129,12 @@ class ModelState:
 
     @property
     def ready(self) -> bool:
-        """Whether it has work that the device can take now, or as soon as it is not held back."""
+        """True if it has work that the device can take now, or as soon as it is not held back."""
         return self.place is not None and self.weights.state in RUNNABLE
 
     @property
     def busy(self) -> bool:
-        """Whether an execution or a warm-up runs on its weights."""
+        """True if an execution or a warm-up runs on its weights."""
         return self.executions > 0 or self.weights.state is WeightState.RESERVED
 
     @property
@@ -144,16 +144,16 @@ class ModelState:
 
     @property
     def stage(self) -> Stage:
-        """Where its waiting requests are."""
+        """Stage of its waiting requests."""
         return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
 
     @property
     def held(self) -> bool:
-        """Whether its waiting requests do not count for now."""
+        """True if its waiting requests do not count for now."""
         return self.paused is Pause.HOLD
 
     def closed_to(self, request: Request) -> bool:
-        """Whether a request is refused because the model is paused."""
+        """True if a request is refused because the model is paused."""
         if self.paused is Pause.DRAIN:
             return request.run not in self.finishing
         return self.paused is Pause.REJECT

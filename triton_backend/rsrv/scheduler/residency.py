@@ -163,7 +163,7 @@ class DeviceResidency:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing loads or warms up."""
+        """True if nothing loads or warms up."""
         return self.weights.loading is None and not self.warming_up
 
     # --- models ------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ class DeviceResidency:
             self.loads.retry()
 
     def must_execute(self, model: ModelState) -> bool:
-        """Whether a model with work executes before its eviction: for a running meta model, or to make use of its load.
+        """True if a model with work executes before its eviction: for a running meta model, or to make use of its load.
 
         Otherwise it would never execute if it were evicted again and again.
         """

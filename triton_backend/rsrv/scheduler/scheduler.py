@@ -546,7 +546,7 @@ class Scheduler:
         return queue.costs.request(rows, coalesce=state.program.coalesce)
 
     def holds(self, model: str) -> bool:
-        """Whether a model is loaded or draining: its key may be added again only when it is neither."""
+        """True if a model is loaded or draining: its key may be added again only when it is neither."""
         return model in self._models or model in self._draining
 
     def queued(self, model: str) -> int:

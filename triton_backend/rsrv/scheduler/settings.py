@@ -1,4 +1,4 @@
-"""How the scheduler decides: what the configuration may change, also while it runs."""
+"""Settings of the scheduler, which may change while it runs."""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,22 +10,22 @@ Eviction = Literal["lru", "cost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How to decide. Names and units are those of the configuration's sections."""
+    """Settings by name and unit of the configuration's sections."""
 
-    #: which model goes next; a key of `DISCIPLINES`.
+    #: the order in which models execute; a key of `DISCIPLINES`.
     discipline: str = "fair"
     #: executions given to the device at once. The device runs them one after the other.
     depth: int = 1
-    #: with a depth above 1: the next execution is given to the device this long before the last one that it
-    #: has is expected to end, in ms. Until then requests that arrive may still join it.
+    #: with a depth above 1: how long before the expected end of the device's last execution it gets the next one, in ms.
+    #: Until then requests that arrive may still join that one.
     launch_ahead_ms: float = 2.0
     #: runs of meta models that are under way at once; the others wait.
     meta_concurrency: int = 2
-    #: a model with waiting requests keeps its weights on the device for at least this many times the time
-    #: that loading them took; see `loads`.
+    #: a model with waiting requests keeps its weights on the device for at least this many times the duration of their
+    #: load; see `load_queue`.
     residency_factor: float = 4.0
-    #: whether weights come when requests wait for them, and give way to those of others. If not, they come and go only
-    #: when somebody says so (`Pinned`, `Prefetch`, `Evict`), and requests for others are refused.
+    #: whether weights load for waiting requests, and are evicted for those of others. If not, they load and leave only by
+    #: command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
     on_demand: bool = True
     #: the order in which idle weights are evicted.
     eviction: Eviction = "lru"

@@ -1,7 +1,7 @@
-"""Statistics of the scheduler: what is counted and measured of a model, and snapshots of all of it.
+"""Statistics of the scheduler: counters of models, and snapshots of all of it.
 
 Counters rise from the moment a model was added (or the scheduler was made); nothing resets them. `Totals` outlive a
-version of a model while another one of its name stays. Snapshots are frozen, detached from the scheduler's state.
+version of a model while another version of that name stays. Snapshots are frozen and detached from the scheduler.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,34 +17,34 @@ K = TypeVar("K")
 
 
 class Cause(Enum):
-    """Why weights left the device, other than with their model."""
+    """Cause of an eviction, other than the removal of its model."""
 
     #: a load needed the room.
     ROOM = "room"
-    #: somebody asked for it, or only an external control plane brings weights, and a warm-up was over.
+    #: an operator asked for it; or weights do not load on demand, and a warm-up ended.
     ASKED = "asked"
     #: the budget fell, or models were pinned.
     BUDGET = "budget"
-    #: all left, so that memory has no holes.
+    #: a compaction of the device's memory.
     COMPACTION = "compaction"
 
 
 class Stage(Enum):
-    """Where a request was when its deadline passed, or became certain to."""
+    """Stage of a request when its deadline passed, or became certain to."""
 
-    #: it had passed when the request came.
+    #: the deadline had passed on arrival.
     ARRIVAL = "arrival"
-    #: it waited for others' executions.
+    #: the request waited for other executions.
     QUEUE = "queue"
-    #: it waited for its model's weights.
+    #: the request waited for its model's weights.
     LOAD = "load"
-    #: it executed, and was answered all the same.
+    #: the request executed, and was answered late.
     EXECUTE = "execute"
 
 
 @dataclass(slots=True)
 class OutcomeCounts:
-    """How requests ended, while counting."""
+    """Counters of ended requests by outcome."""
 
     answered: int = 0
     expired: int = 0
@@ -76,7 +76,7 @@ class OutcomeCounts:
             self.refuse(reason, count)
 
     def outcomes(self) -> dict[Outcome, int]:
-        """By outcome, zeros included."""
+        """Return the counters by outcome, zeros included."""
         return {
             Outcome.ANSWERED: self.answered,
             Outcome.REFUSED: sum(self.refused.values()),
@@ -89,24 +89,24 @@ class OutcomeCounts:
 
 @dataclass(slots=True)
 class Totals:
-    """While counting; nothing resets them."""
+    """Counters of one model; nothing resets them."""
 
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
-    #: deadlines that were missed, by where.
+    #: missed deadlines by stage.
     missed: dict[Stage, int] = field(default_factory=dict)
-    #: executions started, with their rows of requests.
+    #: executions started, and their useful rows.
     dispatches: int = 0
     useful_rows: int = 0
     #: device time of executions that ended, failed ones included.
     device_seconds: float = 0.0
-    #: requests that found the weights elsewhere, and times that these gave way.
+    #: requests that found the weights absent, and evictions of these by cause.
     misses: int = 0
     evictions: dict[Cause, int] = field(default_factory=dict)
-    #: from a request's arrival until it is given to the device; seconds.
+    #: seconds from a request's arrival until it is given to the device.
     queue_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: as `device_seconds`, of each execution.
+    #: seconds of each execution, as in `device_seconds`.
     execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: of loads that ended well; seconds.
+    #: seconds of loads that ended well.
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: rows of requests in an execution, and of padding.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
@@ -114,7 +114,7 @@ class Totals:
 
     @classmethod
     def of(cls, several: Iterable["Totals"]) -> "Totals":
-        """Their sum."""
+        """Return the sum of several."""
         total = cls()
         for one in several:
             total.add(one)
@@ -142,7 +142,7 @@ class Totals:
 
 
 class PastTotals:
-    """What removed versions of models have counted, by the name of the model, while it has another version."""
+    """Counters of removed versions by the name of the model, while it has another version."""
 
     __slots__ = ("_past",)
 
@@ -150,18 +150,18 @@ class PastTotals:
         self._past: dict[str, Totals] = {}
 
     def keep(self, name: str, totals: Totals, *, others: bool) -> None:
-        """Take in a version that is gone. `others`: whether the model has another one."""
+        """Add a removed version. `others`: whether the model has another one."""
         if others:
             self._past.setdefault(name, Totals()).add(totals)
         else:
             self._past.pop(name, None)
 
     def with_present(self, versions: Iterable[tuple[str, Totals]]) -> dict[str, Totals]:
-        """The sums by name, those of the versions that are there included."""
+        """Return the sums by name, present versions included."""
         several: dict[str, list[Totals]] = {name: [past] for name, past in self._past.items()}
         for name, totals in versions:
             several.setdefault(name, []).append(totals)
-        # Of most there is one version, whose own need no copy.
+        # Most models have one version, whose counters need no copy.
         return {name: of[0] if len(of) == 1 else Totals.of(of) for name, of in several.items()}
 
 
@@ -172,14 +172,14 @@ def _add(mine: dict[K, int], others: Mapping[K, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """One model."""
+    """Statistics of one model."""
 
     weights: WeightState
-    #: whether it stays on the device.
+    #: whether its weights stay on the device.
     pinned: bool
-    #: removed, but its last executions or its load still run.
+    #: whether it is removed, while its last executions or its load still run.
     draining: bool
-    #: how it is paused; None: it is not.
+    #: how it is paused; None: not at all.
     paused: Pause | None
     #: requests that wait, and their rows.
     queued: int
@@ -201,35 +201,35 @@ class ModelSnapshot:
     sizes: Mapping[tuple[int, int], int]
     #: (variant, size) -> expected seconds of one execution, as learned.
     costs: Mapping[tuple[int, int], float]
-    #: of all its weights; and of those that differ, which is what it takes on the device alone.
+    #: bytes of all its weights; and of its distinct tensors, which it takes on the device alone.
     weight_bytes: int
     device_bytes: int
-    #: requests that found its weights elsewhere.
+    #: requests that found its weights absent.
     misses: int
-    #: completed loads of the weights, and how long the next one is expected to take.
+    #: completed loads of the weights, and expected seconds of the next one.
     loads: int
     load_seconds: float
-    #: times that the weights gave way to others.
+    #: evictions of the weights.
     evictions: int
     #: expected device time of the waiting requests.
     backlog_seconds: float
 
     @property
     def residency(self) -> str:
-        """Where the weights are, in the three words that operators see."""
+        """Return where the weights are, in the three words that operators see."""
         if self.weights in ON_DEVICE:
             return "resident"
         return "loading" if self.weights is WeightState.LOADING else "absent"
 
 
 class ModelLoad(NamedTuple):
-    """Of one model, what is asked for often: named as in its snapshot."""
+    """Statistics of one model that are read often, named as in its snapshot."""
 
     queued: int
     executing: int
     pinned: bool
     device_bytes: int
-    #: of the execution that is expected to cost least for each of its rows when it is full.
+    #: expected seconds per row of the full execution that costs least per row.
     row_seconds: float
     #: most useful rows that one execution takes.
     max_rows: int
@@ -241,7 +241,7 @@ class ModelLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a snapshot says, as far as it is asked for often."""
+    """The part of a snapshot that is read often."""
 
     models: Mapping[str, ModelLoad]
     weight_bytes: int
@@ -252,12 +252,12 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class MetaSnapshot:
-    """The runs of one meta model. All that were asked for are in one of these but `running`."""
+    """Statistics of the runs of one meta model. Each run counts in one of these, besides `running`."""
 
-    #: runs that wait for admission, and those under way.
+    #: runs that wait for admission, and runs under way.
     waiting: int
     running: int
-    #: those that were let in, ever; and those that were not, by why. Withdrawn: ended while they waited.
+    #: runs admitted since the start; and runs that were not, by reason. Withdrawn: ended while they waited.
     admitted: int
     expired: int
     refused: int
@@ -266,21 +266,21 @@ class MetaSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """All models, and the sums that outlive them."""
+    """Statistics of all models, and the sums that outlive them."""
 
     models: Mapping[str, ModelSnapshot]
-    #: meta models of which a run was ever asked for. Their counters outlive their runs.
+    #: meta models that ever had a run. Their counters outlive their runs.
     metas: Mapping[str, MetaSnapshot]
-    #: requests that ever arrived. arrived = sum(outcomes) + queued + executing.
+    #: requests that arrived since the start. arrived = sum(outcomes) + queued + executing.
     arrived: int
-    #: ended requests, by how: of all models, removed and unknown ones included.
+    #: ended requests by outcome, of all models, removed and unknown ones included.
     outcomes: Mapping[Outcome, int]
     refused: Mapping[Reason, int]
     queued: int
     executing: int
     #: executions in flight.
     running: int
-    #: device bytes of weights, resident or on their way; pinned ones; as if no model shared any; and allowed.
+    #: device bytes that weights take; the part of pinned ones; as if no model shared any; and the budget.
     weight_bytes: int
     pinned_bytes: int
     logical_bytes: int

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 
 class WeightState(StrEnum):
-    """Where the weights of a model are, and what is about to happen to them."""
+    """State of a model's weights on the device."""
 
     #: not on the device, without a reason to load them.
     ABSENT = "absent"
@@ -38,7 +38,7 @@ class WeightState(StrEnum):
 
 
 class LoadReason(StrEnum):
-    """Why weights are in line for a load, in order of precedence."""
+    """Reason of a load that weights are in line for, in order of precedence."""
 
     #: the model is pinned, or is to be warmed up, or its load found no memory and is retried once.
     REQUIRED = "required"
@@ -51,7 +51,7 @@ class LoadReason(StrEnum):
 
 
 class WeightEvent(StrEnum):
-    """What changes the state of weights."""
+    """Event that changes the state of weights."""
 
     #: a first reason to load them appeared.
     QUEUE = "queue"

@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from rsrv.scheduler.events import Outcome
 from rsrv.scheduler.settings import Eviction
 from rsrv.sim.metrics import summarize
-from rsrv.sim.record import Execution, Record, Sent
+from rsrv.sim.record import ExecutionRecord, Record, RequestRecord
 from rsrv.sim.scenario import Scenario, load_scenario, parse_scenario
-from rsrv.sim.schema import Request
+from rsrv.sim.schema import RequestKeys
 from rsrv.sim.simulate import simulate
 from rsrv.sim.tally import percentile
 
@@ -68,7 +68,7 @@ class Run:
         window: float = self.total["window_s"]
         return window
 
-    def sent(self, group: str = "", dated: bool | None = None) -> list[Sent]:
+    def sent(self, group: str = "", dated: bool | None = None) -> list[RequestRecord]:
         """Return the requests to a group of models ("": all), with a deadline or without (None: both)."""
         return [
             one
@@ -76,7 +76,7 @@ class Run:
             if group in ("", _group(one.request.model)) and dated in (None, one.request.deadline is not None)
         ]
 
-    def executions(self, group: str) -> list[Execution]:
+    def executions(self, group: str) -> list[ExecutionRecord]:
         return [one for one in self.record.executions if _group(one.execute.model) == group]
 
     def in_time(self, group: str) -> float:
@@ -109,11 +109,11 @@ def _group(model: str) -> str:
     return model.partition("-")[0]
 
 
-def _in_time(sent: Sent) -> bool:
+def _in_time(sent: RequestRecord) -> bool:
     return sent.outcome is Outcome.ANSWERED and sent.ended <= (sent.request.deadline or float("inf"))
 
 
-def _latencies(sent: Sequence[Sent]) -> list[float]:
+def _latencies(sent: Sequence[RequestRecord]) -> list[float]:
     return sorted(one.ended - one.arrived for one in sent if one.outcome is Outcome.ANSWERED)
 
 
@@ -277,7 +277,7 @@ def _title(axes: Axes, title: str, x: str = "latency, ms", y: str = "answered wi
     axes.set_ylabel(y)
 
 
-def _cdf(axes: Axes, key: str, sent: Sequence[Sent]) -> None:
+def _cdf(axes: Axes, key: str, sent: Sequence[RequestRecord]) -> None:
     """Draw the times of answers; refused requests have none, so that the curve ends below 100 %."""
     latencies = _latencies(sent)
     shares = 100 * np.arange(1, len(latencies) + 1) / len(sent)
@@ -334,7 +334,7 @@ def eviction_scenario(
             )
         )
     )
-    return replace(base, requests=[Request(t=t, model=_name(k)) for t, k in arrivals])
+    return replace(base, requests=[RequestKeys(t=t, model=_name(k)) for t, k in arrivals])
 
 
 def _name(model: int) -> str:

@@ -81,7 +81,7 @@ def test_without_coalescing_the_front_runs_alone() -> None:
 
 def test_nothing_to_plan_is_an_error() -> None:
     """A plan of nothing, or of a request that fits nowhere, is the caller's mistake."""
-    with pytest.raises(CallerError, match="no requests"):
+    with pytest.raises(CallerError, match="at least one request"):
         plan_batch([], [1], [0.1])
     with pytest.raises(CallerError, match="holds a request of 9 rows"):
         plan_batch([9], [1, 8], [0.1, 0.1])

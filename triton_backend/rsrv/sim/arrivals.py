@@ -1,4 +1,4 @@
-"""When which request arrives. Each source draws from a random stream of its own.
+"""Arrivals of requests. Each source draws from a random stream of its own.
 
 So adding a source, or changing one, moves no request of another.
 """
@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from rsrv.sim.scenario import Scenario
-from rsrv.sim.schema import Bursts, Poisson, Request, Zipf
+from rsrv.sim.schema import Bursts, Poisson, RequestKeys, Zipf
 
 
 class Arrival(NamedTuple):
@@ -28,12 +28,12 @@ class Arrival(NamedTuple):
 
 
 def instant(seconds: float) -> float:
-    """The time in whole nanoseconds, so that equal instants are equal whatever they were computed from."""
+    """Return the time in whole nanoseconds, so that equal instants are equal however they were computed."""
     return round(seconds, 9)
 
 
 def open_arrivals(scenario: Scenario) -> Iterator[Arrival]:
-    """All requests that come whatever happens to others, in order of time; ties in the order of the sources."""
+    """Return all requests of open-loop sources in order of time; ties in the order of the sources."""
     end = inf if scenario.duration is None else scenario.duration
     sources: list[Iterator[Arrival]] = [_listed(scenario.requests, end)]
     sources += [_listed(trace, end) for trace in scenario.recorded]
@@ -57,7 +57,7 @@ def _stream(scenario: Scenario, kind: str, index: int) -> Random:
     return Random(f"{scenario.seed}/{kind}/{index}")
 
 
-def _listed(requests: Sequence[Request], end: float) -> Iterator[Arrival]:
+def _listed(requests: Sequence[RequestKeys], end: float) -> Iterator[Arrival]:
     for one in sorted(requests, key=lambda request: request.t):
         t = instant(one.t)
         if t <= end:

@@ -1,4 +1,4 @@
-"""The command rsrv-sim: a scenario in, metrics, plots and decisions out. Light until it knows what it is to do."""
+"""The command line of rsrv-sim. It imports the simulator only to run it."""
 
 import argparse
 import sys
@@ -9,10 +9,10 @@ from rsrv.command import add_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Returns:
-        0; 2 if the scenario or the command line is wrong or nothing can be written; 3 if the simulation is.
+        0; 2 if the scenario or the command line is wrong or the output cannot be written; 3 if the simulation fails.
     """
     options = parser().parse_args(argv)
     from rsrv.sim import run
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="rsrv-sim",
-        description="Runs rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
+        description="Run rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
         epilog="docs/tuning.md describes scenarios and metrics.",
     )
     top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)

@@ -1,4 +1,4 @@
-"""What the scheduler decided, one stable line for each instruction that is no answer."""
+"""The scheduler's decisions: one stable line for each instruction but the answers."""
 
 from collections.abc import Iterator
 from heapq import merge
@@ -27,19 +27,19 @@ _VERBS = {
 
 
 def decision_lines(record: Record) -> Iterator[str]:
-    """`t=<seconds> <INSTRUCTION> <model> ...`, in the order in which they were given."""
+    """Return the lines `t=<seconds> <INSTRUCTION> <model> ...`, in the order of the instructions."""
     for t, instruction in record.decisions:
         yield f"t={t:.6f} {_line(instruction, record)}"
 
 
 def fleet_decision_lines(record: FleetRecord) -> Iterator[str]:
-    """`t=<seconds> <device> <INSTRUCTION> <model> ...`: of all devices, and what the gateway asked of them."""
+    """Return the lines `t=<seconds> <device> <INSTRUCTION> <model> ...` of all devices, and the gateway's commands."""
     told = [
         ((t, f"{name} {_line(instruction, one)}") for t, instruction in one.decisions)
         for name, one in record.devices.items()
     ]
     asked = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
-    # Ties: what was asked first, then the devices in their order.
+    # Ties: commands first, then the devices in their order.
     for t, line in merge(asked, *told, key=lambda line: line[0]):
         yield f"t={t:.6f} {line}"
 

@@ -31,30 +31,36 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.sim.arrivals import instant
 from rsrv.sim.naive import NAIVE
-from rsrv.sim.record import Execution, Load, Record, Sent, SimulationError
+from rsrv.sim.record import ExecutionRecord, LoadRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
 
-#: no execution and no pause is shorter: time has to go on.
+#: seconds of the shortest execution or pause, so that time goes on.
 SHORTEST = 1e-9
-#: a real execution takes at least this share of its cost, however its jitter falls.
-_LEAST = 0.1
+#: share of its cost that an execution takes at least, however its jitter falls.
+_MIN_COST_SHARE = 0.1
 
-# What happens at one instant, in order; ticks come last and are not in the heap.
+# Kinds of events at one instant, in order; ticks come last and are not in the heap.
 _LOADED, _FINISHED = range(2)
 
 
-class Device:
-    """Played in virtual time: `due` says when something happens next, `step` lets it happen."""
+class SimulatedDevice:
+    """A device in virtual time: `due` returns the time of its next event, `step` carries the event out."""
 
     def __init__(
         self,
         scenario: Scenario,
-        requests: list[Sent],
+        requests: list[RequestRecord],
         random: Mapping[str, Random],
         ended: Callable[[Finish, float], None],
     ) -> None:
-        """`requests` are those of all devices, `random` is what makes executions vary, by model; `ended` is called at
-        the end of each request."""
+        """Create an idle device.
+
+        Args:
+            scenario: the whole scenario.
+            requests: the requests of all devices.
+            random: the source of the jitter of executions, by model.
+            ended: called at the end of each request.
+        """
         self.scenario = scenario
         self.record = Record(scenario, requests, [], [], [], [])
         self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
@@ -62,25 +68,25 @@ class Device:
         self._ended = ended
         #: models that the scheduler has.
         self.known: set[str] = set()
-        #: models whose weights are on the device, and the load that is under way.
+        #: models whose weights are on the device, and the load that runs.
         self.resident: set[str] = set()
         self.loading: LoadWeights | None = None
-        #: what is going to happen: (when, kind, sequence, what).
+        #: coming events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
         self._sequence = count()
-        #: of the tensors that are there or on their way, for how many models.
+        #: tensors that are on the device or loading, and the number of models that use each.
         self._tensors: Counter[str] = Counter()
-        #: bytes that the load which comes next has to move, if others are evicted for it.
+        #: bytes that the next load has to move, if weights were evicted for it.
         self._claimed: int | None = None
         #: until when the device and the link are taken.
         self._device_free = 0.0
         self._link_free = 0.0
         budget = scenario.settings.weight_budget_bytes
-        #: what the budget leaves for weights that are there from the start.
+        #: bytes that the budget leaves for weights that are on the device from the start.
         self._room = inf if budget is None else budget
 
     def start(self, program: Program) -> None:
-        """Serve this model from the start: with its weights on the device if the scenario wants that and they fit."""
+        """Add a model at the start, with its weights on the device if the scenario is warm and they fit."""
         nbytes = self._absent_bytes(program)
         resident = self.scenario.warm and nbytes <= self._room
         if resident:
@@ -90,28 +96,28 @@ class Device:
         self._add(program, resident, 0.0)
 
     def meet(self, model: str, now: float) -> None:
-        """Serve this model from now on, if it is new: what nobody has asked for is not there, and costs nothing."""
+        """Add a model at its first request, so that models without requests cost nothing."""
         if model not in self.known:
             self._add(self.scenario.programs[model], False, now)
 
     def due(self, now: float) -> float:
-        """When something happens by itself, `now` or later; inf: never."""
+        """Return the time of the next event, `now` or later; inf: none."""
         t = self._heap[0][0] if self._heap else inf
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
-            # Never before it is due, or the tick would do nothing.
+            # Not before it is due: an early tick would do nothing.
             t = min(t, max(now, _not_before(wakeup)))
         return t
 
     def step(self, now: float) -> None:
-        """Let the first of what is due happen."""
+        """Carry out the first event that is due."""
         if self._heap and self._heap[0][0] == now:
             self.tell(heappop(self._heap)[3], now)
         else:
             self.tell(Tick(), now)
 
     def tell(self, event: Event, now: float) -> None:
-        """Tell the scheduler, and do what it wants."""
+        """Give the scheduler an event, and carry out its instructions."""
         if isinstance(event, WeightsLoaded) and self.loading and self.loading.epoch == event.epoch:
             self.resident.add(event.model)
             self.loading = None
@@ -130,7 +136,7 @@ class Device:
                 case EvictWeights():
                     self._evict(instruction, now)
 
-    # --- what the scheduler wants --------------------------------------------------------------------------
+    # --- instructions --------------------------------------------------------------------------
 
     def _add(self, program: Program, resident: bool, now: float) -> None:
         self.known.add(program.model)
@@ -152,11 +158,11 @@ class Device:
         name = execute.model
         seconds = self.scenario.programs[name].costs[execute.variant, execute.size]
         if name in self._random:
-            seconds *= max(_LEAST, self._random[name].gauss(1.0, self.scenario.jitter[name]))
+            seconds *= max(_MIN_COST_SHARE, self._random[name].gauss(1.0, self.scenario.jitter[name]))
         seconds = max(instant(seconds), SHORTEST)
         start = max(now, self._device_free)
         self._device_free = end = instant(start + seconds)
-        self.record.executions.append(Execution(execute, start, end))
+        self.record.executions.append(ExecutionRecord(execute, start, end))
         for request in execute.requests:
             self.record.requests[request - 1].started = start
         self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
@@ -169,7 +175,7 @@ class Device:
         seconds = instant(program.load_seconds * share)
         start = max(now, self._link_free)
         self._link_free = end = instant(start + seconds)
-        self.record.loads.append(Load(load.model, load.epoch, start, end, nbytes))
+        self.record.loads.append(LoadRecord(load.model, load.epoch, start, end, nbytes))
         self.loading = load
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
 
@@ -181,7 +187,7 @@ class Device:
         self._release(evict.model)
 
     def _abandon(self, abandon: AbandonLoad, now: float) -> None:
-        """What the heap says of its end is of no use to the scheduler any more."""
+        """End the load now; the scheduler ignores the event of its end in the heap."""
         last = self.record.loads[-1]
         self.record.loads[-1] = replace(last, ended=now)
         self._link_free = now
@@ -189,13 +195,13 @@ class Device:
         self._release(abandon.model)
         self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
 
-    # --- what is on the device -----------------------------------------------------------------------------
+    # --- tensors on the device -----------------------------------------------------------------------------
 
     def _absent_bytes(self, program: Program) -> int:
         return sum(size for key, size in (program.tensors or {}).items() if not self._tensors[key])
 
     def _claim(self, model: str) -> int:
-        """Hold what a model needs, before others are evicted for it; returns the bytes that its load has to move."""
+        """Hold a model's tensors before others are evicted for it; return the bytes that its load has to move."""
         if self._claimed is None:
             program = self.scenario.programs[model]
             self._claimed = self._absent_bytes(program)
@@ -210,6 +216,6 @@ class Device:
 
 
 def _not_before(t: float) -> float:
-    """The first instant that is not before `t`."""
+    """Return the first instant that is not before `t`."""
     rounded = instant(t)
     return rounded if rounded >= t else instant(rounded + 1e-9)

@@ -1,6 +1,6 @@
-"""What a simulation of several devices amounts to, under one mode of the gateway or under several, side by side.
+"""Metrics of a simulation of several devices, under one mode of the gateway or several, side by side.
 
-Terms, the window and the rounding are those of `metrics`.
+Terms, the window and the rounding are as in `metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,13 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def with_mode(scenario: Scenario, mode: Mode) -> Scenario:
-    """The same scenario, which has a gateway, with the gateway in this mode."""
+    """Return a scenario that has a gateway with the gateway in this mode."""
     assert scenario.gateway is not None
     return replace(scenario, gateway=scenario.gateway.model_copy(update={"mode": mode}))
 
 
 def summarize_fleet(record: FleetRecord) -> dict[str, Any]:
-    """The metrics of a record: mode, discipline, seed, duration, `total` and, by device, `devices`."""
+    """Return the metrics of a record: mode, discipline, seed, duration, `total` and, by device, `devices`."""
     scenario = record.scenario
     assert scenario.gateway is not None
     total = Tally()
@@ -101,7 +101,7 @@ def _device(record: Record, window: float) -> dict[str, Any]:
 
 
 def _fill(record: Record, window: float) -> float:
-    """Sum over executions within the window of useful rows / those of the model's largest size."""
+    """Sum of useful rows / rows of the model's largest size, over the executions within the window."""
     programs, largest = record.scenario.programs, dict[tuple[str, int], int]()
     total = 0.0
     for one in record.executions:
@@ -116,13 +116,13 @@ def _fill(record: Record, window: float) -> float:
 
 
 def _imbalance(seconds: Sequence[float]) -> float | None:
-    """Device time of the busiest device, of the mean."""
+    """Device time of the busiest device / the mean."""
     return ratio(max(seconds) * len(seconds), sum(seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a comparison, made of the metrics' `total`."""
+    """A figure of a comparison, computed from the metrics' `total`."""
 
     title: str
     cell: Callable[[Mapping[str, Any]], str]
@@ -146,7 +146,7 @@ COLUMNS = (
 
 
 def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A comparison of summaries by mode: the header, and a row for each."""
+    """Compare summaries by mode: return the header, and a row for each."""
     head = ("mode", *(column.title for column in COLUMNS))
     return [head, *((mode, *(column.cell(run["total"]) for column in COLUMNS)) for mode, run in runs.items())]
 

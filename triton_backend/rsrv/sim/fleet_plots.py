@@ -13,24 +13,24 @@ from rsrv.scheduler.events import Outcome
 from rsrv.sim.record import FleetRecord
 
 _COLOURS = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}
-#: steps of a curve: more than anybody sees.
+#: steps of a curve, more than a picture shows.
 _STEPS = 10_000
 
 
 def write_fleet_plots(
     records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]], out: Path
 ) -> None:
-    """Writes the picture of these runs, by mode, into `out`."""
+    """Write the picture of these runs, by mode, into `out`."""
     save(picture(records, summaries), out / "modes.png")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Without matplotlib's version in it: equal simulations give equal files."""
+    """Save without matplotlib's version, so that equal simulations give equal files."""
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
 def picture(records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """How long requests take, and how busy which part of the devices is."""
+    """Draw the latency of requests, and how busy each device is."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -47,7 +47,7 @@ def picture(records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[
 
 
 def _latency(axes: Axes, mode: str, record: FleetRecord) -> None:
-    """What was not answered is answered never: the curve ends below 100 %."""
+    """Draw the distribution of latencies; with unanswered requests the curve ends below 100 %."""
     latencies = np.sort(
         [1e3 * (sent.ended - sent.arrived) for sent in record.requests if sent.outcome is Outcome.ANSWERED]
     )

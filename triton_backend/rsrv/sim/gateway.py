@@ -1,8 +1,8 @@
 """The gateway of a simulation: its own router and planner, before simulated devices instead of servers.
 
-What a real one learns by probes is read from the devices, all at the same moment. A device's scheduler meets a model
-with the first that is asked of it, because ten thousand models on a thousand devices would be ten million; until
-then the planner sees what a server would show of a model that nobody has asked for.
+Instead of probes it reads the devices directly, all at the same instant. A device's scheduler gets a model with its
+first request, because ten thousand models on a thousand devices would be ten million; until then the planner sees the
+model as a server would show it without any request.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
@@ -14,23 +14,25 @@ from rsrv.placement.routing import Choice, Router
 from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
 from rsrv.settings_fleet import GatewaySection
 from rsrv.sim.arrivals import instant
-from rsrv.sim.device import Device
+from rsrv.sim.device import SimulatedDevice
 from rsrv.sim.scenario import Scenario
 
-#: the input whose shape would tell the rows of a request, and its axis
+#: the input and the axis that stand for the rows of a request.
 _ROWS = ("rows", 0)
 
 
 class Gateway:
-    """Devices are told apart by their index; workers' names are in the same order."""
+    """The router and the planner. Devices have an index; the names of workers are in the same order."""
 
-    def __init__(self, scenario: Scenario, options: GatewaySection, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, scenario: Scenario, options: GatewaySection, devices: Sequence[SimulatedDevice]
+    ) -> None:
         digits = len(str(len(devices) - 1))
         self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
-        #: when it looks at the devices next; the first time before anything else happens.
+        #: time of the next look at the devices; the first one is before all other events.
         self.next_look = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
-        #: whole repacks by what asked for them, and how often a packed model was given another home.
+        #: whole repacks by trigger, and changes of a packed model's home.
         self.repacks: dict[str, int] = {}
         self.moves = 0
         self._pause = options.probe_s
@@ -46,7 +48,7 @@ class Gateway:
         self._choices: dict[int, Choice] = {}
 
     def choose(self, request: Request) -> int:
-        """The device that a request goes to; it counts as being under way there until it has `ended`."""
+        """Return the device of a request, which is outstanding there until it has `ended`."""
         model = request.model
         items = request.rows if self._router.measured(model) else 1
         choice = self._router.select(model, items)
@@ -60,7 +62,7 @@ class Gateway:
         self._router.release(self._choices.pop(request))
 
     def look(self, now: float) -> list[tuple[int, Event]]:
-        """Look at all devices, route by what the planner says of that, and return what devices are to be told."""
+        """Look at all devices, take over the planner's table, and return the events for devices."""
         views = {
             name: self._view(name, device, now)
             for name, device in zip(self.names, self._devices, strict=True)
@@ -86,7 +88,7 @@ class Gateway:
             case Act.EVICT:
                 return index, Evict((step.model,))
 
-    def _view(self, name: str, device: Device, now: float) -> WorkerView:
+    def _view(self, name: str, device: SimulatedDevice, now: float) -> WorkerView:
         loading = None if device.loading is None else device.loading.model
         seen = {
             model: ModelView(
@@ -116,7 +118,7 @@ class Gateway:
 
 
 class _Models(Mapping[str, ModelView]):
-    """All models of a device. Only those that it has met are listed; of the others there is nothing to tell."""
+    """All models of a device. Iteration yields only the ones with a request; the others all look alike."""
 
     __slots__ = ("_seen", "_unseen")
 
@@ -138,7 +140,7 @@ class _Models(Mapping[str, ModelView]):
 
 
 def _unseen(program: Program) -> ModelView:
-    """What a device shows of a model that it has not met."""
+    """Return the view of a model without any request on a device."""
     most = program.max_batch_rows or max(size for _, size in program.costs)
     return ModelView(
         bytes=sum((program.tensors or {}).values()),

@@ -1,24 +1,23 @@
-"""What a simulation amounts to, as plain numbers.
+"""Metrics of a simulation, as plain numbers.
 
 Times are seconds. A percentile is the nearest rank: the smallest value that at least that share of all
 values does not exceed, so it is one that occurred. None stands where there is no value. Floats are rounded
 to 9 decimals, so that equal simulations give equal files.
 
-What requests lived through is followed to their ends. What the device, the link and all together achieved
-is that of the *window*: the scenario's duration, or without one the time until the last request ended.
-Under overload the rest of the run would say nothing about the scheduler: then everything is served.
+Requests are followed to their ends. Figures of the device, the link and the goodput cover the *window*: the scenario's
+duration, or without one the time until the last request ended. After the window of an overload all waiting requests are
+served, which would say nothing about the scheduler.
 
 **Jain's index** of x(1), ..., x(n), here device seconds / weight of each counted model, is
 
     (sum x) ** 2 / (n * sum x ** 2)
 
 1 if all are equal, 1 / n if one has all (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and
-Discrimination, DEC-TR-301, 1984). Device time says something about fairness only while everyone wants more
-of it than there is. So the counted models are those that had a request waiting or executing for at least a
-tenth of the window, and the device time is that within the moments at which all of them had one. If there
-are not two such models, or those moments are less than a twentieth of the window, the device is not
-contended, and the index is that of all models that had requests, over the whole window: a statement about
-the traffic, not about the scheduler. `jain_models` and `jain_seconds` say what was counted.
+Discrimination, DEC-TR-301, 1984). Device time measures fairness only while all models want more of it. So the
+index counts models with a request waiting or executing for at least a tenth of the window, and the device time within
+the moments at which all of them had one. If there are not two such models, or those moments are less than a twentieth of the window, the device is
+not contended, and the index counts all models that had requests, over the whole window: it then describes the traffic,
+not the scheduler. `jain_models` and `jain_seconds` tell what was counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ _CONTENDED = 0.05
 
 
 def summarize(record: Record) -> dict[str, Any]:
-    """The metrics of a record: discipline, seed, duration, `total` and, by model, `models`."""
+    """Return the metrics of a record: discipline, seed, duration, `total` and, by model, `models`."""
     scenario = record.scenario
     models = {name: Tally() for name in scenario.programs}
     total = Tally()
@@ -108,13 +107,13 @@ def summarize(record: Record) -> dict[str, Any]:
 
 
 def jain(values: Sequence[float]) -> float | None:
-    """Jain's index; None of no values, or if all are 0."""
+    """Return Jain's index; None without values, or if all are 0."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
 
 def _fairness(record: Record, models: Mapping[str, Tally], window: float) -> tuple[float | None, int, float]:
-    """Jain's index, the number of models counted, and the seconds over which."""
+    """Return Jain's index, the number of models counted, and the seconds that it covers."""
     busy = {
         name: [(start, min(end, window)) for start, end in tally.busy if start < window]
         for name, tally in models.items()
@@ -144,7 +143,7 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _common(sets: Sequence[Sequence[Span]]) -> list[Span]:
-    """The times that lie in every one of these sets of disjoint spans."""
+    """Return the times that lie in every one of these sets of disjoint spans."""
     edges = [edge for spans in sets for start, end in spans for edge in ((start, 1), (end, -1))]
     edges.sort()
     common: list[Span] = []

@@ -1,4 +1,4 @@
-"""Disciplines that nobody should serve with: what the scheduler's own are compared with.
+"""Naive disciplines, for comparison with the scheduler's own; not for serving.
 
 Both take a model's requests in order of arrival, and know nothing of cost.
 """
@@ -11,7 +11,7 @@ from rsrv.scheduler.ranking import Rank
 
 
 class StaticPriority(Fifo):
-    """The model of the greatest weight that has work, always; equal ones by arrival. The others starve."""
+    """The model with work and the greatest weight goes, equal ones by arrival. The others starve."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class StaticPriority(Fifo):
 class RoundRobin(Fifo):
     """One execution of each model with work in turn, however long it takes.
 
-    The model whose latest execution started longest ago goes next; those that never had one go first.
+    The model whose latest execution started longest ago goes next; models without any execution go first.
     """
 
     __slots__ = ("_started", "_turns")

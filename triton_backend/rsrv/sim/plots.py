@@ -19,21 +19,21 @@ from rsrv.sim.record import Record
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS = "#BBBBBB"
-#: on these, dark digits can be read.
+#: colours on which dark digits are legible.
 _LIGHT = ("#E69F00", "#56B4E9", "#F0E442", _OTHERS)
 _ALL = "#333333"
 #: windows of shares.png.
 _WINDOWS = 60
-#: executions that the timeline shows unless a window is given: as many as can be told apart.
+#: executions that the timeline shows unless a window is given: as many as a reader can tell apart.
 _BARS = 60
-#: most bars that are drawn at all; a window with more shows the first of them.
+#: bars drawn at most; a window with more shows the first ones.
 _MOST_BARS = 20_000
 #: characters of a model's name in a legend.
 _NAME = 24
 
 
 def write_plots(record: Record, out: Path, window: tuple[float, float] | None = None) -> list[Path]:
-    """Writes the pictures into `out`; their paths. `window` is what timeline.png shows, in seconds."""
+    """Write the pictures into `out`; return their paths. timeline.png shows `window`, in seconds."""
     colours = _colours(record)
     figures = {
         "latency.png": _latency(record, colours),
@@ -43,13 +43,13 @@ def write_plots(record: Record, out: Path, window: tuple[float, float] | None = 
     paths = []
     for name, figure in figures.items():
         paths.append(out / name)
-        # Without the version of matplotlib in it: equal simulations give equal files.
+        # Leave matplotlib's version out, so that equal simulations give equal files.
         figure.savefig(paths[-1], dpi=150, metadata={"Software": None})
     return paths
 
 
 def _colours(record: Record) -> dict[str, str]:
-    """The models with a colour of their own, in listing order: those that took the most device time."""
+    """Return the models that took the most device time, in listing order; each has a colour of its own."""
     seconds = dict.fromkeys(record.scenario.programs, 0.0)
     for one in record.executions:
         seconds[one.execute.model] += one.ended - one.started
@@ -99,7 +99,7 @@ def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width:
         return
     values, counts = np.unique(1e3 * np.array(latencies), return_counts=True)
     shares = np.cumsum(counts) / counts.sum()
-    # A step at each value, the first one from 0. Ten thousand steps are more than anybody sees.
+    # A step at each value, the first one from 0. Ten thousand steps are more than a picture shows.
     keep = np.unique(np.linspace(0, len(values) - 1, 10_000).astype(int))
     steps = np.concatenate([values[:1], values[keep]]), np.concatenate([[0.0], shares[keep]])
     axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width)
@@ -136,7 +136,7 @@ def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
 
 
 def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: np.ndarray) -> np.ndarray:
-    """Share of each window in which the model (None: one without a colour) had the device."""
+    """Share of each window in which the model (None: all without a colour) had the device."""
     mine = [
         (one.started, one.ended)
         for one in record.executions
@@ -199,7 +199,7 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
 
 
 def _first(record: Record) -> tuple[float, float]:
-    """From the start until as much has happened as can be told apart."""
+    """Return the window from the start that shows as many executions as a reader can tell apart."""
     ends = sorted([one.ended for one in record.executions] + [load.ended for load in record.loads])
     return (0.0, ends[min(len(ends), _BARS) - 1] or 1.0) if ends else (0.0, 1.0)
 

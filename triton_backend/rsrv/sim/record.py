@@ -1,4 +1,4 @@
-"""What is written down of a simulation: of one device, and of several behind a gateway."""
+"""Records of a simulation: of one device, and of several behind a gateway."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from rsrv.sim.scenario import Scenario
 
 
 class SimulationError(Exception):
-    """The simulation or the scheduler is broken: time stands still, or requests never end. Not the scenario's fault."""
+    """A bug in the simulator or the scheduler, not in the scenario: time stands still, or requests never end."""
 
 
 @dataclass(slots=True)
-class Sent:
-    """One request; times in seconds from the start. `started` is None if it never reached the device."""
+class RequestRecord:
+    """One request. Times are seconds from the start; `started` is None if it never reached the device."""
 
     request: Request
     arrived: float
@@ -29,8 +29,8 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Execution:
-    """One execution, from when to when it had the device."""
+class ExecutionRecord:
+    """One execution, from its start on the device to its end."""
 
     execute: Execute
     started: float
@@ -38,45 +38,45 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One load of weights, from when to when it had the link."""
+class LoadRecord:
+    """One load of weights, from its start on the link to its end."""
 
     model: str
     epoch: int
     started: float
     ended: float
-    #: what no other model had on the device.
+    #: bytes that no other model had on the device.
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """All that happened on one device. Requests lie in order of arrival, request n at index n - 1."""
+    """One device. Requests are in order of arrival, request n at index n - 1."""
 
     scenario: Scenario
-    #: of several devices, those of all.
-    requests: list[Sent]
-    executions: list[Execution]
-    loads: list[Load]
-    #: (model, when)
+    #: the requests of all devices.
+    requests: list[RequestRecord]
+    executions: list[ExecutionRecord]
+    loads: list[LoadRecord]
+    #: (model, time)
     evictions: list[tuple[str, float]]
-    #: (when, instruction), without the answers
+    #: (time, instruction), without the answers
     decisions: list[tuple[float, Instruction]]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRecord:
-    """All that happened on several devices, and what the gateway did."""
+    """Several devices, and the gateway before them."""
 
     scenario: Scenario
-    requests: Sequence[Sent]
-    #: by name, in order; `Sent.device` is the place in it.
+    requests: Sequence[RequestRecord]
+    #: by name, in order; `RequestRecord.device` is the index.
     devices: Mapping[str, Record]
-    #: (when, what the gateway asked of a device)
+    #: (time, command of the gateway to a device)
     steps: Sequence[tuple[float, WeightAction]]
-    #: whole repacks by what asked for them.
+    #: whole repacks by trigger.
     repacks: Mapping[str, int]
-    #: times that a packed model was given another home.
+    #: changes of a packed model's home.
     moves: int
-    #: of the simulation: arrivals of an instant at a device, executions and loads that ended, ticks and steps.
+    #: number of events: arrivals of an instant at a device, ends of executions and loads, ticks and commands.
     events: int

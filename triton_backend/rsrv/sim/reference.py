@@ -13,34 +13,34 @@ from rsrv.sim.schema import (
     GATEWAY_KEYS,
     Arrivals,
     Bursts,
-    Closed,
-    Device,
+    ClosedLoop,
+    DeviceKeys,
     File,
-    Model,
+    ModelKeys,
     Poisson,
-    Request,
-    Trace,
+    RequestKeys,
+    TraceKeys,
     Zipf,
 )
 
-#: what a table is about, and whose keys it lists.
+#: title of a table, and the mapping whose keys it lists.
 _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", File),
-    ("`device`", Device),
+    ("`device`", DeviceKeys),
     ("`gateway`", GatewaySection),
-    ("`models.NAME`", Model),
+    ("`models.NAME`", ModelKeys),
     ("`arrivals`", Arrivals),
-    ("`arrivals.requests[]`", Request),
+    ("`arrivals.requests[]`", RequestKeys),
     ("`arrivals.poisson`", Poisson),
     ("`arrivals.zipf`", Zipf),
     ("`arrivals.bursts`", Bursts),
-    ("`arrivals.closed`", Closed),
-    ("`arrivals.trace`", Trace),
+    ("`arrivals.closed`", ClosedLoop),
+    ("`arrivals.trace`", TraceKeys),
 )
 
 
 def reference() -> str:
-    """Markdown: one table for each mapping of a scenario."""
+    """Return Markdown: one table for each mapping of a scenario."""
     return "\n".join(line for title, model in _TABLES for line in _table(title, model))
 
 

@@ -1,4 +1,4 @@
-"""What the command rsrv-sim does."""
+"""The command rsrv-sim: run a scenario, and print and write its results."""
 
 import argparse
 import gc
@@ -19,9 +19,9 @@ from rsrv.sim.table import aligned, table
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what the command line says; returns the exit status, as `cli.main`."""
+    """Run the command; return the exit status, as `cli.main`."""
     collecting = gc.isenabled()
-    # Nothing of a simulation is garbage before its end, and a million requests are much to search in vain.
+    # A simulation makes no garbage before its end, and searching a million requests for some takes long.
     gc.disable()
     try:
         return _run(options)
@@ -56,13 +56,13 @@ def _run(options: argparse.Namespace) -> int:
         print(text, file=sys.stderr if options.decisions else sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads our output has seen enough. Python would complain while it closes it.
+        # The reader closed the pipe. Without this, Python would print an error when it closes stdout.
         sys.stdout = None
     return 0
 
 
 def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Returns the lines of the decisions, and the table."""
+    """Simulate one device; return the lines of the decisions, and the table."""
     record = simulate(scenario)
     metrics = summarize(record)
     if options.out is not None:
@@ -73,7 +73,7 @@ def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[
 
 
 def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """As `_run_one`, of several devices. Decisions are those of the last mode."""
+    """Simulate several devices; return the lines of the last mode's decisions, and the table."""
     assert scenario.gateway is not None
     records = {
         mode: simulate_fleet(with_mode(scenario, mode)) for mode in options.modes or [scenario.gateway.mode]
@@ -91,7 +91,7 @@ def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:
 
 
 def _plots(module: str) -> Any:
-    """A module that draws; None: matplotlib is missing, which is said."""
+    """Import a module that draws; print a hint and return None if matplotlib is missing."""
     try:
         return importlib.import_module(f"rsrv.sim.{module}")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A scenario: what the file says, checked as a whole and turned into what the simulation needs."""
+"""Scenarios: read from a file, checked as a whole, and resolved for the simulation."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,17 @@ from rsrv.scheduler.events import Program
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.sim.naive import NAIVE
-from rsrv.sim.schema import LONGEST, Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
+from rsrv.sim.schema import (
+    LONGEST,
+    Bursts,
+    ClosedLoop,
+    File,
+    ModelKeys,
+    Poisson,
+    RequestKeys,
+    TraceKeys,
+    Zipf,
+)
 
 
 class ScenarioError(Exception):
@@ -22,11 +32,11 @@ class ScenarioError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated. `models` of its sources name single models; `recorded` are all requests of traces."""
+    """A resolved scenario. `models` of its sources name single models; `recorded` are all requests of traces."""
 
     discipline: str
     seed: int
-    #: seconds; None: until the last request that is listed.
+    #: seconds; None: until the last listed request.
     duration: float | None
     settings: SchedulerSettings
     programs: Mapping[str, Program]
@@ -34,22 +44,22 @@ class Scenario:
     jitter: Mapping[str, float]
     #: whether models start with their weights on the device, as far as the budget goes.
     warm: bool
-    requests: Sequence[Request]
-    recorded: Sequence[Sequence[Request]]
+    requests: Sequence[RequestKeys]
+    recorded: Sequence[Sequence[RequestKeys]]
     poisson: Sequence[Poisson]
     zipf: Sequence[Zipf]
     bursts: Sequence[Bursts]
-    closed: Sequence[Closed]
+    closed: Sequence[ClosedLoop]
     devices: int = 1
     #: None: one device, and no gateway. Its `models` name single models.
     gateway: GatewaySection | None = None
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Reads a scenario file and the traces it names.
+    """Read a scenario file and the traces it names.
 
     Raises:
-        ScenarioError: a file cannot be read, or says what cannot be run.
+        ScenarioError: a file cannot be read, or its scenario cannot be run.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -59,7 +69,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -> Scenario:
-    """As `load_scenario`, from the file's text. `source` is its name in messages, `folder` where traces lie."""
+    """Parse the text of a scenario file. `source` is its name in messages, `folder` the folder of its traces."""
     try:
         raw = read_yaml(text, of="keys")
     except YamlError as error:
@@ -99,7 +109,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
             problems.append(f"arrivals.trace: {trace.path}: {_no_model(name, programs)}")
     names = _Names(groups, programs, problems)
     section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
-    # The simulated device gets its next execution at the very moment one ends: more than one hides nothing.
+    # The simulated device gets its next execution at the moment one ends, so a greater depth gains nothing.
     section |= {"discipline": discipline, "depth": file.settings.depth or 1}
     return Scenario(
         discipline=discipline,
@@ -138,7 +148,7 @@ def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str
 
 
 class _Names:
-    """What `models` of a source stands for."""
+    """Resolution of `models` of a source to single models."""
 
     def __init__(
         self, groups: Mapping[str, Sequence[str]], programs: Mapping[str, Program], problems: list[str]
@@ -148,12 +158,12 @@ class _Names:
         self._problems = problems
 
     def all(self, given: Iterable[str] | None, key: str) -> list[str]:
-        """The models that are meant, each once."""
+        """Return the named models, each once."""
         named = self._programs if given is None else given
         return list(dict.fromkeys(name for one in named for name in self._of(one, key)))
 
     def shares(self, given: Mapping[str, float] | None) -> dict[str, float]:
-        """A group of several divides its share."""
+        """Return the share of each model; a group divides its share equally."""
         shares: dict[str, float] = {}
         for one, share in (dict.fromkeys(self._programs, 1.0) if given is None else given).items():
             names = self._of(one, "poisson")
@@ -175,7 +185,7 @@ def _no_model(name: str, known: Iterable[str]) -> str:
     return f"there is no model {name!r} in `models`{nearest(name, dict.fromkeys(known))}"
 
 
-def _groups(models: Mapping[str, Model], problems: list[str]) -> dict[str, list[str]]:
+def _groups(models: Mapping[str, ModelKeys], problems: list[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
     for group, model in models.items():
@@ -187,7 +197,7 @@ def _groups(models: Mapping[str, Model], problems: list[str]) -> dict[str, list[
     return groups
 
 
-def _program(name: str, group: str, model: Model, file: File) -> Program:
+def _program(name: str, group: str, model: ModelKeys, file: File) -> Program:
     rate = file.device.h2d_bytes_per_s
     variants = model.variants or [model.cost or {}]
     return Program(
@@ -208,15 +218,15 @@ def _program(name: str, group: str, model: Model, file: File) -> Program:
     )
 
 
-def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Request]:
-    """Its requests with scaled times; complains about the first line that is wrong."""
+def _read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[RequestKeys]:
+    """Yield the requests of a trace with scaled times; report the first line that is wrong."""
     about = f"arrivals.trace: {trace.path}"
     try:
         with (folder / trace.path).open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
             reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
             missing = [name for name in ("t", "model") if name not in header]
-            unknown = [name for name in header if name not in Request.model_fields]
+            unknown = [name for name in header if name not in RequestKeys.model_fields]
             if len(set(header)) < len(header):
                 problems.append(f"{about}: the header {','.join(header)!r} names a column twice")
                 return
@@ -224,7 +234,7 @@ def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Req
                 problems.append(f"{about}: the header {','.join(header)!r} has no {' and no '.join(missing)}")
                 return
             if unknown:
-                hint = nearest(unknown[0], Request.model_fields)
+                hint = nearest(unknown[0], RequestKeys.model_fields)
                 problems.append(f"{about}: unknown column {unknown[0]!r}{hint}")
                 return
             for row in reader:
@@ -233,9 +243,9 @@ def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Req
                     return
                 given = {key: text for key, value in row.items() if (text := (value or "").strip())}
                 try:
-                    request = Request.model_validate(given)
+                    request = RequestKeys.model_validate(given)
                 except ValidationError as error:
-                    wrong = explain(error.errors()[0], Request, given)
+                    wrong = explain(error.errors()[0], RequestKeys, given)
                     problems.append(f"{about}, line {reader.line_num}: {wrong}")
                     return
                 if request.t * trace.scale > LONGEST:

@@ -34,7 +34,7 @@ Costs = Annotated[
 ]
 
 
-class Device(Part):
+class DeviceKeys(Part):
     """The device and its link to the host."""
 
     weight_budget_bytes: int | None = Field(
@@ -52,7 +52,7 @@ class Device(Part):
     )
 
 
-class Model(Part):
+class ModelKeys(Part):
     """One model, or `count` equal ones."""
 
     cost: Costs | None = Field(
@@ -101,13 +101,13 @@ class Model(Part):
     )
 
     @model_validator(mode="after")
-    def _one_kind_of_cost(self) -> "Model":
+    def _one_kind_of_cost(self) -> "ModelKeys":
         if (self.cost is None) == (self.variants is None):
             raise ValueError("give either cost or variants")
         return self
 
     @model_validator(mode="after")
-    def _no_more_than_all(self) -> "Model":
+    def _no_more_than_all(self) -> "ModelKeys":
         if self.shared_bytes > self.weight_bytes:
             raise ValueError(
                 f"shared_bytes: {self.shared_bytes} is more than weight_bytes ({self.weight_bytes})"
@@ -115,7 +115,7 @@ class Model(Part):
         return self
 
 
-class Request(Part):
+class RequestKeys(Part):
     """One request, as in a list of arrivals or a line of a trace."""
 
     t: float = Field(ge=0, le=LONGEST, description="When it arrives, in seconds from the start.")
@@ -133,7 +133,7 @@ def _shares(models: object) -> object:
     return dict.fromkeys(models, 1.0) if isinstance(models, list) else models
 
 
-class _Source(Part):
+class _SourceKeys(Part):
     rows: int = Field(1, ge=0, description="Rows of each request.")
     deadline_s: float | None = Field(
         None, gt=0, le=LONGEST, description="Deadline of each, in seconds after its arrival."
@@ -141,12 +141,12 @@ class _Source(Part):
     priority: int = Field(0, ge=0, description="Priority of each.")
 
 
-class _Open(_Source):
+class _OpenLoop(_SourceKeys):
     start: float = Field(0.0, ge=0, description="When it starts, in seconds.")
     stop: float | None = Field(None, ge=0, description="When it stops; absent: at `duration`.")
 
 
-class Poisson(_Open):
+class Poisson(_OpenLoop):
     """Independent requests at a constant mean rate."""
 
     rate: float = Field(gt=0, description="Requests per second, of all its models together.")
@@ -165,7 +165,7 @@ class Poisson(_Open):
         return self
 
 
-class Zipf(_Open):
+class Zipf(_OpenLoop):
     """Poisson arrivals over models of falling popularity: the k-th gets a share proportional to k ** -exponent."""
 
     rate: float = Field(gt=0, description="Requests per second, of all its models together.")
@@ -176,7 +176,7 @@ class Zipf(_Open):
     shuffle: bool = Field(False, description="Popularity in a random order of the models (seeded).")
 
 
-class Bursts(_Open):
+class Bursts(_OpenLoop):
     """Groups of requests at one instant, at regular times."""
 
     models: list[str] | None = Field(None, min_length=1, description="The models; absent: all.")
@@ -185,7 +185,7 @@ class Bursts(_Open):
     jitter_s: float = Field(0.0, ge=0, description="Each burst comes up to this much later, uniformly.")
 
 
-class Closed(_Source):
+class ClosedLoop(_SourceKeys):
     """Clients that send their next request when the last one has ended.
 
     One that was turned away at once is sent again after the time that the refusal names, or 1 ms; each
@@ -197,7 +197,7 @@ class Closed(_Source):
     think_s: float = Field(0.0, ge=0, description="Pause between the end of a request and the next.")
 
 
-class Trace(Part):
+class TraceKeys(Part):
     """Recorded requests: a CSV with the header t,model and any of rows,deadline_s,priority,variant,committed."""
 
     path: str = Field(description="The file, relative to the scenario.")
@@ -221,13 +221,15 @@ _Several = BeforeValidator(_listed)
 class Arrivals(Part):
     """Each source is one mapping, or a list of them. A plain list of requests is short for `requests`."""
 
-    requests: list[Request] = Field([], description="Single requests, in any order.")
+    requests: list[RequestKeys] = Field([], description="Single requests, in any order.")
     poisson: Annotated[list[Poisson], _Several] = Field([], description=str(Poisson.__doc__))
     zipf: Annotated[list[Zipf], _Several] = Field([], description=str(Zipf.__doc__))
     bursts: Annotated[list[Bursts], _Several] = Field([], description=str(Bursts.__doc__))
-    closed: Annotated[list[Closed], _Several] = Field([], description=str(Closed.__doc__).splitlines()[0])
-    trace: Annotated[list[Trace], BeforeValidator(_traces)] = Field(
-        [], description=f"{Trace.__doc__} A path alone will do."
+    closed: Annotated[list[ClosedLoop], _Several] = Field(
+        [], description=str(ClosedLoop.__doc__).splitlines()[0]
+    )
+    trace: Annotated[list[TraceKeys], BeforeValidator(_traces)] = Field(
+        [], description=f"{TraceKeys.__doc__} A path alone will do."
     )
 
     @model_validator(mode="before")
@@ -289,7 +291,7 @@ class File(Part):
         description="Seconds in which requests arrive and that the device's figures are about; what waits then is "
         "still served. Required with arrivals that do not end by themselves.",
     )
-    device: Device = Field(Device(), description=str(Device.__doc__))
+    device: DeviceKeys = Field(DeviceKeys(), description=str(DeviceKeys.__doc__))
     devices: int = Field(
         1, ge=1, le=1000, description="This many such devices, behind a gateway; each serves all models."
     )
@@ -301,7 +303,7 @@ class File(Part):
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
     )
-    models: dict[Annotated[str, Field(min_length=1)], Model] = Field(
+    models: dict[Annotated[str, Field(min_length=1)], ModelKeys] = Field(
         min_length=1, description="The models by name, in listing order."
     )
     arrivals: Arrivals = Field(description="The traffic.")

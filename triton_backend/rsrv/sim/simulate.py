@@ -1,7 +1,7 @@
-"""Runs the scheduler in virtual time: on one device, or on each of several behind the gateway's router and planner.
+"""The simulation: the scheduler in virtual time, on one device or on each of several behind a gateway.
 
-At one instant, the gateway looks first, if it is time. Then all arrivals come, in one event for each device, before it
-is given work; then loads that end, then executions that end, then a tick that is due, one device after the other.
+At one instant, the gateway probes first, if it is time. Then all arrivals come, in one event for each device, before the
+device gets work; then ends of loads, then ends of executions, then a tick that is due, one device after the other.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from typing import TypeVar
 
 from rsrv.scheduler.events import CallerError, Event, Finish, InvariantError, Request, RequestsArrived
 from rsrv.sim.arrivals import Arrival, instant, open_arrivals
-from rsrv.sim.device import SHORTEST, Device
+from rsrv.sim.device import SHORTEST, SimulatedDevice
 from rsrv.sim.gateway import Gateway
-from rsrv.sim.record import FleetRecord, Record, Sent, SimulationError
+from rsrv.sim.record import FleetRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
-from rsrv.sim.schema import Closed
+from rsrv.sim.schema import ClosedLoop
 
-#: pause of a closed-loop client whose request was turned away without a time after which to retry.
-_RETRY = 0.001
+#: seconds until a closed-loop client retries a refused request, if the refusal names no time.
+_RETRY_S = 0.001
 
 _T = TypeVar("_T")
 
 
 def simulate(scenario: Scenario) -> Record:
-    """Runs a scenario of one device, without a gateway, until nothing is left to do. Equal scenarios give equal records.
+    """Run a scenario of one device, without a gateway, to its end. Equal scenarios give equal records.
 
     Raises:
         SimulationError: the simulator or the scheduler is broken.
@@ -36,7 +36,7 @@ def simulate(scenario: Scenario) -> Record:
 
 
 def simulate_fleet(scenario: Scenario) -> FleetRecord:
-    """As `simulate`, of a scenario with a gateway.
+    """Run a scenario with a gateway to its end.
 
     Raises:
         SimulationError: the simulator, the scheduler or the gateway is broken.
@@ -55,27 +55,29 @@ def _checked(run: Callable[[], _T]) -> _T:
 class _Client:
     """A closed-loop client."""
 
-    source: Closed
+    source: ClosedLoop
     model: str
 
 
 class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.requests: list[Sent] = []
+        self.requests: list[RequestRecord] = []
         # One stream for each model, wherever it executes.
         random = {
             name: Random(f"{scenario.seed}/cost/{name}") for name, jitter in scenario.jitter.items() if jitter
         }
-        self.devices = [Device(scenario, self.requests, random, self._ended) for _ in range(scenario.devices)]
+        self.devices = [
+            SimulatedDevice(scenario, self.requests, random, self._ended) for _ in range(scenario.devices)
+        ]
         self.gateway = None if scenario.gateway is None else Gateway(scenario, scenario.gateway, self.devices)
         self.now = 0.0
-        #: devices with something to happen, by when; and when that is, by device: other entries are stale.
+        #: (time of its next event, device); and that time by device: entries with another time are stale.
         self.heap: list[tuple[float, int]] = []
         self.due = [inf] * len(self.devices)
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
-        #: who sends again, by when.
+        #: clients by the time of their next request.
         self.sends: list[tuple[float, int, _Client]] = []
         self.sequence = count()
         #: request -> the client that waits for its end.
@@ -84,7 +86,7 @@ class _Simulation:
 
     def run(self) -> "_Simulation":
         for index, program in enumerate(self.scenario.programs.values()):
-            # Pinned weights are everywhere, others that are there from the start on one device.
+            # Pinned weights start on every device, others on one.
             home = index % len(self.devices)
             for device in self.devices if program.pinned else self.devices[home : home + 1]:
                 device.start(program)
@@ -105,7 +107,7 @@ class _Simulation:
             self._happen()
         left = sum(sent.outcome is None for sent in self.requests)
         if left:
-            raise SimulationError(f"{left} requests never end: nothing happens any more after t={self.now}")
+            raise SimulationError(f"{left} requests never end: no event follows t={self.now}")
         return self
 
     def fleet(self) -> FleetRecord:
@@ -131,7 +133,7 @@ class _Simulation:
         t = heap[0][0] if heap else inf
         t = min(t, self._next_sent())
         if self.gateway is not None and t < inf:
-            # Where nothing happens any more, there is nothing to look at.
+            # Without further events there is nothing to probe.
             t = min(t, self.gateway.next_look)
         return t
 
@@ -140,7 +142,7 @@ class _Simulation:
         return min(t, self.sends[0][0]) if self.sends else t
 
     def _happen(self) -> None:
-        """The first that happens at this instant."""
+        """Carry out the first event of this instant."""
         if self.gateway is not None and self.gateway.next_look == self.now:
             for index, event in self.gateway.look(self.now):
                 self._tell(index, event)
@@ -166,7 +168,7 @@ class _Simulation:
     # --- requests --------------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """All requests of this instant."""
+        """Send all requests of this instant."""
         now = self.now
         sent: dict[int, list[Request]] = {}
         arrival = self.next_arrival
@@ -191,7 +193,7 @@ class _Simulation:
         index = 0 if self.gateway is None else self.gateway.choose(request)
         device = self.devices[index]
         device.meet(model, t)
-        self.requests.append(Sent(request, t, model in device.resident, device=index))
+        self.requests.append(RequestRecord(request, t, model in device.resident, device=index))
         sent.setdefault(index, []).append(request)
 
     def _ended(self, finish: Finish, now: float) -> None:
@@ -202,7 +204,7 @@ class _Simulation:
             return
         pause = client.source.think_s
         if self.requests[finish.request - 1].arrived == now:
-            pause = max(pause, finish.retry_after or _RETRY, SHORTEST)
+            pause = max(pause, finish.retry_after or _RETRY_S, SHORTEST)
         again = instant(now + pause)
         if again <= (self.scenario.duration or inf):
             self._send_at(again, client)

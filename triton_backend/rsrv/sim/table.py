@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: models that get a line of their own.
+#: models with a line of their own.
 _SHOWN = 20
 
 
 def table(metrics: dict[str, Any]) -> str:
-    """A summary, and the models that took the most device time."""
+    """Return a summary, and a table of the models that took the most device time."""
     total = metrics["total"]
     ends = ("served", "shed", "expired", "refused", "cancelled", "failed")
     ended = ", ".join(f"{total[end]} {end}" for end in ends if total[end] or end == "served")
@@ -46,7 +46,7 @@ def table(metrics: dict[str, Any]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns of text, the first one to the left."""
+    """Align rows in columns of text, the first column to the left."""
     return "\n".join(_align(rows))
 
 

@@ -1,4 +1,4 @@
-"""Sums of what happened to requests and on devices, and how figures are made of them."""
+"""Sums over requests and devices, and the figures computed from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any
 
 from rsrv.scheduler.events import Outcome
-from rsrv.sim.record import Execution, Load, Sent
+from rsrv.sim.record import ExecutionRecord, LoadRecord, RequestRecord
 
 #: outcome -> its name in the metrics.
 ENDS = {
@@ -38,10 +38,10 @@ class Tally:
     loads: int = 0
     loaded_bytes: int = 0
     evictions: int = 0
-    #: when it had requests in the system: disjoint, ascending.
+    #: intervals with requests in the system: disjoint, ascending.
     busy: list[Span] = field(default_factory=list)
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: RequestRecord) -> None:
         assert sent.outcome is not None
         self.arrived += 1
         self.hits += sent.hit
@@ -56,7 +56,7 @@ class Tally:
             self.latencies.append(sent.ended - sent.arrived)
 
     def ended(self) -> dict[str, int]:
-        """Requests by how they ended."""
+        """Return the number of requests by outcome."""
         return {name: self.ends[outcome] for outcome, name in ENDS.items()}
 
     def times(self) -> dict[str, float | None]:
@@ -69,26 +69,26 @@ class Tally:
             "latency_p99_s": percentile(self.latencies, 0.99),
         }
 
-    def execute(self, one: Execution, window: float) -> None:
+    def execute(self, one: ExecutionRecord, window: float) -> None:
         """Count an execution, which started within the window."""
         self.device_seconds += min(one.ended, window) - one.started
         self.dispatches += 1
         self.useful_rows += one.execute.rows
         self.padded_rows += one.execute.size - one.execute.rows
 
-    def load(self, one: Load) -> None:
+    def load(self, one: LoadRecord) -> None:
         self.loads += 1
         self.loaded_bytes += one.nbytes
 
 
-def in_time(sent: Sent, window: float) -> bool:
-    """Whether it was answered by its deadline, if it had one, and within the window."""
+def in_time(sent: RequestRecord, window: float) -> bool:
+    """Return whether a request was answered by its deadline, if it had one, and within the window."""
     limit = window if sent.request.deadline is None else min(window, sent.request.deadline)
     return sent.outcome is Outcome.ANSWERED and sent.ended <= limit
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile of sorted values; None if there are none."""
+    """Return the nearest-rank percentile of sorted values; None if there are none."""
     return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
 
 

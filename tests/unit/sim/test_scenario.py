@@ -157,9 +157,9 @@ def test_equal_models_are_numbered() -> None:
 def test_settings_are_those_of_the_runtime() -> None:
     """The section of rsrv.yaml, and the device's budgets."""
     scenario = parse_scenario(
-        SILENT + "settings: {depth: 2, cost_ema_alpha: 0.5}\ndevice: {weight_budget_bytes: 9}"
+        SILENT + "settings: {depth: 2, launch_ahead_ms: 0.5}\ndevice: {weight_budget_bytes: 9}"
     )
 
     settings = scenario.settings
-    assert (settings.depth, settings.cost_ema_alpha) == (2, 0.5)
+    assert (settings.depth, settings.launch_ahead_ms) == (2, 0.5)
     assert settings.weight_budget_bytes == 9

@@ -275,7 +275,6 @@ def test_broken_invariant_tells_the_story(machine: Driver) -> None:
     [
         ({"discipline": "lifo"}, "must be one of"),
         ({"depth": 0}, "depth"),
-        ({"cost_ema_alpha": 0.0}, "cost_ema_alpha"),
     ],
 )
 def test_settings_are_checked(wrong: dict[str, object], problem: str) -> None:

@@ -27,12 +27,8 @@ from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, program
 
 
-def driver_of(*, budget: int | None = None, depth: int = 1, interval: int = 0) -> Driver:
-    return Driver(
-        SchedulerSettings(
-            weight_budget_bytes=budget, depth=depth, compaction_interval=interval, launch_ahead_ms=1000.0
-        )
-    )
+def driver_of(*, budget: int | None = None, depth: int = 1) -> Driver:
+    return Driver(SchedulerSettings(weight_budget_bytes=budget, depth=depth, launch_ahead_ms=1000.0))
 
 
 # --- executions --------------------------------------------------------------------------------------------
@@ -501,31 +497,6 @@ def test_a_compaction_waits_for_what_is_under_way_and_nothing_starts_meanwhile()
 
     assert driver.resident == set()
     assert driver.loading
-
-
-def test_compactions_come_at_intervals() -> None:
-    """With an interval of 2: after every second load, whether it was a model's first or its return."""
-    driver = driver_of(interval=2)
-    driver.add(program("a"), program("b"), program("c"), resident=False)
-    for name in "ab":
-        driver.arrive(driver.request(name))
-        driver.load(name)
-        driver.finish_all()
-    assert driver.resident == set()
-    assert driver.loading
-
-
-def test_compactions_at_intervals_end() -> None:
-    """Loads that only undo one do not lead to the next one for ever, and who waited is answered."""
-    driver = driver_of(interval=1)
-    driver.add(program("a"), program("b"))
-    driver.add(program("c"), resident=False)
-    request = driver.request("c")
-    driver.arrive(request)
-    driver.settle()
-
-    assert driver.outcome(request) is Outcome.ANSWERED
-    assert driver.resident == {"a", "b", "c"}
 
 
 def test_a_compaction_of_an_empty_device_does_nothing() -> None:

@@ -114,7 +114,6 @@ class RandomEvents(RuleBasedStateMachine):
         discipline=disciplines,
         budget=st.none() | st.integers(0, 8),
         ahead=st.sampled_from([0.0, 2.0]),
-        interval=st.sampled_from([0, 0, 3]),
         metas=st.integers(1, 3),
         on_demand=st.sampled_from([True, True, False]),
     )
@@ -124,7 +123,6 @@ class RandomEvents(RuleBasedStateMachine):
         discipline: str,
         budget: int | None,
         ahead: float,
-        interval: int,
         metas: int,
         on_demand: bool,
     ) -> None:
@@ -134,7 +132,6 @@ class RandomEvents(RuleBasedStateMachine):
                 discipline=discipline,
                 weight_budget_bytes=budget,
                 launch_ahead_ms=ahead,
-                compaction_interval=interval,
                 meta_concurrency=metas,
                 on_demand=on_demand,
             )

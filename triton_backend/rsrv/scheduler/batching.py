@@ -4,10 +4,10 @@ Costs are measured by the warm-up and learned from then on, per (variant, size).
 
 After an execution of size s took x seconds, with e(s) the estimate before it:
 
-    e(s) <- e(s) + alpha * (min(x, OUTLIER_FACTOR * e(s)) - e(s))
+    e(s) <- e(s) + ALPHA * (min(x, OUTLIER_FACTOR * e(s)) - e(s))
 
-so a single sample raises an estimate by at most alpha * (OUTLIER_FACTOR - 1) of itself (20 % by default)
-and lowers it by at most alpha of itself.
+so a single sample raises an estimate by at most ALPHA * (OUTLIER_FACTOR - 1) of itself, 20 %, and lowers it by at most
+ALPHA of itself.
 
 Only sizes that run are measured, so a size that was slow once would never be chosen or measured
 again. Therefore every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
@@ -24,6 +24,8 @@ from math import inf, isfinite
 
 from rsrv.scheduler.events import CallerError
 
+#: share of a new sample in the learned cost.
+ALPHA = 0.2
 #: a sample counts at most this many times the estimate.
 OUTLIER_FACTOR = 2.0
 #: the share of their excess by which estimates that no execution measures sink back.
@@ -36,14 +38,13 @@ class VariantCosts:
     `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
     """
 
-    __slots__ = ("_alpha", "_seeds", "best", "capacities", "seconds", "sizes")
+    __slots__ = ("_seeds", "best", "capacities", "seconds", "sizes")
 
     def __init__(
         self,
         seeds: Mapping[int, float],
         *,
         max_rows: int | None = None,
-        alpha: float = 0.2,
     ) -> None:
         #: ascending, at least one, each >= 1.
         self.sizes = tuple(sorted(seeds))
@@ -51,7 +52,6 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: estimates, parallel to `sizes`; finite and > 0.
         self.seconds = list(self._seeds)
-        self._alpha = alpha
         #: index of the size that costs least per row when it is full (ties: the larger one).
         self.best = self._cheapest(None)
 
@@ -67,7 +67,7 @@ class VariantCosts:
         seconds, seeds = self.seconds, self._seeds
         measured = self.sizes.index(size)
         old = seconds[measured]
-        new = old + self._alpha * (min(sample, OUTLIER_FACTOR * old) - old)
+        new = old + ALPHA * (min(sample, OUTLIER_FACTOR * old) - old)
         seconds[measured] = new
         ratio = new / seeds[measured]
         for other, seed in enumerate(seeds):
@@ -75,10 +75,6 @@ class VariantCosts:
             if other != measured and excess > 0.0:
                 seconds[other] -= RELAX * excess
         self.best = self._cheapest(None)
-
-    def reconfigure(self, alpha: float) -> None:
-        """Learn with another `alpha` from now on."""
-        self._alpha = alpha
 
     def relax(self) -> None:
         """Lower estimates above their seeds a little, after a request was shed because of them.
@@ -161,7 +157,6 @@ def variant_costs(
     costs: Mapping[tuple[int, int], float],
     *,
     max_rows: int | None,
-    alpha: float,
 ) -> dict[int, VariantCosts]:
     """Split a program's costs by variant.
 
@@ -178,10 +173,7 @@ def variant_costs(
                 " sizes start at 1 and costs are positive seconds"
             )
         seeds.setdefault(variant, {})[size] = seconds
-    return {
-        variant: VariantCosts(by_size, max_rows=max_rows, alpha=alpha)
-        for variant, by_size in sorted(seeds.items())
-    }
+    return {variant: VariantCosts(by_size, max_rows=max_rows) for variant, by_size in sorted(seeds.items())}
 
 
 @dataclass(frozen=True, slots=True)

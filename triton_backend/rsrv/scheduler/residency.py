@@ -34,13 +34,12 @@ class Compaction:
     While a compaction is due, nothing starts on the device. Once nothing executes, loads or warms up, all weights that
     are not pinned are evicted; then everything goes on. There are two causes:
 
-    - a command, or `compaction_interval` loads since the last one: the evicted weights are restored;
+    - a command: the evicted weights are restored;
     - an execution, a load or a warm-up found no memory: it is retried once, with the device to itself.
     """
 
     __slots__ = (
         "_asked",
-        "_counted_from",
         "_restores",
         "due",
         "pauses",
@@ -51,8 +50,6 @@ class Compaction:
     )
 
     def __init__(self) -> None:
-        #: `WeightAccounts.loads` from which the interval counts.
-        self._counted_from = 0
         self._asked = False
         #: whether evicted weights are restored.
         self._restores = False
@@ -109,15 +106,8 @@ class Compaction:
         self.retrying, self.retried_warm_up = False, None
         self._derive()
 
-    def count(self, loads: int, interval: int) -> None:
-        """Ask for a compaction at regular numbers of loads. `loads` is the number up to now."""
-        if interval and loads - self._counted_from >= interval:
-            self.ask(restores=True)
-
-    def finish(self, loads: int, evicted: int) -> bool:
-        """End a compaction that evicted so many models; return whether to restore them."""
-        # The loads that restore them do not count: otherwise each compaction would lead to the next.
-        self._counted_from = loads + evicted
+    def finish(self) -> bool:
+        """End a compaction; return whether to restore the evicted weights."""
         restores = self._restores
         self._asked = self._restores = False
         self._derive()
@@ -129,7 +119,6 @@ class DeviceResidency:
 
     __slots__ = (
         "_draining",
-        "_interval",
         "_models",
         "_queues",
         "compaction",
@@ -151,7 +140,6 @@ class DeviceResidency:
         self.weights = WeightAccounts(settings.weight_budget_bytes)
         self.loads = LoadQueue(models, self.weights, settings, queues.discipline)
         self.compaction = Compaction()
-        self._interval = settings.compaction_interval
         #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
         #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
         self.evictions: dict[ModelState, bool] = {}
@@ -291,7 +279,6 @@ class DeviceResidency:
     def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings."""
         self.weights.budget = settings.weight_budget_bytes
-        self._interval = settings.compaction_interval
         ends_on_demand = self.loads.on_demand and not settings.on_demand
         self.loads.reconfigure(settings)
         if ends_on_demand:
@@ -361,7 +348,6 @@ class DeviceResidency:
                 self.weights.loaded(weights, event.seconds, now)
                 model.totals.load.observe(event.seconds)
                 weights.unserved = model.place is not None
-                self.compaction.count(self.weights.loads, self._interval)
                 model.history.add(now, "weights loaded", event)
                 if not model.draining:
                     self._start_warm_up(model, out)
@@ -514,7 +500,7 @@ class DeviceResidency:
             self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
         self.loads.retry()
         compaction = self.compaction
-        if compaction.finish(self.weights.loads, len(evicted)):
+        if compaction.finish():
             self.loads.restore(evicted)
         retried = compaction.next_warm_up()
         if retried is not None:

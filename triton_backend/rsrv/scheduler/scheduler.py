@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf
 from typing import assert_never
 
-from rsrv.scheduler.batching import VariantCosts, variant_costs
+from rsrv.scheduler.batching import variant_costs
 from rsrv.scheduler.discipline import Discipline
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
@@ -31,7 +31,6 @@ from rsrv.scheduler.events import (
     Pinned,
     PolicyChanged,
     Prefetch,
-    Program,
     Reason,
     RequestsArrived,
     RequestsCancelled,
@@ -311,7 +310,7 @@ class Scheduler:
 
     def _add(self, event: ModelAdded, now: float, out: list[Instruction]) -> None:
         program = event.program
-        costs = self._variant_costs(program, program.costs)
+        costs = variant_costs(program.model, program.costs, max_rows=program.max_batch_rows)
         model = ModelState(program, costs, self._residency.weights.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
         model.history.add(now, "added", f"sizes={sorted(program.costs)}")
@@ -333,7 +332,7 @@ class Scheduler:
         if model.draining:
             self._drain(model, now, out)
         elif event.costs is not None:
-            model.learn(self._variant_costs(model.program, event.costs))
+            model.learn(variant_costs(model.name, event.costs, max_rows=model.program.max_batch_rows))
 
     def _pause(self, model: ModelState, mode: Pause | None, now: float, out: list[Instruction]) -> None:
         if mode is model.paused:
@@ -353,20 +352,11 @@ class Scheduler:
         model.history.add(now, "policy changed", event)
         self._queues.dirty[model] = None
 
-    def _variant_costs(
-        self, program: Program, costs: Mapping[tuple[int, int], float]
-    ) -> dict[int, VariantCosts]:
-        alpha = self.settings.cost_ema_alpha
-        return variant_costs(program.model, costs, max_rows=program.max_batch_rows, alpha=alpha)
-
     def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings. A new discipline knows nothing of the device time that models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
         self._residency.reconfigure(settings, now, out)
-        for model in self._models.values():
-            for queue in model.queues.values():
-                queue.costs.reconfigure(settings.cost_ema_alpha)
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)

@@ -31,10 +31,6 @@ class SchedulerSettings:
     eviction: Eviction = "lru"
     #: device bytes that weights may take, pinned ones included; None: no limit.
     weight_budget_bytes: int | None = None
-    #: loads after which the device's memory is compacted; 0: only on request.
-    compaction_interval: int = 0
-    #: share of a new sample in the learned cost, in (0, 1]; see `batching`.
-    cost_ema_alpha: float = 0.2
 
     def __post_init__(self) -> None:
         self._require("depth", self.depth >= 1, "at least 1")
@@ -45,8 +41,6 @@ class SchedulerSettings:
         self._require("eviction", self.eviction in policies, f"one of {sorted(policies)}")
         budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
-        self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")
-        self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
 
     def _require(self, name: str, true: bool, rule: str) -> None:
         if not true:

@@ -233,7 +233,6 @@ class WeightAccounts:
         "bytes",
         "groups",
         "loading",
-        "loads",
         "pinned_bytes",
         "reserved",
         "unpinned",
@@ -256,8 +255,6 @@ class WeightAccounts:
         self.abandoning = False
         #: number of models whose weights are reserved for a warm-up.
         self.reserved = 0
-        #: loads since the start that ended well.
-        self.loads = 0
 
     def add(self, program: Program) -> ModelWeights:
         """Return the absent weights of a new model. Costs O(its tensors)."""
@@ -384,7 +381,6 @@ class WeightAccounts:
     def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
         """Account for a load that ended well, and learn from its duration."""
         self.loading, self.abandoning = None, False
-        self.loads += 1
         self.move(weights, WeightEvent.LOADED)
         weights.loads += 1
         weights.abandoned = weights.out_of_memory = False

@@ -19,7 +19,7 @@ from rsrv.address import Address, parse_address
     ],
 )
 def test_host_and_port_are_taken_apart(text: str, address: Address, again: str) -> None:
-    """With brackets an IPv6 address has them off, and on again where it is written."""
+    """The brackets of an IPv6 address are removed, and written again."""
     assert parse_address(text) == address
     assert str(address) == again
 
@@ -61,8 +61,8 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
-def test_who_listens_may_leave_something_open() -> None:
-    """A port that is free, or all addresses; each only where that is said."""
+def test_a_server_may_leave_the_host_or_the_port_open() -> None:
+    """A free port, or all addresses; each only if the setting allows it."""
     assert parse_address("a:0", any_port=True) == Address("a", 0)
     assert parse_address(":1", any_host=True) == Address("", 1)
     for text in ("1", ":", ":0"):

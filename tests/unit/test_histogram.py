@@ -1,4 +1,4 @@
-"""What is observed is counted once, in the interval that it belongs to, and travels without loss."""
+"""Each value is counted once, in its interval, and histograms travel without loss."""
 
 from bisect import bisect_left
 from typing import Any
@@ -59,8 +59,8 @@ def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
         [0.0, 0, *[1] * 15],
     ],
 )
-def test_what_is_no_histogram_is_refused(said: Any) -> None:
-    """Whoever sends it; of 13 bounds."""
+def test_json_that_is_no_histogram_is_refused(said: Any) -> None:
+    """The histogram has 13 bounds."""
     with pytest.raises(ValueError, match="not a histogram"):
         Histogram.from_json(ROWS, said)
 
@@ -88,8 +88,8 @@ def test_what_came_later_is_the_difference(earlier: list[float], later: list[flo
 
 
 @given(values, values)
-def test_of_one_that_began_anew_all_is_later(earlier: list[float], now: list[float]) -> None:
-    """Where an interval has less than it had; else nobody can tell."""
+def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now: list[float]) -> None:
+    """A restart is detected if an interval has less than before."""
     histogram, before = made(now), made(earlier)
     if all(count >= old for count, old in zip(histogram.counts, before.counts, strict=True)):
         return
@@ -100,7 +100,7 @@ def test_of_one_that_began_anew_all_is_later(earlier: list[float], now: list[flo
 
 @given(values, st.floats(0.01, 1.0))
 def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float) -> None:
-    """Of nothing there is none; above the last bound it is that bound."""
+    """Without values there is no quantile; above the last bound it is that bound."""
     found = made(seen).quantile(q)
 
     assert (found is None) == (not seen)

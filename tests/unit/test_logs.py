@@ -1,4 +1,4 @@
-"""What the processes log, and that nobody waits for it."""
+"""The log lines of processes, and a log that blocks no thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def two_records() -> None:
 
 
 def test_lines_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """When, how grave, who, of which model, and what."""
+    """A line has time, severity, logger, model and message."""
     logs.setup("human", "a%s")
     two_records()
     first, second, *_ = capsys.readouterr().err.splitlines()
@@ -62,7 +62,7 @@ def test_lines_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[st
 
 
 def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each record is one line, whatever it says, with fields of its own as far as there is something in them."""
+    """Each record is one line, with its fields that are not empty."""
     logs.setup("json", "a")
     two_records()
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
@@ -81,13 +81,13 @@ def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[
 
 
 def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever puts one there by mistake finds the type's name, and no data."""
+    """An array in a field by mistake becomes its type's name, without data."""
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here", extra=logs.fields(x=np.full(3, 12345)))
     assert json.loads(capsys.readouterr().err)["x"] == "ndarray"
 
 
-def test_what_is_no_json_is_said_all_the_same(
+def test_values_that_json_does_not_have_become_texts(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Numbers that are none, and keys that are no texts: the line is not lost, and any reader of JSON takes it."""
@@ -100,7 +100,7 @@ def test_what_is_no_json_is_said_all_the_same(
 
 @given(st.text())
 def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> None:
-    """Nor does it reach a terminal as an order: hooks quote what they get, in messages and in exceptions."""
+    """Nor does it control a terminal: hooks quote clients, in messages and in exceptions."""
     text = f"\x1b[2J\r{text}\n2026-11-22 01:19:54,534 E rsrv.stub: a lie"
     try:
         raise ValueError(text)
@@ -115,7 +115,7 @@ def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> Non
 
 @pytest.mark.parametrize("format", ["human", "json"])
 def test_a_line_has_an_end(format: logs.Format) -> None:
-    """A client's megabytes, in what a hook raises: start and end are there, and how much there was."""
+    """A client's megabytes in a hook's error: the line has the start, the end and the length."""
     try:
         raise ValueError("x" * 1_000_000 + "the end")
     except ValueError as error:
@@ -136,7 +136,7 @@ def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().err)["message"] == "here"
 
 
-def test_what_hooks_log_stays_theirs(root: logging.Logger) -> None:
+def test_lines_that_hooks_log_keep_their_logger(root: logging.Logger) -> None:
     """model.py is loaded between the two: a handler that it adds is not taken away."""
     logs.setup()
     own = logging.StreamHandler(io.StringIO())
@@ -146,7 +146,7 @@ def test_what_hooks_log_stays_theirs(root: logging.Logger) -> None:
 
 
 def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """Python's own: a hook's division by zero is said by numpy in this way."""
+    """numpy warns in this way of a hook's division by zero."""
     logs.setup("json")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.Capt
 
 
 class Pipe:
-    """A log that takes nothing before it is read: it is full."""
+    """A full pipe as the log: it blocks until it is read."""
 
     def __init__(self) -> None:
         self._reader, self.end = os.pipe()
@@ -166,7 +166,7 @@ class Pipe:
         os.write(self.end, b"." * self._skip)
 
     def empty(self) -> None:
-        """From here on there is room."""
+        """Read the pipe from here on."""
         os.read(self._reader, self._skip)
         self._skip = 0
 
@@ -199,10 +199,10 @@ def say(handler: logging.Handler, text: str, level: int = logging.INFO) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_nobody_waits_for_a_log_that_is_not_read(pipe: Pipe, blocking: bool) -> None:
-    """What finds no room is counted, and said when the log goes on; what there was room for is there, in order, and whole.
+def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> None:
+    """Lines without room are counted, and the count is logged later; the others arrive whole and in order.
 
-    Whether its file blocks is not for us to say: whoever else has it open may change that.
+    Another process that has the file open may make it blocking or not.
     """
     os.set_blocking(pipe.end, blocking)
     handler = logs.Aside(pipe.end, 3)
@@ -216,7 +216,7 @@ def test_nobody_waits_for_a_log_that_is_not_read(pipe: Pipe, blocking: bool) -> 
 
 
 def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
-    """A server with hundreds of models has thousands of them; there, too, is waited for room."""
+    """A server with hundreds of models has thousands of descriptors; writing waits for room there, too."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_limit(resource.RLIMIT_NOFILE)
     far = fcntl.fcntl(pipe.end, fcntl.F_DUPFD, 1024)
@@ -230,7 +230,7 @@ def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
 
 
 def test_a_process_without_a_line_has_no_thread_for_them(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are hundreds of stubs; one that has no memory for a thread speaks all the same."""
+    """A stub without memory for a thread logs all the same."""
     threads = threading.active_count()
     handler = logs.Aside(pipe.end)
     assert threading.active_count() == threads
@@ -266,14 +266,14 @@ handler.handle(logging.makeLogRecord({"msg": "of the process", "levelno": 20}))
 
 
 def test_a_copy_of_the_process_logs_without_its_thread() -> None:
-    """A hook that forks: what others held at that moment is never given back, and nobody waits for it."""
+    """In a fork, locks that other threads held are never released, and logging does not wait for them."""
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKED]
     done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stderr.splitlines() == ["of the copy", "of the process"]
 
 
 def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it was made of may change before it is written; and one that cannot be made ends nothing."""
+    """Its arguments may change before it is written; a message that cannot be made ends no thread."""
     handler = logs.Aside(pipe.end)
     handler.setFormatter(logs.formatter("json"))
     names = ["a"]
@@ -296,7 +296,7 @@ def test_last_words_are_written_before_the_end(pipe: Pipe) -> None:
 
 
 def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who has closed it does not want to know."""
+    """Logging goes on without an error."""
     reader, end = os.pipe()
     os.close(reader)
     handler = logs.Aside(end)
@@ -306,7 +306,7 @@ def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_from_where_it_serves_nobody_waits_for_the_log(
+def test_a_process_that_serves_never_waits_for_the_log(
     root: logging.Logger, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A stub's first lines are written at once, for its start may fail; then it gets a thread for them."""
@@ -324,7 +324,7 @@ def test_from_where_it_serves_nobody_waits_for_the_log(
 
 @pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
 def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
-    """An id and a text of a client's may be as long as its request: what is said of them has a length."""
+    """A client's id and text may be as long as its request; lines quote a limited part."""
     request = ClientRequest(FakeRequest({}, id="i" * 10_000_000), ArrivalTime.now())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
         FailureLog().ended(status, "t" * 1_000_000, request.id)
@@ -418,7 +418,7 @@ def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
 
 
 def test_a_request_that_is_not_http_costs_one_short_line(root: logging.Logger) -> None:
-    """Whatever is wrong with it, and whatever bytes it has; a fault of a handler keeps its traceback."""
+    """Any fault and any bytes have no traceback; a fault of a handler keeps its own."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(LineLimit(lambda: 100.0))

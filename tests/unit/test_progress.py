@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Stands still unless it is told otherwise."""
+    """A clock that stands still unless the test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ def done_at(stream: io.StringIO, total: int | None, *moments: float) -> list[str
 
 
 def test_each_slow_step_has_its_line() -> None:
-    """Where there is no terminal: how many, of how many, since when, and which."""
+    """Without a terminal: steps, total, seconds and the step's name."""
     assert done_at(io.StringIO(), 3, 2, 4.5, 9) == [
         "packing: 1 of 3 (2.0 s): box 0",
         "packing: 2 of 3 (4.5 s): box 1",
@@ -45,12 +45,12 @@ def test_each_slow_step_has_its_line() -> None:
     ]
 
 
-def test_quick_work_says_nothing() -> None:
+def test_quick_work_prints_nothing() -> None:
     """A command that is done at once is no news."""
     assert done_at(io.StringIO(), 3, 0.1, 0.2, 0.3) == []
 
 
-def test_quick_steps_share_lines_and_the_last_one_is_said() -> None:
+def test_quick_steps_share_lines_and_the_last_one_is_printed() -> None:
     """At most a line a second, and the end is seen."""
     assert done_at(io.StringIO(), 5, 0.5, 1.0, 1.5, 2.0, 2.1) == [
         "packing: 2 of 5 (1.0 s): box 1",
@@ -59,7 +59,7 @@ def test_quick_steps_share_lines_and_the_last_one_is_said() -> None:
     ]
 
 
-def test_nobody_knows_how_much_there_is() -> None:
+def test_work_of_unknown_length_has_no_total() -> None:
     """The steps are counted all the same, and need no text."""
     stream, clock = io.StringIO(), Clock()
     with steps("packing", stream=stream, clock=clock) as progress:

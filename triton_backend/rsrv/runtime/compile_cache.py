@@ -84,10 +84,10 @@ def check_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def make_private(directory: Path) -> Path | None:
-    """The directory, there and closed to others; None if it cannot be had.
+def prepare_cache_directory(directory: Path) -> Path | None:
+    """Create the cache's directory, closed to other users. Returns None if that fails.
 
-    Raises CompileCacheError if somebody else can write there.
+    Raises CompileCacheError if other users can write there.
     """
     try:
         directory = directory.expanduser()

@@ -19,7 +19,7 @@ import numpy as np
 
 from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.runtime.allocation import Reuse
-from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, make_private
+from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, prepare_cache_directory
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv.runtime.device import (
@@ -105,7 +105,7 @@ class JaxDevice:
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
             try:
-                directory = make_private(cache_dir)
+                directory = prepare_cache_directory(cache_dir)
             except CompileCacheError as error:
                 raise DeviceError(str(error)) from None
             if directory is not None:

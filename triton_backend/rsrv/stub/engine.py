@@ -397,11 +397,12 @@ class Engine:
             one.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
             return self._outcomes.failed(request, request.failure)
-        if one.execute_ns:
-            self._execution.learn(one.execute_ns / 1e9)
         try:
             rows = one.client_rows if self._batched else None
-            results = self._endpoint.results(one.outputs(), self._outputs, rows, request.id, request.span)
+            outputs = one.outputs()
+            if one.execute_ns:
+                self._execution.learn(one.execute_ns / 1e9)
+            results = self._endpoint.results(outputs, self._outputs, rows, request.id, request.span)
             made = [
                 self._tensors.make(wire.name, array, wire.dtype)
                 for wire, array in zip(self._outputs, results, strict=True)

@@ -142,17 +142,28 @@ class Update:
     #: reasons why folders have no bundles
     unusable: list[str] = field(default_factory=list)
 
-    def join(self, second: Update) -> None:
-        """Add the result of a second pass over the unsure models."""
-        self.put |= second.put
-        self.unchanged |= second.unchanged
-        self.go |= second.go
-        self.kept |= second.kept
-        self.hidden |= second.hidden
-        self.failed |= second.failed
-        self.torn |= second.torn
-        self.later |= second.later
-        self.broken, self.unsure, self.unusable = second.broken, second.unsure, second.unusable
+
+class UpdatePolicy:
+    """The decisions that a running server makes about an update. By default, no server restricts it."""
+
+    #: False: the models that would be written are in `Update.failed`
+    may_write = True
+
+    def reason_to_keep(self, name: str) -> str:
+        """Return why a model without a bundle is not removed; empty: it is removed."""
+        return ""
+
+    def is_readable(self, name: str) -> bool:
+        """Return whether a bundle may be read now; called before and again after the reading."""
+        return True
+
+    def reserve(self, name: str) -> bool:
+        """Return whether a model may be written; called once, just before."""
+        return True
+
+    def newer_than(self, name: str) -> int:
+        """Return the `later_than` of `RepositoryWriter.put`."""
+        return 0
 
 
 def update(
@@ -162,32 +173,34 @@ def update(
     *,
     link: LinkMode,
     transport: Transport,
-    stays: Callable[[str], str] = lambda name: "",
-    ready: Callable[[str], bool] = lambda name: True,
-    take: Callable[[str], bool] = lambda name: True,
-    write: bool = True,
-    later_than: Mapping[str, int] | None = None,
-    first: Mapping[str, str] | None = None,
+    policy: UpdatePolicy | None = None,
+    into: Update | None = None,
 ) -> Update:
     """Write the named models (None: all) that differ from their bundles below `roots`.
 
     A named model brings the models that depend on its bundle: the metas that carry it, and their callees.
-    No model is removed: `remove` does that after the others have been loaded. `ready` says whether a bundle may be read
-    now; it is called before and again after the reading. `take` says whether a model may be written; it is called once,
-    just before. Either may postpone the model. With `write` False, models that would be written are in
-    `Update.failed`. `later_than` as in `RepositoryWriter.put`.
+    No model is removed: `remove` does that after the others have been loaded. `policy` may postpone models.
 
     Each model is verified before it is written. A model with a file that does not match its manifest is in `Update.torn`.
-    If `first` is given, files without checksums are read twice, some time apart: `first` is empty at the first reading,
-    whose digests are in `Update.unsure`; the second call gets these as `first`, and compares these models only.
+    If `into` is given, files without checksums are read twice, some time apart: the first call gets an empty `Update`,
+    and leaves their digests in its `unsure`; the second call gets the same `Update`, compares these models only, and
+    completes it.
     """
+    policy = UpdatePolicy() if policy is None else policy
+    first = None if into is None else into.unsure
+    if first:
+        names = first.keys()
+    ready = policy.is_readable
     sources = read_sources(roots)
     # A bundle that is being copied looks broken for a moment; it is no error.
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
-    done = Update(broken=broken, unusable=sources.unusable)
+    done = Update() if into is None else into
+    done.broken, done.unsure, done.unusable = broken, {}, sources.unusable
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
-    only = None if names is None else set(first) if first else _touched(names, sources, repository)
-    planned = steps(repository, sources, link=link, transport=transport, stays=stays, only=only)
+    only = set(first) if first else None if names is None else _touched(names, sources, repository)
+    planned = steps(
+        repository, sources, link=link, transport=transport, stays=policy.reason_to_keep, only=only
+    )
     for step in planned:
         made_of = (step.name, *_calls(step.name, sources))
         if step.verb in ("new", "changed", "unchanged") and not all(map(ready, made_of)):
@@ -198,12 +211,14 @@ def update(
         match step.verb:
             case "unchanged" if not followed:
                 done.unchanged.add(step.name)
-            case "new" | "changed" | "unchanged" if write and not take(step.name):
+            case "new" | "changed" | "unchanged" if policy.may_write and not policy.reserve(step.name):
                 done.later.add(step.name)
-            case "new" | "changed" | "unchanged" if write and not _is_whole(step.name, sources, first, done):
+            case "new" | "changed" | "unchanged" if policy.may_write and not _is_whole(
+                step.name, sources, first, done
+            ):
                 pass
-            case "new" | "changed" | "unchanged" if step.plan is not None and write:
-                _put(repository, link, step.name, step.plan, (later_than or {}).get(step.name, 0), done)
+            case "new" | "changed" | "unchanged" if step.plan is not None and policy.may_write:
+                _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
                 if step.name in done.put and not all(map(ready, made_of)):
                     done.put.pop(step.name).undo()
                     done.later.add(step.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rsrv_gen.cli import main
-from rsrv_gen.update import update
+from rsrv_gen.update import Update, update
 from rsrv_gen.write import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -66,14 +66,17 @@ def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
     seal(write_bundle(bundles / "new"))
     old = write_bundle(bundles / "old")
 
-    def reading(first: dict[str, str]) -> tuple[set[str], set[str], dict[str, str]]:
-        done = update(gen, [bundles], None, link="hard", transport="direct", first=first)
-        for put in done.put.values():
-            put.forget()
-        return set(done.put), done.later, done.unsure
+    def read(done: Update) -> tuple[set[str], set[str], set[str]]:
+        update(gen, [bundles], None, link="hard", transport="direct", into=done)
+        names = set(done.put)
+        while done.put:
+            done.put.popitem()[1].forget()
+        return names, done.later, set(done.unsure)
 
-    put, later, unsure = reading({})
-    assert (put, later, set(unsure)) == ({"new"}, set(), {"old"})
+    done = Update()
+    assert read(done) == ({"new"}, set(), {"old"})
     (old / "model.b8.mlir").write_text("not looked into 9")
-    assert reading(unsure) == (set(), {"old"}, {})
-    assert reading(reading({})[2]) == ({"old"}, set(), {})
+    assert read(done) == (set(), {"old"}, set())
+    done = Update()
+    assert read(done) == (set(), set(), {"old"})
+    assert read(done) == ({"old"}, set(), set())

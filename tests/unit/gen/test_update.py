@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from rsrv_gen import staging, write
 from rsrv_gen.cli import main
 from rsrv_gen.sources import read_sources
 from rsrv_gen.staging import Replaced, unfinished, version_of
-from rsrv_gen.update import Update, remove, update
+from rsrv_gen.update import Update, UpdatePolicy, remove, update
 from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
@@ -39,9 +40,33 @@ def run(*arguments: str | Path) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def bring(gen: Path, bundles: Path, *names: str, **options: object) -> Update:
-    """These models, up to date; all if none is named."""
-    return update(gen, [bundles], names or None, link="hard", transport="direct", **options)  # type: ignore[arg-type]
+class Policy(UpdatePolicy):
+    """A server that reads, writes and keeps by these functions."""
+
+    def __init__(
+        self,
+        *,
+        ready: Callable[[str], bool] = lambda _: True,
+        take: Callable[[str], bool] = lambda _: True,
+        stays: str = "",
+        write: bool = True,
+    ) -> None:
+        self._ready, self._take, self._stays, self.may_write = ready, take, stays, write
+
+    def reason_to_keep(self, name: str) -> str:
+        return self._stays
+
+    def is_readable(self, name: str) -> bool:
+        return self._ready(name)
+
+    def reserve(self, name: str) -> bool:
+        return self._take(name)
+
+
+def bring(gen: Path, bundles: Path, *names: str, **options: Any) -> Update:
+    """Update these models; all if none is named."""
+    policy = Policy(**options)
+    return update(gen, [bundles], names or None, link="hard", transport="direct", policy=policy)
 
 
 def text(gen: Path, name: str) -> str:
@@ -114,7 +139,12 @@ def test_a_model_that_somebody_has_in_hand_is_left_for_later(gen: Path, bundles:
     """Nobody is asked for one that is up to date."""
     write_bundle(bundles / "one", "v2")
     asked: list[str] = []
-    done = bring(gen, bundles, take=asked.append)
+
+    def refuse(name: str) -> bool:
+        asked.append(name)
+        return False
+
+    done = bring(gen, bundles, take=refuse)
     assert (asked, done.later, done.unchanged, done.put) == (["one"], {"one"}, {"two"}, {})
     assert text(gen, "one") == "v1 1"
 
@@ -446,7 +476,12 @@ def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles
 def test_sources_that_hold_nothing_are_named(gen: Path, bundles: Path, tmp_path: Path) -> None:
     """A missing place is no reason to stop."""
     done = update(
-        gen, [bundles, tmp_path / "missing"], None, link="hard", transport="direct", stays=lambda _: "kept"
+        gen,
+        [bundles, tmp_path / "missing"],
+        None,
+        link="hard",
+        transport="direct",
+        policy=Policy(stays="kept"),
     )
     assert len(done.unusable) == len(read_sources([tmp_path / "missing"]).unusable) == 1
     assert done.unchanged == {"one", "two"}

@@ -25,10 +25,10 @@ from rsrv.control.stub_health import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, sign, watch
 from rsrv.logs import fields
-from rsrv.settings import Settings
+from rsrv.settings import LifecycleSection, Settings
 from rsrv_gen.sources import SETTINGS_FILE
 from rsrv_gen.staging import version_of
-from rsrv_gen.update import Update, update
+from rsrv_gen.update import Update, UpdatePolicy, update
 from rsrv_gen.write import being_written, carried, our_models
 
 log = logging.getLogger("rsrv.control")
@@ -45,6 +45,40 @@ _ERROR_PAUSE_S = 5.0
 
 class ReloadError(StatusError):
     """A model was not loaded again."""
+
+
+class ServerPolicy(UpdatePolicy):
+    """The decisions of a running server about updates of its repository, made on a thread."""
+
+    def __init__(
+        self, debounce: BundleDebounce, loader: ModelLoader, lifecycle: LifecycleSection, *, may_write: bool
+    ) -> None:
+        self._debounce = debounce
+        self._loader = loader
+        self._follows = lifecycle.mode == "dynamic"
+        self._linked = lifecycle.link == "hard"
+        self.may_write = may_write
+
+    def reason_to_keep(self, name: str) -> str:
+        return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
+
+    def is_readable(self, name: str) -> bool:
+        """Return whether the bundle is on disk as the looks agreed that it is."""
+        found = self._debounce.settled(name) or ()
+        return bool(found) and all(
+            sign(_place(root, name), linked=self._linked) == signature for root, signature in found
+        )
+
+    def reserve(self, name: str) -> bool:
+        return self._loader.reserve(name)
+
+    def newer_than(self, name: str) -> int:
+        return self._loader.stamps.get(name, 0)
+
+
+def _place(root: Path, name: str) -> Path:
+    """Return a bundle's directory below a root, which may be the bundle itself."""
+    return root if root.name == name and (root / "manifest.yaml").exists() else root / name
 
 
 class Reconciler:
@@ -72,6 +106,7 @@ class Reconciler:
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
             self._barred = f"tritonserver's models are fixed; {HOW_TO_START}"
+        self._policy = ServerPolicy(self._debounce, self._loader, self._lifecycle, may_write=not self._barred)
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
@@ -292,10 +327,11 @@ class Reconciler:
             if not self._follows:
                 await self._look_now()
             try:
-                done = await asyncio.to_thread(self._write, names, {})
-                if unsure := done.unsure:
+                done = Update()
+                await asyncio.to_thread(self._write, names, done)
+                if done.unsure:
                     await asyncio.sleep(self._lifecycle.look_s)
-                    done.join(await asyncio.to_thread(self._write, unsure.keys(), unsure))
+                    await asyncio.to_thread(self._write, names, done)
                 await self._follow_up(done, names, reload=reload)
             finally:
                 self._loader.release()
@@ -363,33 +399,17 @@ class Reconciler:
         for name in [name for name, state in states.items() if state == "dismissed"]:
             self._loader.served[name] = version_of(self._repository / name)
 
-    def _write(self, names: Collection[str] | None, first: Mapping[str, str]) -> Update:
-        """Bring the repository up to date, on a thread. `first`: the results of a first reading of some models."""
-        return update(
+    def _write(self, names: Collection[str] | None, done: Update) -> None:
+        """Bring the repository up to date, on a thread."""
+        update(
             self._repository,
             self._sources.read(),
             names,
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
-            stays=self._reason_to_keep,
-            ready=self._is_settled,
-            take=self._loader.reserve,
-            write=not self._barred,
-            later_than=self._loader.stamps,
-            first=first,
+            policy=self._policy,
+            into=done,
         )
-
-    def _reason_to_keep(self, name: str) -> str:
-        return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
-
-    def _is_settled(self, name: str) -> bool:
-        """Return True if the bundle is on disk as the looks agreed that it is."""
-        found = self._debounce.settled(name) or ()
-        linked = self._lifecycle.link == "hard"
-        return bool(found) and all(sign(self._place(root, name), linked=linked) == was for root, was in found)
-
-    def _place(self, root: Path, name: str) -> Path:
-        return root if root.name == name and (root / "manifest.yaml").exists() else root / name
 
     def _report(self, done: Update, now: float) -> None:
         """Note and log what could not be done."""

@@ -20,7 +20,7 @@ OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one
 
 
 def of(*programs: str) -> pytest.MarkDecorator:
-    """Parametrizes a test with the commands of these programs."""
+    """Parametrize a test with the commands of these programs."""
     found = [command for command in COMMANDS if command.program in programs]
     assert found
     return pytest.mark.parametrize("command", found, ids=[command.where for command in found])
@@ -28,7 +28,7 @@ def of(*programs: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
 def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
-    """A page has a new command: whoever wrote it says which of both."""
+    """The author of a new command decides which of both."""
     assert command.program in RUN | NOT_RUN.keys(), (
         f"{command.where}: add {command.program} to tests/pages.py"
     )
@@ -43,7 +43,7 @@ def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
 
 @of(*OURS)
 def test_the_flags_of_our_programs_exist(command: Command) -> None:
-    """Of those that are not run, too: the real parser takes the line."""
+    """The real parser takes every line, also of commands that are not run."""
     parser = import_module(OURS[command.program]).parser()
     parser.parse_args(command.words[1:])
 
@@ -116,7 +116,7 @@ def test_every_error_tag_has_its_row() -> None:
 
 
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Those of the words that look like a flag or a subcommand, and are none that the parser knows."""
+    """Return the words that look like a flag or a subcommand, and are unknown to the parser."""
     (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [
         {}
     ]
@@ -157,7 +157,7 @@ def test_blocks_are_taken_apart() -> None:
     assert strays(PAGE) == [12, 15]
 
 
-def test_flags_and_subcommands_that_nobody_knows_are_told() -> None:
+def test_unknown_flags_and_subcommands_are_found() -> None:
     """Placeholders are not taken for either."""
     parser = import_module(OURS["rsrv"]).parser()
     assert unknown(parser, ["gateway", "place", "MODEL", "--replicas", "…"]) == []

@@ -38,7 +38,7 @@ def fleet() -> Board:
     return Board(
         uid="rsrv-fleet",
         title="rsrv: fleet",
-        about="All servers: what is wrong, which are busy, and with what.",
+        about="All servers: problems, load, and the models that cause it.",
         faults={
             "runtimes that do not answer": or_zero(f"count({series('rsrv_runtime_up')} == 0)"),
             "restarts within an hour": or_zero(total(increase("rsrv_runtime_restarts_total", "1h"))),
@@ -64,7 +64,7 @@ def _servers() -> list[Panel]:
         ),
         Panel(
             "Devices: share of time executing",
-            "At 100 % more requests only wait longer: add devices, or look who takes the time.",
+            "At 100 % more requests only wait longer: add devices, or look which models take the time.",
             "percentunit",
             {SERVER_LEGEND: total(_EXECUTING, SERVER)},
             limit=0.95,
@@ -154,7 +154,7 @@ def _gateway() -> list[Panel]:
         Panel(
             "Under way",
             "What each server has to do, as gateway.work_basis counts it. Far more than the others have: it is slow, or alone "
-            "has what is asked for; give that model replicas.",
+            "has the requested model; give that model replicas.",
             "short",
             {"{{worker}}": total(gateway("rsrv_gateway_worker_load"), "worker")},
         ),
@@ -243,13 +243,13 @@ def one_model() -> Board:
         ),
         Panel(
             "Padding",
-            "Share of the executed rows that nobody asked for. High: compile a size nearer to what comes.",
+            "Share of the executed rows that are padding. High: compile a batch size nearer to the real ones.",
             "percentunit",
             {"padding": f"{padding} / ({rows} + {padding})"},
         ),
         Panel(
             "Share of the devices",
-            "100 % is a whole device. Of a meta model: what its calls take. Too much for others: lower its weight.",
+            "100 % is a whole device. A meta model's is that of its calls. Too much for others: lower its weight.",
             "percentunit",
             {SERVER_LEGEND: total(rate("rsrv_device_seconds_total", mine), SERVER)},
             stacked=True,
@@ -299,7 +299,7 @@ def weights() -> Board:
     panels = [
         Panel(
             "Loads for each answered request",
-            "Near 0: what is in use stays on its device. From 0.5 on models take turns: make room, pin what must be fast, or "
+            "Near 0: weights in use stay on the device. From 0.5 on models take turns: make room, pin what must be fast, or "
             "spread the models.",
             "short",
             {SERVER_LEGEND: f"{total(loads, SERVER)} / {total(answered, SERVER)}"},
@@ -307,14 +307,14 @@ def weights() -> Board:
         ),
         Panel(
             "Share of time with a load under way",
-            "There is one at a time, beside executions. Near 100 %: whoever needs weights waits for others' loads, too.",
+            "Loads run one at a time, beside executions. Near 100 %: each load also waits for those of other models.",
             "percentunit",
             {SERVER_LEGEND: total(rate("rsrv_weight_load_seconds_sum"), SERVER)},
             limit=0.8,
         ),
         Panel(
             "Requests that found their weights elsewhere",
-            "Their share of all; each waits for a load. Pin what they ask for (see who is loaded most).",
+            "Their share of all; each waits for a load. Pin the requested models (see which are loaded most).",
             "percentunit",
             {SERVER_LEGEND: f"{total(rate('rsrv_weight_misses_total'), SERVER)} / {total(requests, SERVER)}"},
         ),

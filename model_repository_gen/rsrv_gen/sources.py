@@ -106,6 +106,7 @@ def verify(name: str, sources: Sources) -> None:
 
 def read_unverified(name: str, sources: Sources) -> str:
     """Return a digest of the weights and modules without checksums, of the same bundles; empty if there are none.
+
     Raises BundleError if a file is gone.
     """
     unverified = [bundle for bundle in _made_of(name, sources) if not bundle.manifest.sha256]

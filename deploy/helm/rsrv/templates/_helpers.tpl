@@ -85,7 +85,7 @@ runAsNonRoot: true
 runAsUser: 1000
 runAsGroup: 1000
 fsGroup: 1000
-# Not for every file at every start; and rsrv refuses a cache that somebody has opened to a group.
+# Not for every file at every start; and rsrv refuses a cache that is open to a group.
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault

@@ -65,8 +65,10 @@ def measure(
     data: str = "random",
     header: str | None = None,
 ) -> Sample:
-    """Load `model` with `clients` requests at a time for about three windows; `data` is for perf_analyzer, and `header`
-    is what each request has, as NAME:VALUE."""
+    """Load `model` with `clients` requests at a time for about three windows.
+
+    `data` is for perf_analyzer; `header`, NAME:VALUE, goes with each request.
+    """
     processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
     with load(side, model, clients, window_s, data, header=header) as running:
         everyone = {**processes, running.process.pid: CLIENT}
@@ -86,8 +88,10 @@ def load(
     via: str | None = None,
     header: str | None = None,
 ) -> Iterator[Load]:
-    """perf_analyzer beside the block, which starts with its first answers. `via`: HOST:PORT of what passes requests on to
-    the server, and perhaps to others. Raises BenchFailed on any error it met."""
+    """Run perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error.
+
+    `via`: HOST:PORT of a gateway in front of the server.
+    """
     failed_before = _statistics(side, model)["inference_stats"]["fail"]["count"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.csv")

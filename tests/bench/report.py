@@ -25,7 +25,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread_text(spread: Spread, digits: int = 2) -> str:
-    """median (low-high)"""
+    """Return "median (low-high)"."""
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f}-{spread.high:.{digits}f})"
 
 

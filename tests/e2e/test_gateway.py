@@ -161,8 +161,10 @@ def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], 
 
 
 def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Of two workers under load one dies: gRPC loses at most what was under way on it, HTTP nothing, and no answer is
-    wrong."""
+    """One of two workers crashes under load: no answer is wrong, and HTTP loses no request.
+
+    gRPC loses at most the requests in flight on that worker.
+    """
     clients = 4
     plain = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
     answered = [0] * 2 * clients
@@ -223,8 +225,11 @@ def test_the_gateway_ends_without_losing_a_request(
 def test_models_are_packed_and_their_weights_are_where_requests_go(
     servers: Mapping[str, RunningTriton], tmp_path: Path
 ) -> None:
-    """Two on each of two servers whose memory holds two. When one of them is killed under load, only what was under way
-    there may fail, all others are answered right, and its models go to the server that is left."""
+    """Four models are packed, two on each of two servers whose memory holds two.
+
+    If one server is killed under load, only its requests in flight may fail, all others are answered right, and its
+    models move to the other server.
+    """
     workers = [entry(server, name) for name, server in servers.items()]
     with running_gateway(tmp_path, workers, mode="lpt_packing") as gateway:
 

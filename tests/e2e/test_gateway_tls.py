@@ -102,8 +102,10 @@ def test_both_sides(
     files: Files,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures, and its
-    restricted repository, which a client does not get by it."""
+    """Clients and operators with certificate and token are answered.
+
+    The gateway reads the worker's figures, and its restricted repository, which clients do not reach through it.
+    """
     listen = f"127.0.0.1:{free_ports(1)[0]}"
     settings = {
         "tls_certificate": str(files.certificate),

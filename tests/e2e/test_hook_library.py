@@ -65,8 +65,10 @@ def best(answer: dict[str, Array]) -> list[str]:
 
 
 def test_files_of_pictures_become_names(tmp_path: Path, start_triton: StartTriton) -> None:
-    """All kinds and sizes in one request, over both protocols, and from eight clients at once; a file that is none is the
-    client's fault, and is told by its row."""
+    """All kinds and sizes in one request, over both protocols, and from eight clients at once.
+
+    A broken file is the client's fault, and the error names its row.
+    """
     write_colours(tmp_path / "bundles" / "colours")
     assert rsrv_gen.main([str(tmp_path / "bundles"), "-o", str(tmp_path / "gen")]) == 0
     server = start_triton(tmp_path / "gen")

@@ -344,8 +344,10 @@ RELOADS = 50
 def test_fifty_reloads_under_load_fail_no_request(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
-    """500 requests/s while the bundle changes 50 times, its weights alone or its code, too: each answer is of one
-    version, and of one that was there between the request and the answer."""
+    """500 requests/s arrive while the bundle changes 50 times, its weights alone or its code, too.
+
+    Each answer is of one version, and of one that was served between the request and the answer.
+    """
     place(versions["one"], bundles / "busy")
     assert_becomes(call, "busy", (1, 0))
     kinds = [(1, 0), (2, 0), (3, 3)]

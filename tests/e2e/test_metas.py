@@ -248,8 +248,10 @@ def test_many_clients_at_once_get_what_they_asked_for(server: RunningTriton) -> 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
-    """64 clients, minute after minute, until a minute leaves memory, descriptors and threads as they were: each stub
-    opens a few connections and starts a few threads when it first needs them, which may be late."""
+    """64 clients run until a minute leaves memory, descriptors and threads unchanged.
+
+    Each stub opens a few connections and starts a few threads when it first needs them, which may be late.
+    """
     mix(server, 64, 20)
     for last in (False, False, True):
         assert_idle(server)

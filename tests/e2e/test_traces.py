@@ -49,9 +49,10 @@ class Traced:
 
 @pytest.fixture(scope="module", params=["triton", "headers"])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    """The contexts are those of Triton's own spans, and calls go to the runtime; or they are clients' headers that Triton
-    forwards, and calls go through Triton. Triton 24.10 does not see some 2% of the contexts that come over gRPC, and has
-    no span then, so such a header is forwarded in both.
+    """Serve with the contexts of Triton's own spans, or with clients' headers that Triton forwards.
+
+    With Triton's spans, calls go to the runtime; with headers, through Triton. Triton 24.10 does not see some 2% of
+    the contexts that come over gRPC, and makes no span then, so such a header is forwarded in both.
 
     The weights of one model fit on the device, so each of them is loaded when another was called before.
     """

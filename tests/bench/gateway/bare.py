@@ -1,5 +1,6 @@
-"""The least that a gRPC gateway in Python can do: every unary call goes on as bytes, inference to each server in
-turn, and what else clients ask to the first.
+"""The least that a gRPC gateway in Python can do: pass every unary call on as bytes.
+
+Inference goes to each server in turn, all other calls to the first.
 
     python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 

@@ -80,8 +80,10 @@ class Asking:
 def asking(
     url: str, questions: Path, *, clients: int, seconds: float, turn_s: float, pause_s: float = 0.0
 ) -> Iterator[Asking]:
-    """Clients beside the block, for so many seconds. Other models are the most asked for every `turn_s`; each client rests
-    for `pause_s` after an answer. Raises BenchFailed."""
+    """Run clients beside the block for so many seconds. Raises BenchFailed.
+
+    Every `turn_s` other models become the most popular; each client pauses for `pause_s` after an answer.
+    """
     found = questions.with_name("asked.npz")
     found.unlink(missing_ok=True)
     words = [url, str(questions), str(clients), *map(str, (seconds, turn_s, pause_s)), str(found)]

@@ -902,8 +902,11 @@ def test_the_models_become_those_on_disk(
     done: list[tuple[tuple[str, str, str, str, str], float]],
     seconds: float,
 ) -> None:
-    """Whatever is done, in whatever order: nothing half-written is served, nothing is unloaded whose bundle is out of
-    sight, and in the end each good bundle is served, each bad one's model never as it is, and nothing else."""
+    """After any changes in any order, exactly the valid bundles are served.
+
+    No half-written bundle is served, no model is unloaded while its folder cannot be read, and no broken bundle's model
+    is served as it is.
+    """
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), held)
         world.triton.seconds = seconds

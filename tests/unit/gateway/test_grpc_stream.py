@@ -140,8 +140,10 @@ async def test_more_answers_than_requests() -> None:
 @pytest.mark.parametrize("decoupled", [True, False, None])
 @looped
 async def test_messages_without_answers(decoupled: bool | None) -> None:
-    """Of a decoupled model that never answers only so many messages are kept in mind; what others owe stays. A model
-    whose config no worker gives counts as decoupled."""
+    """The gateway remembers a limited number of messages of a decoupled model that never answers.
+
+    Messages of other models stay. A model without a config from any worker counts as decoupled.
+    """
 
     async def swallow(requests: Any, context: Any) -> None:
         async for _ in requests:

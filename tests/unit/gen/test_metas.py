@@ -356,8 +356,10 @@ def test_any_metas_carry_all_that_they_call(
     link: str,
     transport: str,
 ) -> None:
-    """Whatever was there before: each callee's files are in each of its metas, internal models are no models
-    of Triton's when calls are direct and marked when they are not, and a second run changes nothing."""
+    """After any earlier contents, each callee's files are in each of its metas, and a second run changes nothing.
+
+    Internal models are not models of Triton if calls are direct, and are marked if they are not.
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         config = root / "settings.yaml"

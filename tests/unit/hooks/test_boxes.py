@@ -214,8 +214,10 @@ def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
 
 @given(seeds, st.integers(1, 40), st.floats(0, 1))
 def test_what_is_kept_keeps_apart(seed: int, count: int, limit: float) -> None:
-    """No two overlap by more than the limit, all that went overlap with a better one, the best stays, and a second
-    time nothing goes. In another order the same boxes are kept."""
+    """No two kept boxes overlap by more than the limit, and each dropped one overlaps with a better one.
+
+    The best box stays, a second pass drops none, and another order keeps the same boxes.
+    """
     rng = np.random.default_rng(seed)
     given, scores = grid_boxes(rng, 1, count), rng.permutation(count)[None].astype(np.float32)
     kept = boxes.nms(given, scores, limit)[0]

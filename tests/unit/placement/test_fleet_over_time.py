@@ -176,9 +176,11 @@ def test_gateways_that_disagree_come_together() -> None:
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_whatever_happens_models_are_served(seed: int) -> None:
-    """Workers die, return with nothing on the device, join and leave, control services go away, models come and go,
-    loads shift: at every look each model that somebody serves has a living home, and one that moves stays where its
-    weights are until they are at its new home."""
+    """Workers crash, return empty, join and leave; control services vanish; models come and go; loads shift.
+
+    At every look each model that somebody serves has a living home, and one that moves stays where its
+    weights are until they are at its new home.
+    """
     random = Random(seed)
     fleet = Fleet(["u", "v", "w"], mixed(seed, 8), load_s=random.choice([0.5, 3.0]))
     gateway = Gateway(

@@ -58,8 +58,7 @@ def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
 
 
 def test_who_has_the_weights_serves_meanwhile() -> None:
-    """When the home of a model dies and a third worker has its weights, that one has the requests until the new home is
-    warm."""
+    """A model's home crashes and a third worker has its weights: that worker serves until the new home is warm."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
     scene = Scene(fleet, Script(a=("v",)))
     scene.settle()

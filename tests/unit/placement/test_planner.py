@@ -216,8 +216,10 @@ def test_consumed_device_seconds_repack() -> None:
 
 
 def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
-    """Whoever sent the requests: among workers with a tenth of its work the first by name counts as its home; where
-    nothing executed it is the last target."""
+    """Among workers with a tenth of a model's work, the first by name counts as its home.
+
+    Without executions, its last target does.
+    """
     fleet = Fleet(["v", "w"], {"a": Model()})
     scene = Scene(fleet, Script(a=("w",)))
     scene.settle()

@@ -278,8 +278,10 @@ def tables(draw: st.DrawFn) -> dict[str, Routes]:
 def test_every_counter_is_zero_at_the_end(
     mode: Mode, updates: list[dict[str, Routes]], random: Random
 ) -> None:
-    """Whatever is chosen, moved, released twice and updated in between: what is under way is exactly what was not
-    released, and in the end it is nothing."""
+    """Choices, moves, double releases and updates in any order: the count is that of the unreleased requests.
+
+    In the end it is 0.
+    """
     router = Router(mode)
     under_way: list[Choice] = []
     ended: list[Choice] = []

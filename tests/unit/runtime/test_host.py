@@ -35,7 +35,7 @@ MakeBundle = Callable[..., Bundle]
 
 @pytest.fixture
 def make(tmp_path: Path) -> MakeBundle:
-    """make(w=array, ...) writes a bundle."""
+    """Return a function that writes a bundle with the given weights."""
     count = iter(range(1000))
 
     def make_one(version: Literal["2.0", "3.0", "3.1"] = "3.0", **arrays: Array) -> Bundle:

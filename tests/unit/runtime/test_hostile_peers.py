@@ -280,8 +280,10 @@ def test_connections_without_end_wait_outside(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """They get half of the descriptors, which the log tells with what to raise; those that are there are served, and a
-    place that gets free is taken."""
+    """Connections get half of the descriptors, and the log says which limit to raise.
+
+    Open connections are served, and a free place is taken again.
+    """
     caplog.set_level("INFO")
     monkeypatch.setattr("rsrv.runtime.transport.resource.getrlimit", lambda of: (256 + 40, 256 + 40))
     runtime = start_runtime()

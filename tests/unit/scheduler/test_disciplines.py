@@ -1,4 +1,4 @@
-"""Which model goes next, by arrival and by deadline. (Fair shares: test_fair.)"""
+"""Order of models by arrival and by deadline; test_fair has fair shares."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class JaxDevice:
         return None if figures is None else figures.get(figure)
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """From the compiler's own account of the program's buffers, the same on a CPU and on a GPU:
+        """Return the scratch bytes, from the compiler's own account of the program's buffers, on a CPU and on a GPU.
 
         argument_size - weight_bytes (leaves the inputs) + output_size + temp_size - alias_size (an output in an
         argument's place, which both count). A GPU's code and constants are outside of its allocator. An allocator

@@ -92,10 +92,11 @@ def plan(
     tritonserver: str,
     python: str,
 ) -> Plan:
-    """The processes on these devices. Raises NodeError.
+    """Plan the processes on these devices. Raises NodeError.
 
     Args:
         settings: all of rsrv.yaml; `node.directory` is absolute.
+        devices: one worker each.
         shares: of the cores, one for each device.
         environment: the node's own.
         tritonserver: path of the server.
@@ -149,8 +150,7 @@ def needs_gateway(settings: Settings, workers: int) -> bool:
 
 
 def workers_file(plan: Plan, controls: Mapping[str, str], gone: Container[str] = ()) -> str:
-    """`gateway.workers_file`: the workers but those that are `gone`, with the address of the control service of those
-    that have one."""
+    """Return the text of `gateway.workers_file`: all workers but the `gone` ones, with their control services."""
     entries = [
         {
             "name": worker.child.name,

@@ -265,6 +265,11 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
     )
 
 
+def probe_timeout_s(settings: GatewaySection) -> float:
+    """Return the seconds after which a worker without an answer counts as dead."""
+    return 2 * settings.probe_s
+
+
 def open_ports(settings: GatewaySection) -> list[str]:
     """Return the settings of client ports that other machines reach without a token or a client certificate.
 

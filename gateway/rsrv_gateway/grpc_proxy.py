@@ -40,6 +40,8 @@ from rsrv_gateway.traffic import CANCELLED, Traffic
 _CONNECTION_METADATA = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
 _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
+#: connections to each worker
+CHANNELS_PER_WORKER = 2
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 #: seconds between two checks for new calls, number of checks in a row without any, and seconds for all checks
 _QUIET_POLL_S, _QUIET_POLLS, _QUIET_LIMIT_S = 0.01, 5, 0.5
@@ -92,7 +94,7 @@ class GrpcProxy:
                 if known[name].grpc == worker.grpc:
                     continue
                 self._channels[name].retire()
-            self._channels[name] = WorkerChannels(worker.grpc, self._contacts, self._settings.channels)
+            self._channels[name] = WorkerChannels(worker.grpc, self._contacts, CHANNELS_PER_WORKER)
         for name in [name for name in self._channels if name not in workers]:
             self._channels.pop(name).retire()
         self._steered = any(worker.control is not None for worker in workers.values())

@@ -13,13 +13,14 @@ from rsrv import logs
 from rsrv.control.grpc_server import ListenError, listen, listen_locally
 from rsrv.limits import raise_limit
 from rsrv.placement.contract import Worker
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import GatewayLoop, Proxy
-from rsrv_gateway.connections import ChannelFactory, CredentialsError, open_ports
+from rsrv_gateway.connections import ChannelFactory, CredentialsError, open_ports, probe_timeout_s
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.probes import GrpcProber, Probes
@@ -84,12 +85,12 @@ async def serve(settings: Settings) -> None:
         stack.callback(directory.close)
 
         def probe(worker: Worker) -> GrpcProber:
-            return GrpcProber(worker, contacts, section.probe_timeout_s)
+            return GrpcProber(worker, contacts, probe_timeout_s(section))
 
         gateway = GatewayLoop(
             members,
             partial(Probes, probe, section.probe_s),
-            Planner(section),
+            Planner(PlannerOptions.of(section)),
             partial(Proxy, section),
             pause=section.probe_s,
             drain=section.drain_s,
@@ -103,7 +104,7 @@ async def _serve_operators(
 ) -> None:
     """Open the control service and the admin port for operators; `stack` closes them."""
     section = settings.gateway
-    service, health = GatewayService(gateway, section), GatewayHealth(gateway)
+    service, health = GatewayService(gateway, PlannerOptions.of(section)), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
     stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.control_listen is not None:

@@ -19,6 +19,8 @@ log = logging.getLogger("rsrv.gateway")
 #: returns all addresses of a name, the best first; raises OSError
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
+#: seconds between two reads of the DNS and the file
+READ_PAUSE_S = 5.0
 #: seconds for an answer of the DNS
 _DNS_TIMEOUT_S = 10.0
 
@@ -30,13 +32,16 @@ class MembersError(Exception):
 class Members:
     """Current list of workers. A source that cannot be read keeps its last workers, which probes check in any case."""
 
-    def __init__(self, section: GatewaySection, resolve: Resolve | None = None) -> None:
+    def __init__(
+        self, section: GatewaySection, resolve: Resolve | None = None, pause: float = READ_PAUSE_S
+    ) -> None:
         """Check the settings. Raises MembersError if they contain a wrong list, or name no workers."""
         if not section.workers and section.workers_dns is None and section.workers_file is None:
             raise MembersError(
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
             )
         self._section = section
+        self._pause = pause
         self._resolve = resolve or addresses_of
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
@@ -69,7 +74,7 @@ class Members:
             while True:
                 # Notifications only hasten the next read: network and bind mounts send none.
                 try:
-                    async with asyncio.timeout(self._section.resolve_s):
+                    async with asyncio.timeout(self._pause):
                         await hint.wait()
                 except TimeoutError:
                     pass
@@ -197,4 +202,4 @@ async def _listen(path: Path, hint: asyncio.Event) -> None:
         ):
             hint.set()
     except (OSError, RuntimeError) as error:
-        log.info("changes of %s are not notified (%s); it is read every gateway.resolve_s", path, error)
+        log.info("changes of %s are not notified (%s); it is read every %g s", path, error, READ_PAUSE_S)

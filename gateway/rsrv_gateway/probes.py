@@ -32,7 +32,7 @@ class Prober(Protocol):
     """Client of one worker. `look` and `act` may run at the same time."""
 
     async def look(self) -> WorkerView:
-        """Probe the worker; return DEAD if it does not answer within probe_timeout_s. Never raises."""
+        """Probe the worker; return DEAD if it does not answer in time. Never raises."""
 
     async def act(self, act: Act, model: str) -> None:
         """Request this action from its control service. Raises ActError."""

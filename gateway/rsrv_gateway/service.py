@@ -23,9 +23,9 @@ from rsrv.control.grpc_service import (
 )
 from rsrv.explain import explain, nearest
 from rsrv.placement.contract import Worker
+from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
-from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.settings_fleet import Replicas as Count
 from rsrv_gateway.brain import GatewayLoop
 from rsrv_gateway.v1 import gateway_pb2 as pb
@@ -40,7 +40,7 @@ _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
-    def __init__(self, gateway: GatewayLoop, section: GatewaySection) -> None:
+    def __init__(self, gateway: GatewayLoop, section: PlannerOptions) -> None:
         """`section` is as in rsrv.yaml."""
         self._gateway = gateway
         self._planner = gateway.planner
@@ -178,7 +178,7 @@ _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
 FIELDS = tuple(field.name for field in pb.Policy.DESCRIPTOR.fields)
 
 
-def policy_message(section: GatewaySection) -> pb.Policy:
+def policy_message(section: PlannerOptions) -> pb.Policy:
     values = {name: getattr(section, name) for name in FIELDS}
     return pb.Policy(
         **{name: member(enum, values.pop(name)) for name, enum in _ENUMS.items()},
@@ -188,8 +188,8 @@ def policy_message(section: GatewaySection) -> pb.Policy:
 
 
 def changed_policy(
-    section: GatewaySection, original: GatewaySection, wanted: pb.Policy, paths: Iterable[str]
-) -> GatewaySection:
+    section: PlannerOptions, original: PlannerOptions, wanted: pb.Policy, paths: Iterable[str]
+) -> PlannerOptions:
     """Return `section` with these fields from `wanted`, or from `original` if absent there. Raises InvalidArgument."""
     values: dict[str, Any] = {}
     for path in paths:
@@ -201,13 +201,13 @@ def changed_policy(
         values[path] = getattr(original, path) if value is None else value
     if not values:
         raise InvalidArgument("update_mask names nothing")
-    return _checked(GatewaySection, {**section.model_dump(), **values}, values)
+    return _checked(PlannerOptions, {**section.model_dump(), **values}, values)
 
 
 def placement_values(request: pb.SetPlacementRequest) -> dict[str, Any]:
     """Return the settings of one model. Raises InvalidArgument."""
     values = {name: _given(request, name) for name in ("replicas", "fill", "fill_factor")}
-    return _checked(GatewayModelSection, values, values).model_dump()
+    return _checked(ModelOptions, values, values).model_dump()
 
 
 def replicas_message(count: Count) -> pb.Replicas:

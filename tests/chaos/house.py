@@ -125,7 +125,7 @@ class _NodeServer(_HousedServer):
         ports = {"HTTP": self.http_port, "GRPC": self.grpc_port, "ADMIN": self.metrics_port}
         gateway = {f"RSRV_GATEWAY__{door}": f"{LOOPBACK}:{port}" for door, port in ports.items()}
         # Strikes come so fast that each restart would wait twice as long as the last.
-        return {**os.environ, **gateway, "RSRV_NODE__STABLE_S": "1", **self.env}
+        return {**os.environ, **gateway, "RSRV_NODE__MAX_RESTARTS": "0", **self.env}
 
 
 class House:

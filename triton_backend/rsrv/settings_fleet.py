@@ -54,13 +54,9 @@ class WorkerEntry(WorkerPorts):
 
 
 class GatewayModelSection(Section):
-    """What differs for one model; absent keys take the general value."""
+    """Settings of one model; absent keys take the general value."""
 
     replicas: Replicas | None = Field(None, description="As gateway.replicas, for this model.")
-    fill: Literal["least", "rr"] | None = Field(None, description="As gateway.fill, for this model.")
-    fill_factor: float | None = Field(
-        None, gt=0, le=1024, description="As gateway.fill_factor, for this model."
-    )
 
 
 class GatewaySection(Section):
@@ -78,8 +74,8 @@ class GatewaySection(Section):
     )
     workers_dns: str | None = Field(
         None,
-        description="A name whose addresses are those of tritonservers, all with the ports of `workers_ports`; asked "
-        "again every `resolve_s`.",
+        description="A name whose addresses are those of tritonservers, all with the ports of `workers_ports`; read "
+        "again every 5 s.",
     )
     workers_file: Path | None = Field(
         None, description="A YAML file with a list as in `workers`, which is watched."
@@ -88,7 +84,6 @@ class GatewaySection(Section):
         WorkerPorts(),
         description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT there.",
     )
-    resolve_s: float = Field(5.0, ge=0.1, le=3600, description="Pause between two questions to the DNS.")
     mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
         "least_outstanding",
         description="Who gets a request, of the workers that serve its model. round_robin: each in turn; "
@@ -103,31 +98,11 @@ class GatewaySection(Section):
     replicas: Replicas = Field(
         1, description="lpt_packing: the workers that share one model's requests; `all`: each has it."
     )
-    fill: Literal["least", "rr"] = Field(
-        "least",
-        description="lpt_packing: which of a model's replicas is filled next. least: the one with the least load; rr: each in "
-        "turn.",
-    )
-    route: Literal["run", "spread"] = Field(
-        "run",
-        description="lpt_packing: run: requests go to one replica until it has a quantum of items, so that they share "
-        "executions; spread: each to the replica with the fewest.",
-    )
-    fill_factor: float = Field(
-        1.0, gt=0, le=1024, description="lpt_packing: the quantum, in largest executions of the model."
-    )
     rebalance_device_s: float = Field(
         300.0,
         gt=0,
-        description="lpt_packing: device seconds, of all workers together, after which is packed anew.",
-    )
-    first_rebalance_device_s: float = Field(
-        30.0, gt=0, description="lpt_packing: the same for the first time, when little is known yet."
-    )
-    halflife_device_s: float | None = Field(
-        None,
-        gt=0,
-        description="lpt_packing: device seconds after which a measurement counts half; null: rebalance_device_s.",
+        description="lpt_packing: device seconds of all workers together after which all models are "
+        "packed again; the first time after a tenth of it.",
     )
     hysteresis: float = Field(
         0.1,
@@ -136,15 +111,7 @@ class GatewaySection(Section):
         description="lpt_packing: a model stays where it is unless its worker would be busier by more than this fraction "
         "than another.",
     )
-    forbid_memory_oversubscription: bool = Field(
-        True,
-        description="lpt_packing: never give a worker more weights than fit at once, where that can be had. Without, busy "
-        "models may share a worker that swaps.",
-    )
     probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two looks at each worker.")
-    probe_timeout_s: float = Field(
-        1.0, ge=0.05, le=60, description="A worker that takes longer counts as dead."
-    )
     request_timeout_s: float = Field(
         60.0, gt=0, le=86400, description="For requests whose client has set no deadline."
     )
@@ -157,7 +124,6 @@ class GatewaySection(Section):
         le=2**31 - 1,
         description="Of one request or response; Triton's own limit is the default.",
     )
-    channels: int = Field(2, ge=1, le=64, description="Connections to each worker.")
     tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain for clients.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(
@@ -223,18 +189,11 @@ class NodeSection(Section):
     cpu_workers: int = Field(
         0, ge=0, le=64, description="Tritonservers on the CPU, where there is no GPU or none is wanted."
     )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="Cores of each worker; null: an equal share of those that are close to its device.",
-    )
     directory: Path = Field(
         Path("node"),
         description="Where the workers' model repositories are kept, and the list of workers; on the file system of the "
         "bundles, so that these are shared and not copied.",
     )
-    tritonserver: str = Field("tritonserver", description="The server to start.")
     arguments: list[str] = Field(default_factory=list, description="More arguments for it; they win.")
     first_port: int = Field(
         18000,
@@ -245,9 +204,6 @@ class NodeSection(Section):
     )
     max_restarts: int = Field(
         10, ge=0, description="Restarts of a worker in a row after which the node ends; 0: no limit."
-    )
-    stable_s: float = Field(
-        60.0, ge=0, description="A worker that has lived this long has its restarts forgiven."
     )
     hang_s: float = Field(
         60.0,

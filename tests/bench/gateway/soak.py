@@ -42,7 +42,6 @@ _NAMES = ("ann", "bob", "cat")
 #: lpt_packing, and anew so often that models move
 _PACKING = {
     "mode": "lpt_packing",
-    "first_rebalance_device_s": 0.5,
     "rebalance_device_s": 2.0,
     "hysteresis": 0.05,
 }

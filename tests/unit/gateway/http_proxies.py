@@ -171,7 +171,7 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[House]:
     """By default, all workers serve model `m`, each in turn. No time limit of a test's is one of the machine's."""
-    defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_timeout_s": 30}
+    defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_s": 15}
     section = GatewaySection(**{**defaults, **settings})
     brain = FakeBrain()
     workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway import grpc_proxy
 from rsrv_gateway.connections import ChannelFactory, WorkerChannels
 from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
@@ -334,9 +335,10 @@ async def test_a_worker_comes_back() -> None:
 
 
 @looped
-async def test_connections() -> None:
-    """There are as many connections to a worker as the settings say, and requests use all."""
-    async with serving(1, channels=3) as house:
+async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections to a worker are used in turn."""
+    monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 3)
+    async with serving(1) as house:
         for _ in range(6):
             await house.infer()
 
@@ -344,9 +346,10 @@ async def test_connections() -> None:
 
 
 @looped
-async def test_a_connection_that_is_half_open() -> None:
+async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing comes back on a connection, the calls after the first deadline get another one."""
-    async with serving(1, channels=1, request_timeout_s=0.3) as house:
+    monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
+    async with serving(1, request_timeout_s=0.3) as house:
         (worker,) = house.workers
         async with Relay(worker.port).running() as relay:
             where = type(worker.worker)("a", f"127.0.0.1:{relay.port}")

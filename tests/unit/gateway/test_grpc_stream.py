@@ -11,6 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
+from rsrv_gateway import grpc_proxy
 from tests.unit.gateway.proxies import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
@@ -365,9 +366,10 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 
 @looped
-async def test_a_call_is_late_beside_a_busy_stream() -> None:
-    """What a stream answers shows that the connection is well: it is kept, and the worker not suspected."""
-    async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3, channels=1) as house:
+async def test_a_call_is_late_beside_a_busy_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a stream prove a connection sound: it is kept, and the worker not suspected."""
+    monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
+    async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3) as house:
         (worker,) = house.workers
         worker.does["ModelInfer"] = never
         call = await opened(house, "m")

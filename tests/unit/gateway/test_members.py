@@ -63,11 +63,9 @@ def test_two_workers_of_one_name_are_refused() -> None:
 
 
 def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
-    """Asked again every resolve_s; the ports are those of workers_ports."""
+    """Read again every 5 s; the ports are those of workers_ports."""
     dns = Dns("10.0.0.1", "10.0.0.2", "fd00::3")
-    members = Members(
-        section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}, resolve_s=5), dns
-    )
+    members = Members(section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}), dns)
 
     async def main() -> None:
         await members.look()
@@ -175,7 +173,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
     real.write_text("[{host: a}]")
     file = tmp_path / "workers.yaml"
     file.symlink_to("real.yaml")
-    members = Members(section(workers_file=file, resolve_s=3600))
+    members = Members(section(workers_file=file), pause=3600)
 
     async def main() -> None:
         await members.look()
@@ -202,7 +200,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
 def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_path: Path) -> None:
     """Its folder comes later, so nobody could listen to it."""
     file = tmp_path / "later" / "workers.yaml"
-    members = Members(section(workers_file=file, resolve_s=0.1))
+    members = Members(section(workers_file=file), pause=0.1)
 
     async def main() -> None:
         await members.look()

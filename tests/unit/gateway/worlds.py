@@ -9,8 +9,8 @@ from typing import Any
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Plan, Planner
-from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.members import Members
@@ -20,7 +20,7 @@ from rsrv_gateway.probes import DEAD, Probes
 class FakePlanner(Planner):
     """`steps` come with the next plan; `broken`: it fails. A look ends when `gate` is set; there is one at a time."""
 
-    def __init__(self, section: GatewaySection) -> None:
+    def __init__(self, section: PlannerOptions) -> None:
         super().__init__(section)
         self.steps: tuple[WeightAction, ...] = ()
         self.broken = False
@@ -114,8 +114,8 @@ class World:
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
-        section = GatewaySection.model_validate(
-            {"workers_dns": "workers", "resolve_s": 5, "probe_s": 0.5, **(settings or {})}
+        section = PlannerOptions.model_validate(
+            {"workers_dns": "workers", "probe_s": 0.5, **(settings or {})}
         )
         self.section = section
         self.planner = FakePlanner(section)

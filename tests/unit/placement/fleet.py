@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
 from rsrv.placement.planner import Plan, Planner
 from rsrv.placement.routing import Router
 from rsrv.placement.status import PlannerStatus
-from rsrv.settings_fleet import GatewaySection
 
 #: pause between two looks
 LOOK_S = 0.5
@@ -224,8 +224,8 @@ def homes(table: Table) -> dict[str, tuple[str, ...]]:
     return {name: routes.placed for name, routes in table.items()}
 
 
-def options(**changes: object) -> GatewaySection:
-    return GatewaySection.model_validate({"mode": "lpt_packing", **changes})
+def options(**changes: object) -> PlannerOptions:
+    return PlannerOptions.model_validate({"mode": "lpt_packing", **changes})
 
 
 class Scene:

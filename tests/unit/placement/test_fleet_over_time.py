@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Table, WeightsView
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Router
-from rsrv.settings_fleet import GatewaySection
 from tests.builders import FEW_EXAMPLES
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, homes
 
@@ -27,7 +27,7 @@ class Gateway:
             "rebalance_device_s": 30,
         }
         self.fleet = fleet
-        self.options = GatewaySection.model_validate({**base, **changes})
+        self.options = PlannerOptions.model_validate({**base, **changes})
         self.planner = Planner(self.options)
         self.router = Router(self.options.mode)
         self.table: Table = {}

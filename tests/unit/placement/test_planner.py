@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, WorkerView
+from rsrv.placement.options import ModelOptions
 from rsrv.placement.planner import SETTLE_S, Planner
 from rsrv.placement.routing import Router
-from rsrv.settings_fleet import GatewayModelSection
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
 
 
@@ -334,7 +334,7 @@ def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None
 def test_replicas_and_quanta_follow_the_settings() -> None:
     """A model's own settings go first; replicas wait for the next repack, how they are filled does not."""
     fleet = Fleet(["u", "v", "w"], {"a": Model(max_items=8), "b": Model(max_items=0)})
-    own = GatewayModelSection(replicas=2)
+    own = ModelOptions(replicas=2)
     scene = Scene(fleet, Script(a=("u", "v"), b=("u", "v", "w")), replicas="all", models={"a": own})
     plan = scene.settle()
     assert {name: load.replicas for name, load in scene.script.asked[0][0].items()} == {"a": 2, "b": 3}

@@ -21,50 +21,42 @@ def cores(shares: list[Share]) -> list[tuple[int, ...]]:
 
 def test_cores_are_shared_out_in_equal_parts() -> None:
     """Neighbours stay together, and threads are as many as cores."""
-    assert share(EIGHT, [ANY, ANY], None) == [Share((0, 1, 2, 3), 4), Share((4, 5, 6, 7), 4)]
+    assert share(EIGHT, [ANY, ANY]) == [Share((0, 1, 2, 3), 4), Share((4, 5, 6, 7), 4)]
 
 
 def test_a_share_has_both_halves_of_a_physical_core() -> None:
     """The order in which the cores are given, siblings side by side, is that in which they are shared out."""
-    assert cores(share(Cores((0, 4, 1, 5, 2, 6, 3, 7)), [ANY, ANY], None)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert cores(share(Cores((0, 4, 1, 5, 2, 6, 3, 7)), [ANY, ANY])) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
 def test_workers_get_cores_close_to_their_devices() -> None:
     """The first device is on the right."""
-    assert cores(share(EIGHT, [RIGHT, LEFT, LEFT], None)) == [(4, 5, 6, 7), (0, 1), (2, 3)]
+    assert cores(share(EIGHT, [RIGHT, LEFT, LEFT])) == [(4, 5, 6, 7), (0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize("near", [[LEFT, frozenset(range(2, 6))], [LEFT, ANY]])
 def test_sides_that_overlap_are_no_sides(near: list[frozenset[int]]) -> None:
     """Then no core would be one worker's alone."""
-    assert cores(share(EIGHT, near, None)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert cores(share(EIGHT, near)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_a_side_that_this_process_may_not_use_is_none() -> None:
     """The node runs on some cores only, and the device is close to others."""
-    assert cores(share(Cores((0, 1)), [RIGHT, RIGHT], None)) == [(0,), (1,)]
+    assert cores(share(Cores((0, 1)), [RIGHT, RIGHT])) == [(0,), (1,)]
 
 
 def test_more_workers_than_cores_take_turns() -> None:
     """Each has one core, and cores have several workers."""
-    assert cores(share(Cores((3, 4)), [ANY] * 3, None)) == [(3,), (4,), (3,)]
-
-
-def test_a_number_of_cores_that_was_set_is_what_each_gets() -> None:
-    """They overlap only where there are not enough, and nobody gets one twice."""
-    assert cores(share(EIGHT, [ANY] * 2, 2)) == [(0, 1), (2, 3)]
-    assert cores(share(EIGHT, [ANY] * 2, 6)) == [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 6, 7)]
-    assert share(EIGHT, [ANY] * 2, 100) == [Share(tuple(range(8)), 8)] * 2
+    assert cores(share(Cores((3, 4)), [ANY] * 3)) == [(3,), (4,), (3,)]
 
 
 def test_a_container_with_a_limit_on_time_is_not_pinned() -> None:
     """It may use any core, but not for long: threads are what is shared out."""
     limited = Cores(tuple(range(64)), quota=6.5)
 
-    assert share(limited, [ANY] * 2, None) == [Share((), 3)] * 2
-    assert share(limited, [ANY] * 10, None) == [Share((), 1)] * 10
-    assert share(limited, [ANY] * 2, 5) == [Share((), 5)] * 2
-    assert cores(share(Cores((0, 1), quota=2.0), [ANY] * 2, None)) == [(0,), (1,)]
+    assert share(limited, [ANY] * 2) == [Share((), 3)] * 2
+    assert share(limited, [ANY] * 10) == [Share((), 1)] * 10
+    assert cores(share(Cores((0, 1), quota=2.0), [ANY] * 2)) == [(0,), (1,)]
 
 
 @given(
@@ -73,7 +65,7 @@ def test_a_container_with_a_limit_on_time_is_not_pinned() -> None:
 )
 def test_shares_are_fair(numbers: list[int], near: list[frozenset[int]]) -> None:
     """Every worker has a core; with enough for all, none is shared and each has its part of its side."""
-    shares = share(Cores(tuple(numbers)), near, None)
+    shares = share(Cores(tuple(numbers)), near)
 
     assert all(
         one.cores and set(one.cores) <= set(numbers) and one.threads == len(one.cores) for one in shares

@@ -47,7 +47,7 @@ def test_the_command_line_wins_over_the_file(
 ) -> None:
     """GPUs in the file are not meant when the CPU is asked for; nor the other way round."""
     config = tmp_path / "rsrv.yaml"
-    config.write_text("node: {gpus: [7], tritonserver: /no/such}")
+    config.write_text("node: {gpus: [7]}")
     assert run(bundles, *CPU, "--config", config, "--dry-run") == 0
     assert "worker1 on CPU" in capfd.readouterr().out
 
@@ -63,7 +63,7 @@ def test_the_command_line_wins_over_the_file(
     [
         (
             ("--cpu-workers", "2", "--tritonserver", "/no/such"),
-            "node.tritonserver: there is no program /no/such",
+            "--tritonserver: there is no program /no/such",
         ),
         (("--gpus", "x", "--tritonserver", "/bin/true"), "node.gpus: 'x' is neither a number nor a UUID"),
         ((*CPU, "--config", "/no/such"), "No such file or directory: '/no/such'"),

@@ -56,9 +56,7 @@ class Scene:
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> asyncio.Task[int]:
         house = House(self._write, self._started, rest or self._rest, 0.2, self._watch, self._leaves)
-        return asyncio.create_task(
-            supervise(workers, gateway, house, self.orders, lambda: Restarts(most, 60))
-        )
+        return asyncio.create_task(supervise(workers, gateway, house, self.orders, lambda: Restarts(most)))
 
     async def line(self, start: str, count: int = 1) -> str:
         """The line that begins so, or the so manyth of them, when it is there."""
@@ -283,7 +281,7 @@ def started(child, pid):
 
 child = Child("a", ("/bin/sh", "-c", {STUBBORN.format(fifo=tmp_path / "fifo")!r}), {{}})
 house = House(lambda lines: print(lines.decode(), end="", flush=True), started)
-asyncio.run(supervise([child], None, house, Orders.none(), lambda: Restarts(0, 60)))
+asyncio.run(supervise([child], None, house, Orders.none(), lambda: Restarts(0)))
 """
     os.mkfifo(tmp_path / "fifo")
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as node:

@@ -28,10 +28,11 @@ from rsrv.placement.contract import Routes, Table, WeightAction, WorkerView
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, Unit, survey
 from rsrv.placement.moves import Moves
+from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
 from rsrv.placement.status import PlannerStatus, Repacks, Trigger, show_models, show_workers, warn
 from rsrv.placement.tables import make_table, replicas
-from rsrv.settings_fleet import GatewayModelSection, GatewaySection, Replicas
+from rsrv.settings_fleet import Replicas
 
 SETTLE_S = 3.0
 #: least share of a model's device seconds for a worker to count as its place
@@ -64,7 +65,7 @@ class Planner:
     may run at the same time; only `options` may be read.
     """
 
-    def __init__(self, options: GatewaySection, *, pack: Pack = packing.pack) -> None:
+    def __init__(self, options: PlannerOptions, *, pack: Pack = packing.pack) -> None:
         self._options = options
         self._pack = pack
         self._generation = 0
@@ -94,10 +95,10 @@ class Planner:
         self._fleet: Fleet | None = None
 
     @property
-    def options(self) -> GatewaySection:
+    def options(self) -> PlannerOptions:
         return self._options
 
-    def change(self, options: GatewaySection) -> None:
+    def change(self, options: PlannerOptions) -> None:
         """Use other, valid settings; `mode` stays.
 
         `work_basis`, `fill`, `route`, `fill_factor` and the half-life apply from the next look on, the
@@ -117,7 +118,7 @@ class Planner:
         fill_factor: float | None = None,
     ) -> None:
         """Replace the settings of one model, which no worker needs to serve yet; None: the general value."""
-        section = GatewayModelSection(replicas=replicas, fill=fill, fill_factor=fill_factor)
+        section = ModelOptions(replicas=replicas, fill=fill, fill_factor=fill_factor)
         self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
 
     def repack(self) -> int:
@@ -324,7 +325,7 @@ class Planner:
         )
 
 
-def _halflife(options: GatewaySection) -> float:
+def _halflife(options: PlannerOptions) -> float:
     return options.rebalance_device_s if options.halflife_device_s is None else options.halflife_device_s
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 from rsrv.placement.contract import Table, WorkerView
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.tables import replicas
-from rsrv.settings_fleet import GatewaySection, Replicas
+from rsrv.settings_fleet import Replicas
 
 Trigger = Literal["start", "homes", "membership", "work", "operator"]
 
@@ -88,7 +89,7 @@ class PlannerStatus:
 
 
 def show_models(
-    options: GatewaySection,
+    options: PlannerOptions,
     fleet: Fleet,
     table: Table,
     targets: Mapping[str, tuple[str, ...]],
@@ -150,7 +151,7 @@ def show_workers(
 
 
 def warn(
-    options: GatewaySection,
+    options: PlannerOptions,
     views: Mapping[str, WorkerView],
     fleet: Fleet,
     workers: Sequence[WorkerStatus],

@@ -6,14 +6,15 @@ from typing import Literal
 from rsrv.placement.contract import Routes, Table
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, FleetModel
-from rsrv.settings_fleet import GatewaySection, Replicas
+from rsrv.placement.options import PlannerOptions
+from rsrv.settings_fleet import Replicas
 
 #: fraction by which a charge must change before the table does
 CHARGE_STEP = 0.1
 
 
 def make_table(
-    options: GatewaySection, fleet: Fleet, placed: Mapping[str, tuple[str, ...]], costs: Costs, old: Table
+    options: PlannerOptions, fleet: Fleet, placed: Mapping[str, tuple[str, ...]], costs: Costs, old: Table
 ) -> dict[str, Routes]:
     """Return the routes of all models. Unchanged routes are the objects of `old`."""
     basis = options.work_basis if options.mode != "round_robin" else "requests"
@@ -39,7 +40,7 @@ def make_table(
     return table
 
 
-def replicas(options: GatewaySection, model: str) -> Replicas:
+def replicas(options: PlannerOptions, model: str) -> Replicas:
     own = options.models.get(model)
     return options.replicas if own is None or own.replicas is None else own.replicas
 
@@ -57,12 +58,12 @@ def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
     }
 
 
-def _quantum(options: GatewaySection, name: str, model: FleetModel) -> int:
+def _quantum(options: PlannerOptions, name: str, model: FleetModel) -> int:
     own = options.models.get(name)
     factor = options.fill_factor if own is None or own.fill_factor is None else own.fill_factor
     return 1 if options.route == "spread" else max(1, round(factor * model.max_items))
 
 
-def _fill(options: GatewaySection, name: str) -> Literal["least", "rr"]:
+def _fill(options: PlannerOptions, name: str) -> Literal["least", "rr"]:
     own = options.models.get(name)
     return options.fill if own is None or own.fill is None else own.fill

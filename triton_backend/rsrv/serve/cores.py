@@ -28,35 +28,33 @@ class Share:
     threads: int
 
 
-def share(cores: Cores, near: Sequence[frozenset[int]], threads: int | None) -> list[Share]:
+def share(cores: Cores, near: Sequence[frozenset[int]]) -> list[Share]:
     """A fair share for each worker, all of the same size where that can be; neighbours where it can't overlap.
 
     Args:
         cores: what there is to share.
         near: for each worker, the cores close to its device; empty: all are alike. Workers share what is close to
             them if that leaves no core to two sides.
-        threads: cores of each worker; None: an equal share. Workers overlap where there are not as many.
     """
     count = len(near)
     if cores.quota is not None and cores.quota < len(cores.numbers):
         # The limit is on time. Others in their containers are told the same: on cores of our own choice we would meet.
-        return [Share((), threads or max(1, int(cores.quota / count)))] * count
+        return [Share((), max(1, int(cores.quota / count)))] * count
     local = [tuple(n for n in cores.numbers if n in mine) or cores.numbers for mine in near]
     sides = set(local)
     if sum(map(len, sides)) > len(set().union(*sides)):
         local = [cores.numbers] * count
     shares = []
     for index, side in enumerate(local):
-        mine = _part(side, local[:index].count(side), local.count(side), threads)
+        mine = _part(side, local[:index].count(side), local.count(side))
         shares.append(Share(tuple(sorted(mine)), len(mine)))
     return shares
 
 
-def _part(cores: tuple[int, ...], index: int, count: int, threads: int | None) -> tuple[int, ...]:
-    if threads is None and len(cores) >= count:
+def _part(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
+    if len(cores) >= count:
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
-    size = min(threads or 1, len(cores))
-    return tuple(cores[(index * size + step) % len(cores)] for step in range(size))
+    return (cores[index % len(cores)],)
 
 
 def look(root: Path = Path("/")) -> Cores:

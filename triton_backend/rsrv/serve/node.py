@@ -61,13 +61,14 @@ def run(options: Namespace, output: Output | None = None) -> int:
     output = output or Output(_put, lambda worker, pid, _: starting.tell(worker, pid), lambda line: None)
     try:
         settings = _settings(options)
-        planned = _plan(settings, getattr(options, "or_cpu", False))
+        program = options.tritonserver or "tritonserver"
+        planned = _plan(settings, program, getattr(options, "or_cpu", False))
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
         _log_to_output(settings.logs.format, output.put)
         devices = ", ".join(dict.fromkeys(worker.device.name for worker in planned.workers))
-        output.say(f"rsrv {rsrv.__version__}: starting {options.tritonserver or 'tritonserver'} on {devices}")
+        output.say(f"rsrv {rsrv.__version__}: starting {program} on {devices}")
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
             _check_free(planned)
@@ -85,8 +86,7 @@ def _settings(options: Namespace) -> Settings:
     """Of the file and the environment; what the command line says wins."""
     text = options.config.read_text(encoding="utf-8") if options.config else ""
     settings = load_settings(text, str(options.config or "rsrv.yaml"))
-    said = {"directory": options.directory, "tritonserver": options.tritonserver}
-    changes = {key: value for key, value in said.items() if value is not None}
+    changes: dict[str, object] = {} if options.directory is None else {"directory": options.directory}
     if options.gpus is not None:
         changes |= {"gpus": options.gpus, "cpu_workers": 0}
     if options.cpu_workers is not None:
@@ -101,17 +101,17 @@ def _settings(options: Namespace) -> Settings:
     return repositories.watched(settings, options.bundles)
 
 
-def _plan(settings: Settings, or_cpu: bool) -> Plan:
+def _plan(settings: Settings, program: str, or_cpu: bool) -> Plan:
     node = settings.node
     if or_cpu and not node.gpus and not node.cpu_workers and not nvml.look().gpus:
         node = node.model_copy(update={"cpu_workers": 1})
         settings = settings.model_copy(update={"node": node})
     devices = choose(node.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml.look, node.cpu_workers)
-    shares = cores.share(cores.look(), [device.near for device in devices], node.threads)
-    tritonserver = shutil.which(node.tritonserver)
+    shares = cores.share(cores.look(), [device.near for device in devices])
+    tritonserver = shutil.which(program)
     if tritonserver is None:
         raise NodeError(
-            f"node.tritonserver: there is no program {node.tritonserver}; name its path, or run this where Triton is"
+            f"--tritonserver: there is no program {program}; name its path, or run this where Triton is"
         )
     return plan(
         settings,
@@ -208,7 +208,7 @@ async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], outpu
                 output.put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
             ),
             orders,
-            lambda: Restarts(settings.node.max_restarts, settings.node.stable_s),
+            lambda: Restarts(settings.node.max_restarts),
         )
     finally:
         for task in (first, stopping, *telling.values()):

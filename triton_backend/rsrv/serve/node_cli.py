@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--directory", metavar="DIR", type=Path, help="where the repositories are kept (node.directory)"
     )
-    top.add_argument("--tritonserver", metavar="PROGRAM", help="the server to start (node.tritonserver)")
+    top.add_argument(
+        "--tritonserver", metavar="PROGRAM", help="the server to start; without: the one on PATH"
+    )
     top.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
     top.set_defaults(http_port=None, grpc_port=None, metrics_port=None)
     add_version(top)

@@ -308,7 +308,11 @@ def _gateway_settings(settings: Settings) -> str:
             "gateway.workers_file: a node writes its own; list other machines' servers in gateway.workers, or "
             "start the gateway by itself"
         )
-    gateway = settings.gateway.model_copy(update={"workers_file": settings.node.directory / WORKERS_FILE})
+    update: dict[str, object] = {"workers_file": settings.node.directory / WORKERS_FILE}
+    if settings.control.enabled and "mode" not in settings.gateway.model_fields_set:
+        # The workers' control services tell the costs and places that packing needs.
+        update["mode"] = "lpt_packing"
+    gateway = settings.gateway.model_copy(update=update)
     return dump_settings(settings.model_copy(update={"gateway": gateway}))
 
 

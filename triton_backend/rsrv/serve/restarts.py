@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+#: seconds of life after which earlier restarts no longer count
+STABLE_S = 60.0
 #: longest pause, seconds
 _LONGEST = 30.0
 
@@ -11,18 +13,16 @@ class Restarts:
 
     Args:
         most: restarts in a row after which it is given up; 0: it never is.
-        stable_s: one that has lived this long has its restarts forgiven, seconds.
     """
 
-    def __init__(self, most: int, stable_s: float) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._stable_s = stable_s
         #: in a row
         self.count = 0
 
     def ended(self, lived_s: float) -> float | None:
         """Seconds until it is started again: 1, 2, 4, and so on, at most 30. None: it has used up its restarts."""
-        if lived_s >= self._stable_s:
+        if lived_s >= STABLE_S:
             self.count = 0
         self.count += 1
         if self._most and self.count > self._most:

@@ -9,10 +9,10 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
+from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Choice, Router
 from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
-from rsrv.settings_fleet import GatewaySection
 from rsrv.sim.arrivals import instant
 from rsrv.sim.device import SimulatedDevice
 from rsrv.sim.scenario import Scenario
@@ -25,7 +25,7 @@ class Gateway:
     """The router and the planner. Devices have an index; the names of workers are in the same order."""
 
     def __init__(
-        self, scenario: Scenario, options: GatewaySection, devices: Sequence[SimulatedDevice]
+        self, scenario: Scenario, options: PlannerOptions, devices: Sequence[SimulatedDevice]
     ) -> None:
         digits = len(str(len(devices) - 1))
         self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rsrv.settings_fleet import GatewaySection
+from rsrv.placement.options import PlannerOptions
 from rsrv.sim.schema import (
     GATEWAY_KEYS,
     Arrivals,
@@ -27,7 +27,7 @@ from rsrv.sim.schema import (
 _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", File),
     ("`device`", DeviceKeys),
-    ("`gateway`", GatewaySection),
+    ("`gateway`", PlannerOptions),
     ("`models.NAME`", ModelKeys),
     ("`arrivals`", Arrivals),
     ("`arrivals.requests[]`", RequestKeys),
@@ -50,7 +50,7 @@ def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for key, field in model.model_fields.items():
-        if model is GatewaySection and key not in GATEWAY_KEYS:
+        if model is PlannerOptions and key not in GATEWAY_KEYS:
             continue
         meaning = " ".join((field.description or "").replace("|", "\\|").split())
         yield f"| `{key}` | {_default(field)} | {meaning} |"

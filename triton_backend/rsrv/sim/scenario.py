@@ -8,10 +8,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rsrv.explain import YamlError, explain, nearest, read_yaml
+from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Program
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.schema import (
     LONGEST,
@@ -52,7 +52,7 @@ class Scenario:
     closed: Sequence[ClosedLoop]
     devices: int = 1
     #: None: one device, and no gateway. Its `models` name single models.
-    gateway: GatewaySection | None = None
+    gateway: PlannerOptions | None = None
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -134,12 +134,12 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     )
 
 
-def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> GatewaySection | None:
+def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> PlannerOptions | None:
     options = file.gateway
     if options is None:
-        return GatewaySection() if file.devices > 1 else None
+        return PlannerOptions() if file.devices > 1 else None
     single = {name for names in groups.values() for name in names}
-    models: dict[str, GatewayModelSection] = {}
+    models: dict[str, ModelOptions] = {}
     for one, section in options.models.items():
         if one not in groups and one not in single:
             problems.append(f"gateway.models.{one}: {_no_model(one, [*groups, *single])}")

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rsrv.placement.options import PlannerOptions
 from rsrv.settings import SchedulerSection
-from rsrv.settings_fleet import GatewaySection
 
 
 class Part(BaseModel):
@@ -246,7 +246,7 @@ class Arrivals(Part):
         return endless + (["closed"] if self.closed else [])
 
 
-#: keys of rsrv.yaml's section `gateway` that the simulator goes by.
+#: options of the planner that the simulator uses
 GATEWAY_KEYS = (
     "mode",
     "work_basis",
@@ -295,9 +295,9 @@ class File(Part):
     devices: int = Field(
         1, ge=1, le=1000, description="This many such devices, behind a gateway; each serves all models."
     )
-    gateway: Annotated[GatewaySection, BeforeValidator(_simulated)] | None = Field(
+    gateway: Annotated[PlannerOptions, BeforeValidator(_simulated)] | None = Field(
         None,
-        description="How the gateway routes requests and places weights: keys of rsrv.yaml's section `gateway`. "
+        description="How the gateway routes requests and places weights: keys of rsrv.yaml's section `gateway`, and of the policy. "
         "With several devices its defaults hold; without them and without this there is no gateway.",
     )
     settings: SchedulerSection = Field(

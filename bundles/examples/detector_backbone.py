@@ -25,5 +25,6 @@ def make(out_dir: Path) -> None:
         axes={"image": "nhwc", "objectness": "na", "deltas": "nad", "features": "nyxf"},
         out_dir=out_dir,
         description="Where shapes may be in an image: the detector's first network.",
+        internal=True,
         overwrite=True,
     )

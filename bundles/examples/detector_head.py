@@ -24,5 +24,6 @@ def make(out_dir: Path) -> None:
         axes={"crops": "nyxf", "logits": "nk", "deltas": "nd"},
         out_dir=out_dir,
         description="What is in a region of an image: the detector's second network.",
+        internal=True,
         overwrite=True,
     )

@@ -82,5 +82,6 @@ def make(out_dir: Path) -> None:
         input_shapes=[{"l": length} for length in LENGTHS],
         out_dir=out_dir,
         description="The encoder of all-MiniLM-L6-v2.",
+        internal=True,
         overwrite=True,
     )

@@ -44,5 +44,6 @@ def make(out_dir: Path) -> None:
         input_shapes=[{"l": length} for length in LENGTHS],
         out_dir=out_dir,
         description="Mean over a sentence's tokens, of length 1.",
+        internal=True,
         overwrite=True,
     )

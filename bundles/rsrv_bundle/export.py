@@ -62,6 +62,7 @@ def export_bundle(
     client_inputs: Sequence[Mapping[str, Any]] | None = None,
     client_outputs: Sequence[Mapping[str, Any]] | None = None,
     description: str = "",
+    internal: bool = False,
     platform: str = "cpu",
     exported_at: str | None = None,
     max_constant_bytes: int = 2**20,
@@ -87,6 +88,7 @@ def export_bundle(
     input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
     hooks: a file to copy (Path) or the text (str) of model.py.
     client_inputs, client_outputs: the clients' tensors if the hooks change them, entries as the manifest writes them.
+    internal: only meta models may call it; clients get NOT_FOUND.
     platform: cpu, cuda, rocm or tpu.
     exported_at: a date for the provenance; without it, equal exports give equal bytes.
     max_constant_bytes: limit on the constants inside one module. Arrays that `fn` captures become constants,
@@ -149,6 +151,8 @@ def export_bundle(
         if leaves:
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
+        if internal:
+            document["internal"] = True
         document["sha256"] = sha256_of(sorted(work.iterdir()))
         document["provenance"] = provenance.collect(
             fn if code is None else code,

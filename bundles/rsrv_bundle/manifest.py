@@ -3,7 +3,7 @@
 Format versions:
 
 - "2.0" is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys
-  are ignored. Of our own keys it may have `public` and `meta.external`.
+  are ignored. Of our own keys it may have `internal` and `meta.external`.
 - "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
   known.
 - "3.1" is 3.0 with `sha256`, the checksums of the weights and of every module.
@@ -42,6 +42,7 @@ _KEYS_20 = (
     "description",
     "kind",
     "meta",
+    "internal",
     "public",
     *_SECTIONS,
     "batching",
@@ -122,7 +123,7 @@ class _Parser:
             input_shapes=self.input_shapes(inputs, kind),
             meta_calls=calls,
             meta_external=external,
-            public=self.public(kind),
+            internal=self.internal(kind),
             provenance=self.mapping("provenance", lenient=not self.strict),
             numerics=self.numerics() if self.strict else {},
             sha256=self.sha256() if self.version == "3.1" else {},
@@ -285,15 +286,17 @@ class _Parser:
             self.bad(key, f"'{self.name}' must not call itself")
         return tuple(counts)
 
-    def public(self, kind: Kind) -> bool:
-        value = self.document.get("public")
-        # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
-        if self.strict and value is not None:
-            if not isinstance(value, bool):
-                self.bad("public", f"must be true or false, not {value!r:.40}")
-            elif kind == "meta":
-                self.bad("public", "only a bundle of kind 'model' has it, a meta model always is; remove it")
-        return value is True and kind == "model"
+    def internal(self, kind: Kind) -> bool:
+        # `public` was the opposite, in bundles that were written before models were public by default.
+        for key in ("internal", "public"):
+            value = self.document.get(key)
+            # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
+            if self.strict and value is not None:
+                if not isinstance(value, bool):
+                    self.bad(key, f"must be true or false, not {value!r:.40}")
+                elif kind == "meta":
+                    self.bad(key, "only a bundle of kind 'model' has it, a meta model is public; remove it")
+        return kind == "model" and self.document.get("internal") is True
 
     # input_shapes: one set of sizes for each variant.
 

@@ -76,8 +76,8 @@ class Manifest:
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
-    #: clients may address the model even if meta models call it; other models are always public
-    public: bool = False
+    #: only meta models may call it; clients may not
+    internal: bool = False
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:

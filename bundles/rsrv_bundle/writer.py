@@ -58,8 +58,8 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
         document["meta"] = {"calls": list(manifest.meta_calls)}
         if manifest.meta_external:
             document["meta"]["external"] = list(manifest.meta_external)
-    if manifest.public:
-        document["public"] = True
+    if manifest.internal:
+        document["internal"] = True
     if sha256:
         document["sha256"] = dict(sha256)
     document["provenance"] = dict(manifest.provenance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -70,33 +70,26 @@ class RepositoryPlan:
 
 def plan_repository(
     sources: Mapping[str, SourceBundle],
-    kept: Mapping[str, Collection[str]],
     *,
     mode: LinkMode = "hard",
     transport: Transport = "direct",
 ) -> RepositoryPlan:
     """Plan the repository of these bundles, which include the callees of the metas among them.
 
-    `kept` are the metas that are not written again, because they stay as they are or are broken, with their callees.
-    Their callees are internal, too.
+    Clients can address every model but those whose manifest says `internal`. An internal model has a directory only
+    where metas call through Triton.
     """
     calls = {name: source.bundle.manifest.meta_calls for name, source in sources.items()}
+    metas = callers(calls)
     internal = {
-        callee: metas
-        for callee, metas in callers({**kept, **calls}).items()
-        if callee in sources and _may_be_internal(sources[callee].bundle)
+        name: metas.get(name, ()) for name, source in sources.items() if source.bundle.manifest.internal
     }
     models = {}
     for name in sorted(sources, key=lambda name: (sources[name].bundle.manifest.kind == "meta", name)):
-        if name not in internal or transport == "bls":
+        if name not in internal or (internal[name] and transport == "bls"):
             callees = [sources[callee] for callee in calls[name]]
             models[name] = plan_model(sources[name], callees, internal=name in internal, mode=mode)
     return RepositoryPlan(models, internal)
-
-
-def _may_be_internal(bundle: Bundle) -> bool:
-    """Return False for a meta model: only a broken one would call it."""
-    return bundle.manifest.kind == "model" and not bundle.manifest.public
 
 
 def plan_model(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from rsrv_bundle import Bundle, BundleError, find_bundles, manifest, read_bundle, yaml12
+from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
@@ -27,8 +27,6 @@ class Sources:
     good: dict[str, SourceBundle] = field(default_factory=dict)
     #: model name -> reasons why it cannot be served
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: broken meta model -> the models that it would call, as far as its manifest can be read
-    broken_calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: paths without any bundle: part of the input is unknown
     unusable: list[str] = field(default_factory=list)
 
@@ -55,11 +53,10 @@ def read_sources(paths: Iterable[Path]) -> Sources:
             sources.good[name] = _read(name, same)
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
-            sources.broken_calls[name] = tuple(call for place in same for call in _declared_calls(place))
     bundles = {name: source.bundle for name, source in sources.good.items()}
     for name, problems in unusable_metas(bundles, sources.broken).items():
         sources.broken[name] = problems
-        sources.broken_calls[name] = sources.good.pop(name).bundle.manifest.meta_calls
+        del sources.good[name]
     return sources
 
 
@@ -75,16 +72,6 @@ def _read(name: str, places: Sequence[Path]) -> SourceBundle:
     # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
     return SourceBundle(bundle, bundle_files(bundle.path))
-
-
-def _declared_calls(bundle: Path) -> list[str]:
-    """Return the names under meta.calls of a bundle that is broken; none if its manifest is no YAML."""
-    try:
-        with (bundle / manifest.FILE).open("rb") as file:
-            document = yaml12.load(file.read(yaml12.MAX_BYTES + 1))
-        return [name for name in document["meta"]["calls"] if isinstance(name, str)]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
 
 
 def verify(name: str, sources: Sources) -> None:

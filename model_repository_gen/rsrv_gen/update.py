@@ -17,7 +17,6 @@ from rsrv_gen.write import (
     is_current,
     is_foreign,
     is_ours,
-    is_public,
     open_repository,
     our_models,
 )
@@ -61,12 +60,7 @@ def steps(
             kept[name] = reason
         else:
             go.append(name)
-    calls = {name: carried(repository / name) for name in kept}
-    for meta, called in sources.broken_calls.items():
-        # A public model stays public; no other becomes public because a meta model broke.
-        hidden = [name for name in called if not is_public(repository / name)]
-        calls[meta] = [*calls.get(meta, ()), *hidden]
-    plan = plan_repository(sources.good, calls, mode=link, transport=transport)
+    plan = plan_repository(sources.good, mode=link, transport=transport)
 
     def wanted(name: str) -> bool:
         return only is None or name in only
@@ -100,11 +94,11 @@ def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
 
 
 def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
-    """Plan the action for a model that only its metas carry."""
-    called = f"called by {', '.join(metas)}"
+    """Plan the action for an internal model, which Triton does not know."""
+    called = f"called by {', '.join(metas)}" if metas else "no meta model calls it"
     if not is_ours(folder):
         return PlannedAction(folder.name, "internal", note=f" ({called})", carriers=metas)
-    note = f" (internal: {called}; public: true in its manifest would keep it)"
+    note = f" (its manifest says internal: clients cannot address it any more; {called})"
     return PlannedAction(folder.name, "removed", note=note, carriers=metas)
 
 
@@ -129,8 +123,6 @@ class Update:
     kept: set[str] = field(default_factory=set)
     #: all models with a broken bundle, or with a foreign directory in their place -> reason
     broken: dict[str, str] = field(default_factory=dict)
-    #: models that are not served because a broken meta model would call them; without it, they are
-    hidden: set[str] = field(default_factory=set)
     #: models that could not be written -> reason
     failed: dict[str, str] = field(default_factory=dict)
     #: models left as they are because a file does not match its bundle's manifest -> reason
@@ -228,8 +220,6 @@ def update(
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
-            case "internal" if not sources.broken.keys().isdisjoint(step.carriers):
-                done.hidden.add(step.name)
             case "kept" if step.name not in sources.broken:
                 done.kept.add(step.name)
             case "removed":

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from rsrv_gen.config import INTERNAL, MARK
+from rsrv_gen.config import MARK
 from rsrv_gen.plan import (
     CALLS_FOLDER,
     CONFIG_FILE,
@@ -40,11 +40,6 @@ def is_ours(folder: Path) -> bool:
             return not folder.is_symlink() and file.readline() == MARK + "\n"
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def is_public(folder: Path) -> bool:
-    """Return whether clients can address the model in this directory, which rsrv-gen made."""
-    return is_ours(folder) and f'key: "{INTERNAL}"' not in (folder / CONFIG_FILE).read_text("utf-8")
 
 
 def is_foreign(folder: Path) -> bool:

@@ -160,9 +160,9 @@ def _stage_weights(name: str) -> Mapping[str, Array]:
 
 def _export_stage(folder: Path) -> None:
     export_mlp(folder, _stage_weights(folder.name))
-    if folder.name == ONE_CALL:
+    if folder.name != ONE_CALL:
         manifest = folder / "manifest.yaml"
-        manifest.write_text(manifest.read_text() + "public: true\n")
+        manifest.write_text(manifest.read_text() + "internal: true\n")
 
 
 def _chain_bundle() -> Path:

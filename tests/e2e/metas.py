@@ -24,7 +24,7 @@ def postprocess(outputs):
 """
 
 
-def write_scale(path: Path, factor: float, *, public: bool = False, hooks: str = "") -> Path:
+def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str = "") -> Path:
     """A model: y = factor * x, rows of COLUMNS f32."""
     export_bundle(
         lambda params, x: {"y": params["factor"] * x},
@@ -35,9 +35,9 @@ def write_scale(path: Path, factor: float, *, public: bool = False, hooks: str =
     )
     if hooks:
         (path / "model.py").write_text(hooks)
-    if public:
+    if internal:
         manifest = path / "manifest.yaml"
-        manifest.write_text(manifest.read_text() + "\npublic: true\n")
+        manifest.write_text(manifest.read_text() + "\ninternal: true\n")
     return path
 
 

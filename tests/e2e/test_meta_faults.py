@@ -58,8 +58,8 @@ def execute(self, requests):
 def make_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
     """`chain` and `outside`, and what they call."""
     bundles = folder / "bundles"
-    write_scale(bundles / "double", 2)
-    write_scale(bundles / "triple", 3, public=True)
+    write_scale(bundles / "double", 2, internal=True)
+    write_scale(bundles / "triple", 3)
     write_meta(bundles / "chain", CHAIN, ["double", "triple"])
     write_meta(bundles / "outside", OUTSIDE, ["double"], ["plain"])
     config = folder / "settings.yaml"

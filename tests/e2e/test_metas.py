@@ -86,10 +86,10 @@ def preprocess(inputs):
 
 
 def write_bundles(folder: Path) -> Path:
-    write_scale(folder / "double", 2)
-    write_scale(folder / "triple", 3, public=True)
-    write_scale(folder / "hooked", 5, hooks=HOOKS)
-    write_scale(folder / "raises", 1, hooks=RAISES)
+    write_scale(folder / "double", 2, internal=True)
+    write_scale(folder / "triple", 3)
+    write_scale(folder / "hooked", 5, internal=True, hooks=HOOKS)
+    write_scale(folder / "raises", 1, internal=True, hooks=RAISES)
     write_meta(folder / "chain", CHAIN, ["double", "triple", "hooked"])
     write_meta(folder / "awaits", AWAITS, ["double", "triple", "hooked"])
     write_meta(folder / "outside", OUTSIDE, ["double"], ["plain"])

@@ -57,8 +57,8 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     The weights of one model fit on the device, so each of them is loaded when another was called before.
     """
     folder = tmp_path_factory.mktemp("traces")
-    write_scale(folder / "bundles" / "double", 2, public=True)
-    write_scale(folder / "bundles" / "hooked", 5, hooks=HOOKS, public=True)
+    write_scale(folder / "bundles" / "double", 2)
+    write_scale(folder / "bundles" / "hooked", 5, hooks=HOOKS)
     write_meta(folder / "bundles" / "chain", CHAIN, ["double", "hooked"])
     through_triton = request.param == "triton"
     transport = "direct" if through_triton else "bls"

@@ -43,7 +43,7 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
             scan(path.parent, linked=True)
             sources = read_sources([path.parent])
             models = {name: one for name, one in sources.good.items() if one.bundle.manifest.kind == "model"}
-            plan_repository(models, {})
+            plan_repository(models)
             try:
                 if read_bundle(path).manifest.kind == "meta":
                     return "read"

@@ -48,7 +48,16 @@ def key(rng: Random, files: Files) -> None:
         if rng.random() < 0.6:
             del holder[key]
         if isinstance(holder, dict):
-            known = ("client_inputs", "client_outputs", "input_shapes", "meta", "public", "kind", "numerics")
+            known = (
+                "client_inputs",
+                "client_outputs",
+                "input_shapes",
+                "meta",
+                "internal",
+                "public",
+                "kind",
+                "numerics",
+            )
             holder[rng.choice((f"{key}s", "", "\0", "n", "dims", *known))] = copy.deepcopy(
                 rng.choice((value, *VALUES))
             )

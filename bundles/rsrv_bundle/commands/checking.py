@@ -79,8 +79,8 @@ def _summary(bundle: Bundle, sizes: Sequence[int]) -> str:
         if bundle.variants > 1:
             parts.append(f"{bundle.variants} variants")
         parts.append(f"{len(bundle.weights)} weights, {bundle.weight_bytes} bytes")
-        if manifest.public:
-            parts.append("public")
+        if manifest.internal:
+            parts.append("internal")
     if bundle.hooks is not None:
         parts.append("hooks")
     parts.append(f"sha256 {bundle.digest[:12]}")

@@ -34,7 +34,7 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         "format_version": manifest.format_version,
         "kind": manifest.kind,
         "description": manifest.description,
-        "public": manifest.public,
+        "internal": manifest.internal,
         "sha256": bundle.digest,
         "client_inputs": [_tensor(spec) for spec in manifest.wire_inputs],
         "client_outputs": [_tensor(spec) for spec in manifest.wire_outputs],

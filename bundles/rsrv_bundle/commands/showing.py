@@ -26,8 +26,8 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    public = ", public" if found["public"] else ""
-    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{public}"
+    internal = ", internal" if found["internal"] else ""
+    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{internal}"
     if found["description"]:
         yield printable(found["description"])
     yield f"sha256 {found['sha256']}"

@@ -86,10 +86,12 @@ def test_a_meta_model_that_could_not_run_is_broken(
     )
 
 
-def test_a_public_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The summary names what is not the rule."""
-    assert cli.main(["check", "--no-signatures", str(make_bundle(tmp_path, changed(GOOD, public=True)))]) == 0
-    assert ", public, sha256 " in capsys.readouterr().out
+    assert (
+        cli.main(["check", "--no-signatures", str(make_bundle(tmp_path, changed(GOOD, internal=True)))]) == 0
+    )
+    assert ", internal, sha256 " in capsys.readouterr().out
 
 
 def test_modules_can_be_left_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

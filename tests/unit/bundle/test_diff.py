@@ -81,14 +81,14 @@ def test_differences_of_interfaces_and_files_are_told(
         executable_inputs=[*GOOD["executable_inputs"], tensor("z", "i32", "nk", k=2)],
         batching={"compiled_batch_sizes": [1, 8]},
         provenance={"by": "me"},
-        public=True,
+        internal=True,
     )
     modules = {"model.b1.mlir": b"junk", "model.b4.mlir": b"junks", "model.b8.mlir": b"junk"}
     b = bundle(tmp_path / "b", {"w": ONES}, document, modules=modules, files={"vocab.txt": b"b"})
     assert diff(a, b, capsys) == (
         1,
         [
-            "public: False in A, True in B",
+            "internal: False in A, True in B",
             "compiled_batch_sizes: (1, 4) in A, (1, 8) in B",
             "executable input 'z': none in A, i32 nk [-1, 2] in B",
             "provenance.by: none in A, me in B",

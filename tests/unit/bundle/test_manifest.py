@@ -85,7 +85,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("f8 to clients", with_input(dtype="f8_e4m3"), "the element type f8_e4m3 cannot travel to clients"),
     ("client spec", changed(GOOD, client_outputs=[tensor(c=1)]), "client_outputs: only hooks can change"),
     ("meta on a model", changed(GOOD, meta={"calls": []}), "meta: only a bundle of kind 'meta' has it"),
-    ("public type", changed(GOOD, public="yes"), "public: must be true or false, not 'yes'"),
+    ("internal type", changed(GOOD, internal="yes"), "internal: must be true or false, not 'yes'"),
     ("public number", changed(GOOD, public=1), "public: must be true or false, not 1"),
     (
         "many variants",
@@ -138,7 +138,7 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
     ("external twice", changed(META, meta=calls([], ["x", "x"])), "meta.external: 'x' is listed 2 times"),
     ("external self", changed(META, meta=calls([], ["model_a"])), "meta.external: 'model_a' must not call"),
     ("overlap", changed(META, meta=calls(["a", "b"], ["b"])), "meta.external: 'b' is in meta.calls as well"),
-    ("public", changed(META, public=True), "public: only a bundle of kind 'model' has it"),
+    ("internal", changed(META, internal=True), "internal: only a bundle of kind 'model' has it"),
     ("no client inputs", changed(META, client_inputs=None), "client_inputs: a meta model must list"),
     ("no client outputs", changed(META, client_outputs=[]), "client_outputs: a meta model must list"),
     ("shapes", changed(META, input_shapes=[{"c": 1}]), "input_shapes: a meta model has no compiled shapes"),
@@ -189,14 +189,20 @@ def test_a_meta_model_may_call_models_that_are_no_bundles(tmp_path: Path) -> Non
     assert bundle.manifest.meta_external == ("tokenizer", "resnet")
 
 
-@pytest.mark.parametrize(("value", "public"), [(None, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("value", "internal"), [(None, False), (False, False), (True, True)])
 @pytest.mark.parametrize("version", ["2.0", "3.0"])
-def test_a_model_is_public_when_it_says_so(
-    tmp_path: Path, version: str, value: bool | None, public: bool
+def test_a_model_is_internal_when_it_says_so(
+    tmp_path: Path, version: str, value: bool | None, internal: bool
 ) -> None:
     """In both formats, and not by itself."""
-    manifest = changed(GOOD, format_version=version, public=value)
-    assert read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.public is public
+    manifest = changed(GOOD, format_version=version, internal=value)
+    assert read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.internal is internal
+
+
+def test_a_model_that_was_written_as_public_is_read(tmp_path: Path) -> None:
+    """Models are public by default; the key by which older bundles said so is accepted and changes nothing."""
+    manifest = changed(GOOD, public=True)
+    assert not read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.internal
 
 
 @pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b"])
@@ -250,9 +256,9 @@ def test_version_2_shapes_are_reversed(tmp_path: Path) -> None:
 
 def test_version_2_ignores_unknown_keys_and_odd_provenance(tmp_path: Path) -> None:
     """As its own reader does."""
-    odd = {"executable_input": [], "provenance": "me", "numerics": {"a": "b"}, "meta": 3, "public": "no"}
+    odd = {"executable_input": [], "provenance": "me", "numerics": {"a": "b"}, "meta": 3, "internal": "no"}
     bundle = read_bundle(make_bundle(tmp_path, changed(V2, **odd), weights=one_weight()))
-    assert (bundle.manifest.provenance, bundle.manifest.public) == ({}, False)
+    assert (bundle.manifest.provenance, bundle.manifest.internal) == ({}, False)
 
 
 def test_an_unquoted_shape_of_one_batch_axis_is_text(tmp_path: Path) -> None:

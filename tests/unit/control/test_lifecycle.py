@@ -71,8 +71,10 @@ def story(
     return world
 
 
-def add_meta(world: World, name: str, callee: str) -> None:
-    """A meta model, with modules as well: the server that pretends looks at these."""
+def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> None:
+    """A meta model, and its callee made internal. It has modules as well: the server that pretends looks at these."""
+    if internal:
+        place(world.roots["r"] / callee, "v1", internal=True)
     aside = write_meta(world.roots["r"] / f".{name}", [callee])
     manifest = (aside / "manifest.yaml").read_text()
     write_bundle(aside, "meta").joinpath("manifest.yaml").write_text(manifest)
@@ -93,18 +95,19 @@ def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> Non
     assert world.triton.served == before
 
 
-def test_what_a_broken_meta_model_calls_is_served_when_that_is_gone(tmp_path: Path) -> None:
-    """Not before: it was for no client. What clients had already stays theirs all the time."""
+def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
+    """The models that it calls go on being served by themselves, whether it is whole or broken."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
-        write_meta(tmp_path / "r" / "meta", ["a", "b", "missing"])
-        place(tmp_path / "r" / "b", "v1")
+        write_meta(tmp_path / "r" / "meta", ["a", "missing"])
         await asyncio.sleep(200)
         assert world.triton.texts() == {"a": "v1"}
         assert lifecycle.failures.keys() == {"meta"}
         shutil.rmtree(tmp_path / "r" / "meta")
+        add_meta(world, "whole", "a", internal=False)
         await asyncio.sleep(90)
-        assert world.triton.texts() == {"a": "v1", "b": "v1"}
+        assert world.triton.served.keys() == {"a", "whole"}
+        assert lifecycle.failures == {}
 
     story(tmp_path, {"r": {"a": "v1"}}, tell)
 
@@ -446,10 +449,10 @@ def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path
         await asyncio.sleep(20)
         world.triton.seconds = 20
         world.triton.log.clear()
-        place(world.roots["r"] / "a", "v2")
+        place(world.roots["r"] / "a", "v2", internal=True)
         await asyncio.sleep(10)
         before = version_of(world.repository / "meta")
-        place(world.roots["r"] / "a", "v3")
+        place(world.roots["r"] / "a", "v3", internal=True)
         await asyncio.sleep(10)
         assert version_of(world.repository / "meta") == before
         await asyncio.sleep(60)
@@ -755,7 +758,7 @@ def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
         await lifecycle.reload("a")
         assert world.triton.log == ["load meta", "loaded meta"]
         world.triton.log.clear()
-        place(world.roots["r"] / "a", "v2")
+        place(world.roots["r"] / "a", "v2", internal=True)
         await asyncio.sleep(20)
         assert world.triton.log == ["load meta", "loaded meta"]
 

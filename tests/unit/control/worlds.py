@@ -108,10 +108,10 @@ def whole(bundle: Path) -> str:
     return one
 
 
-def place(path: Path, text: str) -> None:
+def place(path: Path, text: str, *, internal: bool = False) -> None:
     """A bundle at once, with this text in its modules."""
     aside = path.with_name(f".{path.name}")
-    write_bundle(aside, text)
+    write_bundle(aside, text, internal=internal)
     shutil.rmtree(path, ignore_errors=True)
     aside.rename(path)
 

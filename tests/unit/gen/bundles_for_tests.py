@@ -94,12 +94,12 @@ def write_bundle(
     folder: Path,
     module: str = "not looked into",
     *,
-    public: bool = False,
+    internal: bool = False,
     files: Mapping[str, str] | None = None,
 ) -> Path:
     """A directory that reads as a bundle."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.yaml").write_text(MANIFEST + ("public: true\n" if public else ""))
+    (folder / "manifest.yaml").write_text(MANIFEST + ("internal: true\n" if internal else ""))
     for name, text in (files or {}).items():
         (folder / name).write_text(text)
     for size in (1, 8):

@@ -18,9 +18,9 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 @pytest.fixture
 def bundles(tmp_path: Path) -> Path:
-    """The meta model `chain` that calls `one` and `two`, and `three`, which nobody calls."""
+    """The meta model `chain` that calls `one` and `two`, which are internal, and `three`, which is not called."""
     for name in ("one", "two", "three"):
-        write_bundle(tmp_path / "bundles" / name, name)
+        write_bundle(tmp_path / "bundles" / name, name, internal=name != "three")
     (tmp_path / "bundles" / "two" / "model.py").write_text("def preprocess(inputs): return inputs\n")
     write_meta(tmp_path / "bundles" / "chain", ["one", "two"])
     return tmp_path / "bundles"
@@ -69,10 +69,10 @@ def replace_file(file: Path, text: str) -> None:
     new.replace(file)
 
 
-def test_a_meta_model_carries_its_callees_and_only_they_disappear(
+def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Callees have no directory of their own, what nobody calls has one, and a line each says so."""
+    """Internal callees have no directory of their own, another model has one, and a line each says so."""
     assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
     assert lines(capsys) == [
@@ -98,7 +98,7 @@ def test_a_public_callee_has_a_directory_as_well(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Clients address it like any other, whichever way calls go, and the meta model still carries it."""
-    write_bundle(bundles / "one", public=True)
+    write_bundle(bundles / "one")
     for options in ((), bls):
         assert run(bundles, "-o", gen, *options) == 0
         assert "one" in models(gen)
@@ -131,103 +131,66 @@ def test_a_change_of_transport_removes_directories_and_brings_them_back(
     run(bundles, "-o", gen, *bls)
     assert run(bundles, "-o", gen, "--check") == 1
     assert models(gen) == {"chain", "one", "two", "three"}
-    capsys.readouterr()
     assert run(bundles, "-o", gen) == 0
-    assert "removed one (internal: called by chain; public: true in its manifest would keep it)" in lines(
-        capsys
-    )
     assert models(gen) == {"chain", "three"}
     assert run(bundles, "-o", gen, *bls) == 0
     assert models(gen) == {"chain", "one", "two", "three"}
 
 
-def test_a_callee_that_nobody_calls_any_more_comes_back(bundles: Path, gen: Path) -> None:
-    """It is a model like any other again, also when the meta model itself goes."""
-    run(bundles, "-o", gen)
-    write_meta(bundles / "chain", ["one"])
-    assert run(bundles, "-o", gen) == 0
-    assert models(gen) == {"chain", "three", "two"}
-    assert not (gen / "chain/1/calls/two").exists()
-    others = [bundles / name for name in ("one", "two", "three")]
-    assert run(*others, "-o", gen, "--prune") == 0
-    assert models(gen) == {"one", "two", "three"}
-
-
-def test_a_meta_model_that_stays_keeps_its_callees_internal(
+def test_a_new_meta_model_takes_nothing_away_from_clients(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kept because its bundle broke, or was not given: it is served, and so is what it carries."""
+    """A model that was served by itself is served by itself when a meta model calls it, too."""
     run(bundles, "-o", gen)
-    assert run(bundles / "one", "-o", gen) == 0
-    assert models(gen) == {"chain", "three"}
-    capsys.readouterr()
-    (bundles / "chain" / "manifest.yaml").write_text("nothing: good\n")
-    assert run(bundles, "-o", gen, "--prune") == 1
-    assert models(gen) == {"chain", "three"}
-    printed = lines(capsys)
-    assert "internal one (called by chain)" in printed
-    assert "kept chain (as it was before its bundle broke)" in printed
-
-
-def test_a_broken_new_meta_model_takes_nothing_away(bundles: Path, gen: Path) -> None:
-    """Models that were served go on being served when only a meta model that never was calls them."""
-    assert run(*(bundles / name for name in ("one", "two", "three")), "-o", gen) == 0
-    write_meta(bundles / "chain", ["one", "twoo"])
-    write_bundle(bundles / "one", "changed")
-    assert run(bundles, "-o", gen) == 1
-    assert models(gen) == {"one", "two", "three"}
-    assert "changed" in (gen / "one/1/bundle/model.b1.mlir").read_text()
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        pytest.param("model.py", "def run(:\n", id="its code"),
-        pytest.param(
-            "manifest.yaml", "kind: mta\nmeta: {calls: [one, 3, two], cals: []}\n", id="its manifest"
-        ),
-    ],
-)
-def test_what_a_broken_meta_model_calls_does_not_become_public(
-    bundles: Path, gen: Path, bls: tuple[str, str], file: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its callees are for no client before it is repaired: they have no directory, or one that is marked."""
-    (bundles / "chain" / file).write_text(text)
-    for _ in range(2):
-        assert run(bundles, "-o", gen) == 1
-        assert models(gen) == {"three"}
-    assert "internal one (called by chain)" in lines(capsys)
-    for _ in range(2):
-        assert run(bundles, "-o", gen, *bls) == 1
-        assert models(gen) == {"one", "two", "three"}
-        assert 'key: "rsrv_internal"' in (gen / "one" / "config.pbtxt").read_text()
-    write_meta(bundles / "chain", ["one"])
+    write_meta(bundles / "second", ["three"])
     assert run(bundles, "-o", gen) == 0
-    assert models(gen) == {"chain", "two", "three"}
+    assert models(gen) == {"chain", "second", "three"}
+    assert (gen / "second/1/calls/three").is_dir()
 
 
-def test_what_a_broken_meta_model_calls_anew_does_not_become_public(bundles: Path, gen: Path) -> None:
-    """It serves on as it was, and a bundle that came for its next version stays out of sight."""
+def test_a_served_model_that_becomes_internal_is_named(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says that clients lose it, and why; without the key it is back."""
     run(bundles, "-o", gen)
-    write_bundle(bundles / "four")
-    write_meta(bundles / "chain", ["one", "four", "missing"])
-    assert run(bundles, "-o", gen) == 1
+    write_bundle(bundles / "three", "three", internal=True)
+    capsys.readouterr()
+    assert run(bundles, "-o", gen) == 0
+    reason = "its manifest says internal: clients cannot address it any more; no meta model calls it"
+    assert f"removed three ({reason})" in lines(capsys)
+    assert models(gen) == {"chain"}
+    write_bundle(bundles / "three", "three")
+    assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
 
 
-def test_a_meta_model_that_nobody_can_read_keeps_what_the_repository_has(bundles: Path, gen: Path) -> None:
-    """Its manifest is no YAML: what it called last time stays internal."""
+def test_an_internal_model_stays_out_of_sight_whatever_becomes_of_its_meta_model(
+    bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The meta model breaks, calls another model, or goes: clients never see the part."""
     run(bundles, "-o", gen)
     (bundles / "chain" / "manifest.yaml").write_text("meta: {calls: [one, two")
-    assert run(bundles, "-o", gen) == 1
+    assert run(bundles, "-o", gen, "--prune") == 1
     assert models(gen) == {"chain", "three"}
+    assert "kept chain (as it was before its bundle broke)" in lines(capsys)
+    write_meta(bundles / "chain", ["one"])
+    assert run(bundles, "-o", gen) == 0
+    assert models(gen) == {"chain", "three"}
+    assert not (gen / "chain/1/calls/two").exists()
+    others = [bundles / name for name in ("one", "two", "three")]
+    assert run(*others, "-o", gen, "--prune", *bls) == 0
+    assert models(gen) == {"three"}
 
 
 def test_a_callee_stays_while_its_meta_model_cannot_be_written(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else nobody could reach it any more."""
+    """A model that becomes internal is removed only when every meta model that carries it is in place."""
+    for name in ("one", "two"):
+        write_bundle(bundles / name, name)
     run(bundles / "one", bundles / "two", "-o", gen)
+    for name in ("one", "two"):
+        write_bundle(bundles / name, name, internal=True)
     (gen / "chain").mkdir()
     assert run(bundles, "-o", gen) == 1
     assert "kept one (a meta model that shall carry it could not be written)" in lines(capsys)
@@ -241,7 +204,7 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
     """That is what makes Triton load them anew; with symlink the bundle itself is what Triton sees."""
     large = "x" * write.LINK_BYTES
     for name in ("one", "two"):
-        write_bundle(bundles / name, files={"weights.txt": large})
+        write_bundle(bundles / name, files={"weights.txt": large}, internal=True)
     write_meta(bundles / "other", ["two"])
     options = ("-o", gen, "--link", link)
     assert run(bundles, *options) == 0
@@ -302,7 +265,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
     assert "empty is skipped:\n  a model needs at least one input" in errors
     assert "chain is skipped:" in errors
     assert problem in errors
-    assert models(gen) == {"one", "two", "other"} - set(calls) | {"other"}
+    assert models(gen) == {"three", "other"}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +290,7 @@ def test_a_meta_model_may_call_nothing_or_other_models_of_triton(bundles: Path, 
     """It carries nothing then, and its configuration names the others."""
     write_meta(bundles / "chain", [], ["resnet", "tokenizer"])
     assert run(bundles, "-o", gen) == 0
-    assert models(gen) == {"chain", "one", "two", "three"}
+    assert models(gen) == {"chain", "three"}
     assert not (gen / "chain/1/calls").exists()
     text = (gen / "chain" / "config.pbtxt").read_text()
     assert 'key: "rsrv_external"' in text
@@ -345,14 +308,14 @@ CALLS = st.dictionaries(
 @given(
     first=CALLS,
     then=CALLS,
-    public=st.sets(st.sampled_from(MODELS)),
+    internal=st.sets(st.sampled_from(MODELS)),
     link=st.sampled_from(["hard", "copy", "symlink"]),
     transport=st.sampled_from(["direct", "bls"]),
 )
 def test_any_metas_carry_all_that_they_call(
     first: dict[str, list[str]],
     then: dict[str, list[str]],
-    public: set[str],
+    internal: set[str],
     link: str,
     transport: str,
 ) -> None:
@@ -368,7 +331,7 @@ def test_any_metas_carry_all_that_they_call(
         for round_number, metas in enumerate((first, then)):
             bundles = root / f"bundles{round_number}"
             for name in MODELS:
-                write_bundle(bundles / name, f"{name} {round_number}", public=name in public)
+                write_bundle(bundles / name, f"{name} {round_number}", internal=name in internal)
             for name, calls in metas.items():
                 write_meta(bundles / name, calls)
             options = (bundles, "-o", gen, "--link", link, "--config", config, "--prune")
@@ -380,8 +343,8 @@ def test_any_metas_carry_all_that_they_call(
                     assert files(gen / name / "1/calls" / callee) == files(bundles / callee)
                 carried = gen / name / "1/calls"
                 assert (set(os.listdir(carried)) if carried.is_dir() else set()) == set(calls)
-            internal = {callee for calls in metas.values() for callee in calls} - public
-            hidden = internal if transport == "direct" else set()
+            called = {callee for calls in metas.values() for callee in calls}
+            hidden = internal if transport == "direct" else internal - called
             assert models(gen) == {*MODELS, *metas} - hidden
             marked = {n for n in models(gen) if "rsrv_internal" in (gen / n / "config.pbtxt").read_text()}
             assert marked == internal - hidden

@@ -37,8 +37,6 @@ class BundleState(StrEnum):
     FAILED = "failed"
     #: The bundle cannot be served as it is on disk. An older version may be serving.
     BROKEN = "broken"
-    #: Not served, because only a meta model calls it, and that meta model's bundle is broken.
-    HIDDEN = "hidden"
     #: The bundle is gone; the unload waits for loads that began before.
     UNLOAD_PENDING = "unload_pending"
     #: Triton unloads the model, which is then removed from the repository.
@@ -68,9 +66,7 @@ class BundleEvent(StrEnum):
     FAIL = "fail"
     #: The bundle cannot be served as it is on disk.
     BREAK = "break"
-    #: A broken meta model is the only one to call it.
-    HIDE = "hide"
-    #: The model has no bundle any more, or only its meta models need one.
+    #: The model has no bundle any more, or is internal.
     ORPHAN = "orphan"
     #: An unload begins.
     UNLOAD = "unload"
@@ -87,7 +83,6 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.UNCHECKED, BundleEvent.LOAD): BundleState.LOADING,
     (BundleState.UNCHECKED, BundleEvent.FAIL): BundleState.FAILED,
     (BundleState.UNCHECKED, BundleEvent.BREAK): BundleState.BROKEN,
-    (BundleState.UNCHECKED, BundleEvent.HIDE): BundleState.HIDDEN,
     (BundleState.UNCHECKED, BundleEvent.ORPHAN): BundleState.UNLOAD_PENDING,
     (BundleState.UNCHECKED, BundleEvent.FORGET): BundleState.UNCHECKED,
     (BundleState.UNCHECKED, BundleEvent.STUB_DIED): BundleState.RELOADING,
@@ -97,7 +92,6 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.SERVED, BundleEvent.STUB_DIED): BundleState.RELOADING,
     (BundleState.FAILED, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
-    (BundleState.HIDDEN, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.BROKEN, BundleEvent.CHECK): BundleState.UNCHECKED,
     # This server can load nothing: the death of the stub is logged, and the bundle remains broken.
     (BundleState.BROKEN, BundleEvent.FAIL): BundleState.BROKEN,
@@ -138,7 +132,6 @@ _SUCCESSES = frozenset(
     {
         BundleEvent.LOADED,
         BundleEvent.MATCHED,
-        BundleEvent.HIDE,
         BundleEvent.UNLOADED,
         BundleEvent.FORGET,
     }

@@ -357,8 +357,6 @@ class Reconciler:
         # Where bundles are not followed, the operator is told to ask again.
         for name in done.later if self._follows else done.later & self.failures.keys():
             self._states.check(name, now + self._lifecycle.poll_s)
-        for name in done.hidden:
-            self._states.settle(name, BundleEvent.HIDE, now)
         followed_up = {
             *done.put,
             *done.unchanged,
@@ -370,7 +368,7 @@ class Reconciler:
         }
         if not self._follows:
             followed_up |= done.kept  # it is not looked for again
-        for name in named - followed_up - done.hidden:
+        for name in named - followed_up:
             # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it.
             loaded = name in self._loader.served or self._states.state(name) is BundleState.UNLOAD_PENDING
             if loaded and not self._barred:
@@ -424,7 +422,7 @@ class Reconciler:
             text = f"{text}: {self._barred}" if self._barred else text
             self._loader.fail(name, text, retry=not self._barred)
         if self._follows:
-            for name in {*done.broken, *done.hidden}:
+            for name in done.broken:
                 # While Triton works on the model, its state does not say yet that the bundle is broken.
                 busy = self._states.state(name) in (BundleState.LOADING, BundleState.UNLOADING)
                 self._states.check(name, now if busy else now + _BROKEN_CHECK_S)

@@ -47,7 +47,7 @@ _QUEUE_FACTOR = 5
 _RISE = 0.01
 #: bytes of the slab for answers in place: the least, and how much of it stays after a large batch
 _MIN_SLAB_BYTES, _KEEP_SLAB_BYTES = 64 << 10, 16 << 20
-_INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
+_INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
 
 
 @dataclass(slots=True, eq=False)

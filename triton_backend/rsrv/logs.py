@@ -1,6 +1,6 @@
 """Log lines: text for people, or a JSON object per line for programs. They have numbers and names, never tensors.
 
-Every process of rsrv writes to its stderr, which is tritonserver's log, or the node's.
+Every process of rsrv writes to its stderr, which is tritonserver's log, or that of `rsrv serve`.
 """
 
 import json

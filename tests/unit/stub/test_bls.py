@@ -235,7 +235,7 @@ def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[
 
 
 def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable[..., Bls]) -> None:
-    """asyncio cancels futures that are not awaited any more."""
+    """Futures that are not awaited any more are cancelled by asyncio."""
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)

@@ -33,13 +33,13 @@ _FROM_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 
 
 def convert(boxes: Array, source: Format, target: Format) -> Array:
-    """[..., 4] in another format: corners, corner and size, or centre and size."""
+    """Convert boxes [..., 4] to another format: corners, corner and size, or centre and size."""
     corners = _TO_XYXY[source](boxes[..., :2], boxes[..., 2:])
     return np.concatenate(_FROM_XYXY[target](*corners), -1)
 
 
 def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
-    """[..., 4] cut at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
+    """Cut boxes [..., 4] at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
     right, bottom = np.asarray(width), np.asarray(height)
     limits = np.stack(np.broadcast_arrays(right, bottom, right, bottom), -1)
     # In the wider of both dtypes: an image may have more pixels than those of the boxes can count.
@@ -48,7 +48,7 @@ def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
 
 
 def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, centre: float = 0.5) -> Array:
-    """The boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
+    """Return the boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
 
     stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
     cell, in shares of it; torchvision's AnchorGenerator has 0, and rounds half the sizes to whole pixels first.
@@ -66,7 +66,7 @@ def decode(
     weights: tuple[float, float, float, float] = (1, 1, 1, 1),
     largest: float = math.log(1000 / 16),
 ) -> Array:
-    """Anchors or regions [..., 4], moved and stretched by what a network says, [..., 4] (dx, dy, dw, dh).
+    """Move and stretch anchors or regions [..., 4] by a network's deltas, [..., 4] (dx, dy, dw, dh).
 
     centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
     are divided by `weights` first, and dw, dh are at most `largest`, as in torchvision's BoxCoder.
@@ -198,7 +198,7 @@ def _wide(boxes: Array) -> Array:
 
 
 def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:
-    """[m, bins, cells]: what each cell of an axis counts in each bin of each region, by linear interpolation at points."""
+    """Return the weight of each cell of an axis in each bin of each region, by linear interpolation: [m, bins, cells]."""
     if sampling is not None:
         numbers = np.arange(bins * sampling)
         shares = _linear(start[:, None] + _places(numbers, bins * sampling, extent), cells)
@@ -221,14 +221,14 @@ def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells:
 
 
 def _places(numbers: Array, points: int, extent: Array) -> Array:
-    """How far from the start of each region its points with these numbers are, of `points` in all: [m, numbers]."""
+    """Return the distances of a region's points with these numbers, of `points` in all, from its start: [m, numbers]."""
     kind = extent.dtype.type
     places: Array = (numbers.astype(extent.dtype) + kind(0.5)) / kind(points) * extent[:, None]
     return places
 
 
 def _linear(points: Array, cells: int) -> Array:
-    """[m, points, cells]: what each cell of an axis counts at each point."""
+    """Return the weight of each cell of an axis at each point: [m, points, cells]."""
     # Beyond the outermost cells the map goes on as it ends, for one cell; then there is nothing.
     inside = (points >= -1) & (points <= cells)
     distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=points.dtype))
@@ -237,13 +237,13 @@ def _linear(points: Array, cells: int) -> Array:
 
 
 def _used(shares: Array) -> tuple[Array, Array]:
-    """[m] each: the cells of an axis that count at all, from the first to just behind the last; one at least."""
+    """Return the cells of an axis with a weight, from the first to just behind the last, one at least: [m] each."""
     used: Array = np.any(shares, axis=1)
     return used.argmax(1), used.shape[1] - used[:, ::-1].argmax(1)
 
 
 def _suppress(boxes: Array, classes: Array | None, overlap: float) -> Array:
-    """[k, 4], best first -> bool [k]: those that are kept."""
+    """Return the mask of kept boxes, bool [k], for boxes [k, 4], best first."""
 
     def rivals(a: Array, b: Array) -> Array:
         found: Array = iou(boxes[a], boxes[b]) > overlap

@@ -77,7 +77,7 @@ def resize(
     resample: Filter = "bilinear",
     most_pixels: int = 50_000_000,
 ) -> Array:
-    """Images of any sizes -> u8 [n, height, width, c], size = (height, width); their proportions may change.
+    """Resize images of any sizes to u8 [n, height, width, c], size = (height, width); their proportions may change.
 
     `resample` is a filter of Pillow's. Each but "nearest" averages over all pixels that become one (antialiasing), as in
     torchvision with antialias=True; OpenCV's cv2.resize doesn't. Pillow changes widths first: with that of the result and their
@@ -95,7 +95,7 @@ def resize_crop(
     resample: Filter = "bilinear",
     most_pixels: int = 50_000_000,
 ) -> Array:
-    """The middle of each image, u8 [n, height, width, c], after its shorter side was made `shorter` pixels.
+    """Resize each image to `shorter` pixels of its shorter side, and crop its middle: u8 [n, height, width, c].
 
     The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
     down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
@@ -123,7 +123,7 @@ def resize_crop(
 def letterbox(
     images: Images, size: tuple[int, int], *, fill: int = 114, resample: Filter = "bilinear"
 ) -> tuple[Array, Array]:
-    """Each image as large as fits into `size` with its proportions, in the middle, `fill` around it: u8 [n, height, width, c].
+    """Fit each image into `size` with its proportions, in the middle, `fill` around it: u8 [n, height, width, c].
 
     The second result, f32 [n, 4], says where they are: scales across and down, then left and top in pixels. With it
     `from_letterbox` finds the way back. It may travel through a model as a tensor of its own.
@@ -142,7 +142,7 @@ def letterbox(
 
 
 def from_letterbox(boxes: Array, places: Array) -> Array:
-    """Boxes found in letterboxed images -> the same in the images: [n, k, 4] each, (left, top, right, bottom).
+    """Map boxes of letterboxed images to the images: [n, k, 4] each, (left, top, right, bottom).
 
     places: f32 [n, 4], of `letterbox`. What lies in the fill lies outside of the image afterwards: `boxes.clip` cuts it.
     """
@@ -159,7 +159,7 @@ def normalise(
     layout: Literal["nchw", "nhwc"] = "nchw",
     dtype: npt.DTypeLike = np.float32,
 ) -> Array:
-    """u8 [n, h, w, c] -> (pixels / 255 - mean) / std as `dtype`, [n, c, h, w] or [n, h, w, c].
+    """Compute (pixels / 255 - mean) / std of u8 [n, h, w, c] as `dtype`, [n, c, h, w] or [n, h, w, c].
 
     mean, std: a number for each channel, else ValueError. Each result is the exact value, rounded once.
     """

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do no harm.
+    """Return exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do not overflow.
 
     logits: floats, else ValueError. Those of 16 bits are computed with in 32: a sum of many would be infinite.
     """
@@ -27,10 +27,10 @@ def softmax(logits: Array, axis: int = -1) -> Array:
 
 
 def top_k(scores: Array, k: int) -> tuple[Array, Array]:
-    """The k largest of floats [..., c], best first, and which they are: [..., k] and i64 [..., k].
+    """Return the k largest of floats [..., c], best first, and their indices: [..., k] and i64 [..., k].
 
-    Of equal ones the first comes first; NaN comes last. With fewer than k there are as many as there are. ValueError for what
-    is not floats.
+    Of equal values the first comes first; NaN comes last. With fewer than k values, all are returned. Raises ValueError for
+    other types.
     """
     floats(scores, "scores")
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
@@ -38,7 +38,7 @@ def top_k(scores: Array, k: int) -> tuple[Array, Array]:
 
 
 def read_names(path: Path | str, *, width: int | None = None) -> Array:
-    """The names of classes, from a file with one a line in UTF-8: u8 [c, width], zeros behind each.
+    """Read the names of classes from a file in UTF-8, one a line: u8 [c, width], zeros behind each.
 
     Indexed with the classes of `top_k` it is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width]. width: bytes; by
     default of the longest name. Raises ValueError when a name is longer.

@@ -22,7 +22,7 @@ _BYTES_PER_TOKEN = 64
 
 
 def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
-    """u8 [n, width]: each text in UTF-8 (bytes as they are), zeros behind it. width: by default of the longest one, 1 at least.
+    """Encode texts in UTF-8 (bytes as they are), zeros behind each: u8 [n, width]. width: by default the longest one's, 1 at least.
 
     Raises ValueError when a text is longer.
     """
@@ -37,13 +37,13 @@ def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
 
 
 def from_text(rows: Array) -> list[str]:
-    """The texts of u8 [n, bytes]. What is not UTF-8, as a character that was cut in two, is left out."""
+    """Decode the texts of u8 [n, bytes]. Bytes that are not UTF-8, as of a character that was cut in two, are left out."""
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """[n, length] each: the ids of the tokens, 1 where there is a token and 0 behind, 1 in the second text of a pair."""
+    """Tokens, [n, length] each: their ids, 1 for a token and 0 behind the last, 1 in the second text of a pair."""
 
     ids: Array
     mask: Array
@@ -61,7 +61,9 @@ class Tokeniser:
         pad_id: int | None = None,
         dtype: npt.DTypeLike = np.int32,
     ) -> None:
-        """lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or 0.
+        """Read the tokeniser's file.
+
+        lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or 0.
 
         Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser, and when the largest length
         does not hold the marks that the file puts around each text or pair.
@@ -92,9 +94,9 @@ class Tokeniser:
         )
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
-        """text, and the second texts of pairs: u8 [n, bytes] -> Tokens [n, l], l the smallest length that holds all rows.
+        """Make tokens of texts, and of the second texts of pairs: u8 [n, bytes] -> Tokens [n, l], l the smallest length for all rows.
 
-        What the largest length does not hold is cut off, of a pair from the longer text first, and so is what is beyond 64 bytes
+        Tokens beyond the largest length are cut off, of a pair from the longer text first, and so are bytes beyond 64
         for each of its tokens.
         """
         firsts = from_text(text[:, : self._most_bytes])

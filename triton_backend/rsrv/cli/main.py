@@ -25,14 +25,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return command.run(options)
         if options.command == "triton":
-            from rsrv.cli import serve_commands
-
-            return serve_commands.run(options)
+            return _install_triton(options)
         from rsrv.cli import server_commands
 
         return server_commands.run(options)
     except KeyboardInterrupt:
         return 130
+
+
+def _install_triton(options: argparse.Namespace) -> int:
+    """Carry out `rsrv triton install`; return its exit status."""
+    from rsrv.serve.triton_install import Installation, InstallError, default_folder
+
+    installation = Installation.at(options.dir or default_folder())
+    try:
+        installation.install(lambda line: print(line, flush=True))
+    except InstallError as error:
+        print(f"rsrv triton install: {error}", file=sys.stderr)
+        return 1
+    print(f"tritonserver: {installation.launcher}")
+    print(f"perf_analyzer: {installation.perf_analyzer}")
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:

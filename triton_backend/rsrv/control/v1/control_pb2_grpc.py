@@ -135,49 +135,49 @@ class ControlServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """All that is known of the server and its models, as of now.
+        """The current state of the server and its models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetResidency(self, request, context):
-        """Where the weights of a model are for sure from now on, in all its versions and those that come.
+        """Set where the weights of a model always are, in all its present and future versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """A model's share of the device and its queue. Only what is given changes.
+        """Set a model's share of the device, and its queue. Absent fields do not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetScheduler(self, request, context):
-        """How the scheduler decides. Only what is given changes; nothing given only asks.
+        """Set the scheduler's settings. Absent fields do not change; without any, the call only returns the settings.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Have the weights of a model loaded, as if a request waited for them.
+        """Load the weights of a model as if a request waited for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Free weights on the device that are not pinned, where nothing executes on them.
+        """Evict weights that are not pinned and that no execution uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Compact(self, request, context):
-        """Free all weights that are not pinned, and load them again without holes between them. Returns before that is done.
+        """Evict all weights that are not pinned, and load them again without gaps. Returns before that is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,15 +198,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Cancel waiting requests by the id that their client gave them.
+        """Cancel waiting requests by their client's id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReloadWeights(self, request, context):
-        """Look at a model's bundle now, and serve what it holds. Returns when that is served, or an error, and then what was
-        served before is served still.
+        """Read a model's bundle now, and serve it. Returns when it is served, or an error; then the version before still serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,43 +225,43 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """What a balancer wants to know, many times a second.
+        """The load, for a balancer, many times a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """What Prometheus is given at metrics.listen, here for whoever merges it with others'.
+        """The text that metrics.listen serves to Prometheus, for a process that merges it with that of other servers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStory(self, request, context):
-        """What the scheduler did with a model of late, and why.
+        """The scheduler's recent decisions about a model, with reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """What the device did of late: executions, loads of weights, evictions.
+        """The device's recent work: executions, loads of weights, evictions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPage(self, request, context):
-        """What the live page shows, for a gateway's. Its form belongs to the page, and changes with it.
+        """The events of the live page, for a gateway's page. Their form belongs to the page, and changes with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """A snapshot of the models' states, then every change of them, in order; never ends by itself. After a runtime that is
-        gone, or was silent, there is a new snapshot.
+        """A snapshot of the models' states, then each change, in order; never ends by itself. After a restart or a silence of the
+        runtime, there is a new snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

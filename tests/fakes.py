@@ -23,11 +23,11 @@ from rsrv.runtime.device import (
     Array,
     Buffer,
     DeviceError,
+    DeviceRows,
     Executable,
     Hardware,
     Launched,
     OutOfMemory,
-    Piece,
     never,
 )
 from rsrv_bundle.modules import Signature
@@ -233,7 +233,7 @@ class FakeDevice:
         self.kept.add(buffer)
         return Buffer(buffer)
 
-    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+    def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
         merged = np.moveaxis(base.copy(), axis, 0)
         for piece in pieces:
             assert isinstance(piece.buffer, FakeBuffer)

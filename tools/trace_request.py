@@ -32,8 +32,6 @@ import numpy as np
 import rsrv
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.loop import Loop
-from rsrv.runtime.policy import scheduler_settings
-from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
 from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
@@ -113,7 +111,7 @@ def running_engine(folder: Path) -> Iterator[Engine]:
     device = FakeDevice(double)
     path = folder / "socket"
     with listen(path) as listener:
-        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
+        loop = Loop(listener, os.getpid(), settings, lambda: device)
         thread = threading.Thread(target=loop.run, name="loop")
         thread.start()
         try:

@@ -12,10 +12,11 @@ from rsrv.control.watching import scan
 from rsrv.runtime.device import Device
 from rsrv.runtime.host_weights import HostMemoryError, HostStore, PrivateMemory
 from rsrv.runtime.jax_device import JaxDevice
-from rsrv.runtime.models import Model, build, identify, warm_up
+from rsrv.runtime.models import CompiledModel, compile_model, identify, warm_up
 from rsrv.settings import load_settings
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import check_signatures
 from rsrv_gen.plan import plan_repository
 from rsrv_gen.sources import read_sources
 from tests.fakes import FakeDevice
@@ -80,10 +81,11 @@ def check_modules(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
     yield from watch(case, seeds, seconds=COMPILING, nbytes=COMPILING_NBYTES)
 
 
-def _build(path: Path, device: Device, inspector: Inspector) -> Model:
+def _build(path: Path, device: Device, inspector: Inspector) -> CompiledModel:
     wanted = identify("model", str(path), {})
     ((name, bundle),) = wanted.models.values()
-    return build(bundle, device, HostStore(PrivateMemory()), load_settings(), name, inspector)
+    signatures = check_signatures(bundle, inspector)
+    return compile_model(bundle, device, HostStore(PrivateMemory()), load_settings(), name, signatures)
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.runtime.loop import Loop
-from rsrv.runtime.policy import scheduler_settings
-from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
@@ -71,8 +69,7 @@ class _Served:
         settings = load_settings("traces: {endpoint: 'http://nowhere'}")
         device = FakeDevice(lambda inputs, weights: [inputs[0][:, :1]])
         listener = listen(self._path)
-        scheduler = Scheduler(scheduler_settings(settings))
-        self._loop = Loop(listener, os.getpid(), settings, scheduler, lambda: device)
+        self._loop = Loop(listener, os.getpid(), settings, lambda: device)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
         self._witness = self._lane()

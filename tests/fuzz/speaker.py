@@ -87,7 +87,7 @@ class Speaker:
                 return calls.pack_calls([self._call() for _ in many])[0]
             case Kind.LEAVE:
                 return calls.pack_leavings(
-                    [calls.Leaving(self._run(), rng.choice(tuple(Status))) for _ in many]
+                    [calls.RunExit(self._run(), rng.choice(tuple(Status))) for _ in many]
                 )
             case Kind.RELEASE:
                 return calls.pack_releases([calls.Release(self._run(), rng.randrange(20)) for _ in many])

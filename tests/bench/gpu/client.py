@@ -14,8 +14,6 @@ import numpy as np
 
 from rsrv.runtime.device import Device
 from rsrv.runtime.loop import Loop
-from rsrv.runtime.policy import scheduler_settings
-from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
 from rsrv.stub.connection import RuntimeConnection, greet
 from rsrv.wire.frames import Status, Submission
@@ -74,7 +72,7 @@ def serving(device: Device, settings: Settings, models: Sequence[Model]) -> Iter
     make_private(directory)
     socket = directory / SOCKET
     listener = listen(socket)
-    loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
+    loop = Loop(listener, os.getpid(), settings, lambda: device)
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     with ExitStack() as stack:

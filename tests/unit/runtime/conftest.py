@@ -18,10 +18,8 @@ from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
 from rsrv.runtime.loop import Loop
-from rsrv.runtime.models import Model, build, warm_up
-from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.models import CompiledModel, compile_model, warm_up
 from rsrv.runtime.weight_mover import DeviceWeights
-from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.endpoint import WireTensor
@@ -32,9 +30,10 @@ from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen, read_status
-from rsrv_bundle import read_bundle
+from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import Look, check_signatures, signature_of
 from tests.fakes import Compute, FakeDevice, FakePbUtils
 from tests.unit.runtime.metas import CLIENT, Run, meta_engine, write_meta
 from tests.waiting import wait_until
@@ -115,12 +114,10 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         listener = listen(path)
         settings = settings or load_settings()
         device = FakeDevice(compute, asynchronous=asynchronous)
-        scheduler = Scheduler(scheduler_settings(settings))
         loop = Loop(
             listener,
             os.getpid(),
             settings,
-            scheduler,
             lambda: device,
             blackbox=blackbox,
             inspector=inspector,
@@ -149,7 +146,14 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime()
 
 
-def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> Model:
+def build(
+    bundle: Bundle, device: Device, host: HostStore, settings: Settings, name: str, look: Look = signature_of
+) -> CompiledModel:
+    """Read and compile, as the build thread does."""
+    return compile_model(bundle, device, host, settings, name, check_signatures(bundle, look))
+
+
+def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> CompiledModel:
     """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)

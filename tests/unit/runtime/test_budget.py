@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.placement import Budget, solve_budget
+from rsrv.runtime.weight_manager import Budget, solve_budget
 
 GIB = 1 << 30
 
@@ -89,14 +89,14 @@ def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more:
 
 def test_what_fits_is_not_complained_of() -> None:
     """Not even what fits to the byte, or what has no limit."""
-    assert Budget(100, 40, 60).complaint(60) is None
-    assert Budget(100, 100, 0).complaint(0) is None
-    assert Budget(None, 1 << 40, None).complaint(1 << 40) is None
+    assert Budget(100, 40, 60).warning(60) is None
+    assert Budget(100, 100, 0).warning(0) is None
+    assert Budget(None, 1 << 40, None).warning(1 << 40) is None
 
 
 def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
     """The bytes that are pinned, those that weights may take, and what to change."""
-    complaint = Budget(100, 101, 0).complaint(50)
+    complaint = Budget(100, 101, 0).warning(50)
 
     assert complaint is not None
     assert complaint.startswith("pinned models take 101 bytes of the device, and weights may take 100")
@@ -106,7 +106,7 @@ def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
 
 def test_a_model_that_does_not_fit_is_named_with_what_is_left_for_it() -> None:
     """Its bytes, and how the pool is divided."""
-    complaint = Budget(100, 40, 60).complaint(61)
+    complaint = Budget(100, 40, 60).warning(61)
 
     assert complaint is not None
     assert "takes 61 bytes of the device, and 40 pinned bytes of 100 leave 60" in complaint

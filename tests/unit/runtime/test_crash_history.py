@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.activity import SLOT_BYTES, SLOTS, Activity, Phase
-from rsrv.runtime.crash_history import BlackBox, CrashHistory, Death, Open, blame, read_slots, verdict
+from rsrv.runtime.crash_history import (
+    BlackBox,
+    CrashHistory,
+    Death,
+    UnfinishedTask,
+    blame,
+    read_slots,
+    verdict,
+)
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
@@ -24,12 +32,12 @@ from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, refused, rows
 from tests.waiting import wait_until
 
-BUILDING = Open(Phase.BUILDING, hung=False, key="b@1")
-WARMING = Open(Phase.WARMING, hung=False, key="w@1")
-LOADING = Open(Phase.LOADING, hung=False, key="l@1")
-EXECUTING = Open(Phase.EXECUTING, hung=False, key="e@1")
-HUNG = Open(Phase.EXECUTING, hung=True, key="h@1")
-BUSY = Open(Phase.EXECUTING, hung=False, key="y@1", ended=2)
+BUILDING = UnfinishedTask(Phase.BUILDING, hung=False, key="b@1")
+WARMING = UnfinishedTask(Phase.WARMING, hung=False, key="w@1")
+LOADING = UnfinishedTask(Phase.LOADING, hung=False, key="l@1")
+EXECUTING = UnfinishedTask(Phase.EXECUTING, hung=False, key="e@1")
+HUNG = UnfinishedTask(Phase.EXECUTING, hung=True, key="h@1")
+BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,9 @@ BUSY = Open(Phase.EXECUTING, hung=False, key="y@1", ended=2)
         ([WARMING, HUNG, EXECUTING], False, [("h@1", "EXECUTING", "hung", 1.0)]),
     ],
 )
-def test_who_is_to_blame(found: list[Open], crashed: bool, who: list[tuple[str, str, str, float]]) -> None:
+def test_who_is_to_blame(
+    found: list[UnfinishedTask], crashed: bool, who: list[tuple[str, str, str, float]]
+) -> None:
     """What hung; else what is untried; else, after a crash, what ran, and least what had run well before.
 
     A kill -9 is nobody's fault that runs.
@@ -190,7 +200,7 @@ def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: di
     death = {"phase": "EXECUTING", "how": "crashed", "at": 1.7e9, "share": 1.0, **damage}
     (tmp_path / paths.DEATHS).write_text(json.dumps({"m@1": [death] * 3}))
 
-    assert BlackBox(tmp_path).deaths.verdict("m@1") is None
+    assert BlackBox(tmp_path).history.verdict("m@1") is None
 
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:
@@ -213,12 +223,12 @@ def test_a_model_that_builds_well_in_the_end_was_not_to_blame(tmp_path: Path) ->
         Activity(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
     box = BlackBox(tmp_path)
     assert len(json.loads((tmp_path / paths.DEATHS).read_text())["m@1"]) == 2
-    assert box.deaths.verdict("m@1") is None
+    assert box.history.verdict("m@1") is None
 
-    box.deaths.survived("m@1")
+    box.history.survived("m@1")
     Activity(box.memory).build.begin(Phase.BUILDING, "m@1")
 
-    assert BlackBox(tmp_path).deaths.verdict("m@1") is None
+    assert BlackBox(tmp_path).history.verdict("m@1") is None
 
 
 def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
@@ -285,7 +295,7 @@ def test_a_crash_while_executing_counts_and_a_kill_does_not(
 
     box = BlackBox(tmp_path)
 
-    assert (box.deaths.verdict("m@1") is not None) == counts
+    assert (box.history.verdict("m@1") is not None) == counts
     assert ("Fatal Python error" in caplog.text) == counts
     assert "while m@1 was executing" in caplog.text
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.executor import Job, RequestSlice, Staging, find_contiguous_runs, gather, scatter
-from rsrv.runtime.models import Model
-from rsrv.runtime.transport import Connection
+from rsrv.runtime.executor import Dispatch, RequestSlice, Staging, find_contiguous_runs, gather, scatter
+from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
 
-NOBODY = cast(Connection, None)
+NOBODY = cast(PeerConnection, None)
 
 BLOCKS = {
     "rows first": Block((Tensor("x", "f32", (-1, 3), 0), Tensor("y", "i16", (-1,), 0))),
@@ -40,11 +40,13 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
     return [RequestSlice(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
 
 
-def job(parts: list[RequestSlice], size: int, block: Block) -> Job:
+def job(parts: list[RequestSlice], size: int, block: Block) -> Dispatch:
     """As if the model gave its inputs back."""
     model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
     total = sum(part.rows for part in parts)
-    return Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts))
+    return Dispatch(
+        1, cast(CompiledModel, model), 0, size, total, tuple(range(len(parts))), tuple(parts), block, block
+    )
 
 
 def tensor_of(part: RequestSlice, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.device import Array
-from rsrv.runtime.executor import AnySlice, CallSlice, Job, RequestSlice, gather, scatter
-from rsrv.runtime.models import Model
-from rsrv.runtime.runs import Kept, Run
+from rsrv.runtime.executor import CallSlice, Dispatch, RequestSlice, Slice, gather, scatter
+from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.runs import Kept, MetaRun
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 from tests.fakes import FakeBuffer, FakeDevice
 from tests.unit.runtime.test_execution import NOBODY, FakeModel
@@ -60,7 +60,7 @@ class World:
             wanted = self.data.draw(st.booleans())
             targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if wanted else None)
         self.sent.append(values)
-        return CallSlice(NOBODY, 0, rows, cast(Run, None), sources, targets, {})
+        return CallSlice(NOBODY, 0, rows, cast(MetaRun, None), sources, targets, {})
 
     def keep(self, index: int, tensor: Tensor, rows: int) -> tuple[Kept, Array]:
         size = self.data.draw(st.sampled_from([4, 8, 16]))
@@ -84,13 +84,24 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     device = FakeDevice(lambda inputs, weights: list(inputs))
     world = World(block, data, device)
     counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    parts: list[AnySlice] = [
+    parts: list[Slice] = [
         world.call(rows) if data.draw(st.booleans()) else world.plain(rows) for rows in counts
     ]
     total = sum(counts)
     size = data.draw(st.sampled_from([size for size in (total, 4, 8, 16, 32) if size >= total]))
     model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
-    job = Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts), calls=True)
+    job = Dispatch(
+        1,
+        cast(CompiledModel, model),
+        0,
+        size,
+        total,
+        tuple(range(len(parts))),
+        tuple(parts),
+        block,
+        block,
+        has_calls=True,
+    )
     # What an earlier batch left must not show.
     staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
 

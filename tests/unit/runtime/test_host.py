@@ -18,12 +18,12 @@ import pytest
 from rsrv.runtime import host_weights
 from rsrv.runtime.allocation import LARGE, Bytes
 from rsrv.runtime.host_weights import (
-    Block,
     HostCounts,
     HostMemoryError,
     HostStore,
     PrivateMemory,
     SharedMemory,
+    TensorBytes,
 )
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
@@ -360,10 +360,10 @@ class Interrupted(PrivateMemory):
         self.before = before
         self.released: list[str] = []
 
-    def place(self, digest: str, filled: Bytes) -> Block:
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
         self.before()
         block = super().place(digest, filled)
-        return Block(block.bytes, lambda: self.released.append(digest))
+        return TensorBytes(block.bytes, lambda: self.released.append(digest))
 
 
 def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from rsrv.runtime import host_weights
 from rsrv.runtime.allocation import LARGE, Bytes
-from rsrv.runtime.host_weights import Block, HostMemoryError, PrivateMemory, SharedMemory, fresh
+from rsrv.runtime.host_weights import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes, fresh
 from tests.unit.runtime.peers import Peer
 
 
@@ -46,7 +46,7 @@ def filled(value: int, nbytes: int = LARGE) -> tuple[str, Bytes]:
     return hashlib.sha256(content.data).hexdigest(), content
 
 
-def place(memory: SharedMemory, value: int, nbytes: int = LARGE) -> Block:
+def place(memory: SharedMemory, value: int, nbytes: int = LARGE) -> TensorBytes:
     return memory.place(*filled(value, nbytes))
 
 

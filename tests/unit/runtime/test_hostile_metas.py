@@ -12,10 +12,9 @@ import pytest
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
 from rsrv.runtime.transport import MetaCounts, Registration
-from rsrv.scheduler import events as ev
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
-from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where, pack_entrances
+from rsrv.wire.calls import Call, Entrance, RunExit, Release, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed, read_status
 from tests.unit.runtime.conftest import Runtime
@@ -65,7 +64,7 @@ class Peer:
                 if done.request in wanted:
                     wanted.remove(done.request)
                     well = well and done.status is Status.OK
-        self.lane.leave(Leaving(token, Status.OK))
+        self.lane.leave(RunExit(token, Status.OK))
         return well
 
 
@@ -92,7 +91,7 @@ def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Iterat
 Deed = Callable[[Peer], object]
 
 ENTER: Deed = lambda p: p.enter(7)
-LEAVE: Deed = lambda p: p.lane.leave(Leaving(7, Status.OK))
+LEAVE: Deed = lambda p: p.lane.leave(RunExit(7, Status.OK))
 KEEP: Deed = lambda p: p.call(7, outputs=[Spot(1, 0, 5)])
 KEEP_AGAIN: Deed = lambda p: p.call(7, request=1, outputs=[Spot(1, 0, 5)])
 HEAR: Deed = lambda p: p.answers()
@@ -225,41 +224,17 @@ def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runt
     assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] > 0
 
 
-def test_a_connection_that_ends_with_runs_that_end_by_themselves_meanwhile() -> None:
-    """The end of one run makes the scheduler look at the time, and expire the next before its turn to be ended."""
-    group = Registration("meta", "meta", "d1", (), {}, counts=MetaCounts())
-    ended: list[int] = []
-    answers: list[tuple[int, Status]] = []
-
-    def feed(event: ev.Event) -> None:
-        assert isinstance(event, ev.RunEnded)
-        ended.append(event.run)
-        late = runs.get(second.id)
-        if late is not None:
-            runs.refuse(late, Status.DEADLINE, "late")
-
-    runs = Runs(feed, lambda request: None, lambda id, status, text: answers.append((id, status)))
-    connection: Any = object()
-    first, second = (runs.enter(connection, group, Entrance(i, 7 + i, 0, 0), 100 + i) for i in range(2))
-
-    runs.closed(connection)
-
-    assert ended == [first.id]
-    assert sorted(answers) == [(100, Status.CANCELLED), (101, Status.DEADLINE)]
-    assert not runs
-
-
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
     """Once its run is let in, and whatever version of them is there by now: they are loaded anew one after the other."""
     group = Registration("meta@1", "meta", "d1", ("a@1",), {}, ("a",), MetaCounts())
-    runs = Runs(lambda event: None, lambda request: None, lambda id, status, text: None)
+    runs = Runs()
     connection: Any = object()
     run = runs.enter(connection, group, Entrance(1, 7, 0, 0), 100)
 
     assert runs.find(7, "a") is None
-    runs.admit(run.id)
+    run.admitted = True
     assert runs.find(7, "a") is run
     assert runs.find(7, "b") is None
     assert runs.find(8, "a") is None
-    runs.leave(run, Status.OK)
+    runs.remove(run, Status.OK)
     assert runs.find(7, "a") is None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.allocation import aligned_copy
-from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, OutOfMemory, Piece, run
+from rsrv.runtime.device import Abandoned, Array, DeviceError, DeviceRows, Executable, OutOfMemory, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
@@ -287,7 +287,7 @@ def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
     large, small = device.upload(sources)
 
     merged: Any = device.merge(
-        base, axis, [Piece(large, 2, 2, 0), Piece(small, 0, 1, 3), Piece(large, 0, 1, 7)]
+        base, axis, [DeviceRows(large, 2, 2, 0), DeviceRows(small, 0, 1, 3), DeviceRows(large, 0, 1, 7)]
     )
 
     expected = np.moveaxis(base.copy(), axis, 0)
@@ -326,7 +326,7 @@ def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pyte
 
     monkeypatch.setattr(device, "_merge", merge)
     with pytest.raises(OutOfMemory, match="told to"):
-        device.merge(np.zeros((4, 3), np.float32), 0, [Piece(buffers[0], 0, 2, 0)])
+        device.merge(np.zeros((4, 3), np.float32), 0, [DeviceRows(buffers[0], 0, 2, 0)])
 
 
 def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:

@@ -83,23 +83,17 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
 
     device = FakeDevice(compute)  # type: ignore[arg-type]
     model = build_here(doubling, device)
-    inbox, ended = Inbox(), list[int]()
-    executor = Executor(
-        inbox, lambda job, seconds, failure: ended.append(job.dispatch), Activity(), lambda: now
-    )
+    inbox = Inbox()
+    executor = Executor(inbox, Activity(), lambda: now)
 
-    def on_loop(dispatch: int) -> bool:
-        """Execute once; whether the loop did it."""
-        job = lay_out(model, dispatch, 1, np.random.default_rng(0))
-        executor.start(job, device, seconds=1e-4, depth=1, contended=False)
-        mine = executor.is_due
-        if mine:
-            executor.run_short()
-            executor.tell()
-        else:
-            take_ends(inbox)
-        assert ended[-1] == dispatch
-        return mine
+    def on_loop(number: int) -> bool:
+        """Execute once; return whether the loop did it."""
+        dispatch = lay_out(model, number, 1, np.random.default_rng(0))
+        executor.start(dispatch, device, seconds=1e-4, depth=1, contended=False)
+        short = executor.short is not None
+        (ended,) = [executor.run_short()] if short else take_ends(inbox)
+        assert ended.dispatch is dispatch
+        return short
 
     assert [on_loop(dispatch) for dispatch in range(5)] == [True, True, True, False, False]
     assert executor.bans.count == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks
-from rsrv.runtime.placement import SLACK_FRACTION
+from rsrv.runtime.weight_manager import SLACK_FRACTION
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from tests.fakes import FakeError, FakeRequest

@@ -324,7 +324,7 @@ def test_a_runtime_on_a_gpu_probes_before_it_compiles_models(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it found is in the status."""
-    monkeypatch.setattr("rsrv.runtime.device_startup.probe", lambda device, numerics: "tf32")
+    monkeypatch.setattr("rsrv.runtime.model_builder.probe", lambda device, numerics: "tf32")
     runtime = start_runtime()
     client = Client(runtime, doubling)
     assert client.works()

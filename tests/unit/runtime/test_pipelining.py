@@ -17,11 +17,11 @@ import pytest
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.device import Array, Device
-from rsrv.runtime.executor import Executor, Failure, Job, RequestSlice
+from rsrv.runtime.executor import Dispatch, ExecutionEnded, Executor, RequestSlice
 from rsrv.runtime.jax_device import JaxDevice
-from rsrv.runtime.models import Model
+from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.threads import Inbox
-from rsrv.runtime.transport import Connection
+from rsrv.runtime.transport import PeerConnection
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
@@ -274,7 +274,7 @@ def serve_on_jax(path: str) -> None:
     print(json.dumps([*right, all(seconds_add_up(model, device, order) for order in permutations(range(3)))]))
 
 
-def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
+def seconds_add_up(model: CompiledModel, device: Device, order: Iterable[int]) -> bool:
     assert model.weights is not None
     started = time.perf_counter()
     x = np.ones((16, 96), np.float32)
@@ -283,21 +283,21 @@ def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
     return min(seconds) >= 0 and 0 < sum(seconds) <= time.perf_counter() - started
 
 
-def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:
+def right_answers(model: CompiledModel, device: Device, product: Array, depth: int) -> int:
     rng = np.random.default_rng(2)
-    inbox, ended = Inbox(), list[tuple[int, Failure | None]]()
-    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)), Activity())
-    jobs = []
-    for dispatch in range(200):
+    inbox, ended = Inbox(), list[ExecutionEnded]()
+    executor = Executor(inbox, Activity())
+    dispatches = []
+    for number in range(200):
         size = int(rng.choice([1, 4, 16]))
-        job = lay_out(model, dispatch, size, rng)
-        jobs.append(job)
-        while dispatch - len(ended) >= depth:
-            take_ends(inbox)
-        executor.start(job, device, seconds=1.0, depth=depth, contended=False)
-    while len(ended) < len(jobs):
-        take_ends(inbox)
-    assert ended == [(job.dispatch, None) for job in jobs]
+        dispatch = lay_out(model, number, size, rng)
+        dispatches.append(dispatch)
+        while number - len(ended) >= depth:
+            ended += take_ends(inbox)
+        executor.start(dispatch, device, seconds=1.0, depth=depth, contended=False)
+    while len(ended) < len(dispatches):
+        ended += take_ends(inbox)
+    assert [(one.dispatch, one.error) for one in ended] == [(dispatch, None) for dispatch in dispatches]
     (variant,) = model.interface.variants
     return sum(
         all(
@@ -305,30 +305,31 @@ def right_answers(model: Model, device: Device, product: Array, depth: int) -> i
                 part.target(0, variant.outputs),
                 part.source(0, variant.inputs) @ product,
             )
-            for part in job.parts
+            for part in dispatch.slices
             if isinstance(part, RequestSlice)
         )
-        for job in jobs
+        for dispatch in dispatches
     )
 
 
-def lay_out(model: Model, dispatch: int, size: int, rng: np.random.Generator) -> Job:
-    """A job of one request per row, at most `size`, with random inputs."""
+def lay_out(model: CompiledModel, number: int, size: int, rng: np.random.Generator) -> Dispatch:
+    """A dispatch of one request per row, at most `size`, with random inputs."""
     (variant,) = model.interface.variants
     count = int(rng.integers(1, size + 1))
     stride = 2 * variant.inputs.places(1)[1]
     segment = np.zeros(count * stride, np.uint8)
-    nobody = cast(Connection, None)
+    nobody = cast(PeerConnection, None)
     parts = tuple(
         RequestSlice(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count)
     )
     for part in parts:
         view = part.source(0, variant.inputs)
         view[...] = rng.integers(-4, 5, view.shape)
-    return Job(dispatch, model, 0, size, count, tuple(range(count)), parts)
+    return Dispatch(
+        number, model, 0, size, count, tuple(range(count)), parts, variant.inputs, variant.outputs
+    )
 
 
-def take_ends(inbox: Inbox) -> None:
+def take_ends(inbox: Inbox) -> list[ExecutionEnded]:
     select.select([inbox.fd], [], [], 30)
-    for message in inbox.drain():
-        message()
+    return inbox.drain()

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
-from rsrv.runtime.models import build
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.scheduler.events import Pause, Program
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import SettingsError, load_settings
 from rsrv_bundle import read_bundle
 from tests.fakes import FakeDevice
+from tests.unit.runtime.conftest import build
 
 
 def test_the_defaults_are_the_schedulers_own() -> None:

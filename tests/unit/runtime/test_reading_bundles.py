@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
-from rsrv.runtime.models import build, identify
+from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv_bundle import BundleError
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
-from tests.unit.runtime.conftest import StartRuntime
+from tests.unit.runtime.conftest import StartRuntime, build
 from tests.unit.runtime.test_hostile_peers import Client
 
 #: bytes of the weights below: so many that all else that is read does not count

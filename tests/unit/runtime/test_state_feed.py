@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rsrv.runtime.catalog import FeedEntry, StateFeed
 from rsrv.runtime.crash_history import BlackBox, Death
-from rsrv.runtime.state_feed import Entry, StateFeed
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, pack_json
@@ -204,7 +204,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
     """However often it is asked for, that is one change; and a meta model that calls it fails as well."""
     box = BlackBox(tmp_path)
     key = f"a@{read_bundle(doublings['a']).digest[:12]}"
-    box.deaths.add(key, Death("EXECUTING", "hung", 0.0))
+    box.history.add(key, Death("EXECUTING", "hung", 0.0))
     runtime = start_runtime(blackbox=box)
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a"])
     with Watcher(runtime) as watcher:
@@ -343,7 +343,7 @@ def test_only_the_latest_failures_are_remembered() -> None:
     watching = StateFeed(transport=None)  # type: ignore[arg-type]
 
     for number in range(300):
-        loading = Entry(f"m{number}", "model", "d", "loading")
+        loading = FeedEntry(f"m{number}", "model", "d", "loading")
         watching.put(f"m{number}@0", loading)
         watching.put(f"m{number}@0", loading._replace(state="failed", error="why"))
         watching.gone(f"m{number}@0")

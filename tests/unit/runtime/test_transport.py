@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rsrv.runtime.transport import Connection, Transport
+from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.wire.frames import Kind, hello, pack_ids, pack_json
 from rsrv.wire.socket import connect, listen, send
 
@@ -15,7 +15,7 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
     read: list[int] = []
     ignored: Callable[..., Any] = lambda *_: None
 
-    def on_frame(connection: Connection, *_: object) -> None:
+    def on_frame(connection: PeerConnection, *_: object) -> None:
         read.append(connection.id)
 
     listener = listen(tmp_path / "socket")

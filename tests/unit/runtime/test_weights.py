@@ -17,8 +17,9 @@ import pytest
 from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host_weights import HostStore
+from rsrv.runtime.model_builder import BundlesRead
 from rsrv.runtime.models import identify
-from rsrv.runtime.placement import SLACK_FRACTION
+from rsrv.runtime.weight_manager import SLACK_FRACTION
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
@@ -696,7 +697,7 @@ def test_what_nobody_uses_is_swept_when_the_last_model_fails(
 def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """The last stub leaves and another one comes before the loop hears that the first one's weights do not."""
+    """The last stub leaves, another one comes, and then the first one's life ends: the second one's begins."""
     house.start()
     first = register(house.runtime, "a", doublings["a"])
     first.join()
@@ -706,9 +707,8 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
     def meet() -> None:
         leaving, coming = loop._transport.connections
         assert leaving.group is not None
-        loop._registry.give_up(leaving.group.key, "no luck")
         loop._transport._close(leaving)
-        loop._registry._identified(coming, identify("a", str(doublings["a"]), {}), {})
+        loop._registry.bundles_read(BundlesRead(coming, identify("a", str(doublings["a"]), {}), {}))
         done.set()
 
     loop._inbox.post(meet)

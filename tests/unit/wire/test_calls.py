@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.wire import calls, frames
-from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
+from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where
 from rsrv.wire.frames import Kind, ProtocolError, Status
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 u16 = st.integers(0, 2**16 - 1)
 entrances = st.builds(Entrance, u64, u64, st.integers(-(2**63), 2**63 - 1), u16, u64)
-leavings = st.builds(Leaving, u64, st.sampled_from(Status))
+leavings = st.builds(RunExit, u64, st.sampled_from(Status))
 releases = st.builds(Release, u64, u64)
 spots = st.lists(st.builds(Spot, st.sampled_from(Where), u32, u64), max_size=4)
 some_calls = st.builds(Call, u64, u64, u16, u16, u32, spots, spots)
 
 
 @given(st.lists(entrances, max_size=5), st.lists(leavings, max_size=5), st.lists(releases, max_size=5))
-def test_short_frames_survive(enter: list[Entrance], leave: list[Leaving], release: list[Release]) -> None:
+def test_short_frames_survive(enter: list[Entrance], leave: list[RunExit], release: list[Release]) -> None:
     """What a stub packs, the runtime unpacks."""
     frame = calls.pack_entrances(enter)
     assert frames.read_header(frame) == (Kind.ENTER, len(enter))
@@ -81,7 +81,7 @@ def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: i
 
 def test_an_unknown_status_is_refused() -> None:
     """A run ends in one of the ways that there are."""
-    frame = bytearray(calls.pack_leavings([Leaving(1, Status.OK)]))
+    frame = bytearray(calls.pack_leavings([RunExit(1, Status.OK)]))
     frame[-8] = 99
 
     with pytest.raises(ProtocolError, match="99"):

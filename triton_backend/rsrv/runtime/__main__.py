@@ -56,9 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
-        from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.watchdog import Watchdog, describe
-        from rsrv.scheduler.scheduler import Scheduler
         from rsrv.settings import load_settings
         from rsrv_bundle.inspection import Inspector
 
@@ -93,7 +91,6 @@ def main(argv: list[str] | None = None) -> int:
         listener,
         options.server_pid,
         settings,
-        Scheduler(scheduler_settings(settings)),
         lambda: JaxDevice(
             settings.runtime.platform,
             settings.runtime.compilation_cache_dir,

@@ -1,132 +1,336 @@
-"""The models that there are: being built, ready, or leaving; how they are to be treated; and what is told of them."""
+"""Models of the runtime: the state of each one's life, and the feed that tells watchers of every change."""
 
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
 
-from rsrv.runtime.models import Model
+from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import Policy
-from rsrv.runtime.state_feed import Entry, State, StateFeed, Weights
-from rsrv.runtime.transport import Connection, Registration
+from rsrv.runtime.transport import PeerConnection, Registration, Transport
+from rsrv.wire.frames import Kind
+
+#: entries of failed models that the feed keeps
+_MAX_FAILED = 256
+
+
+class LifecycleState(StrEnum):
+    """Stage of a model's life in the runtime, from the REGISTER of its first stub on."""
+
+    #: its modules are read and inspected, or wait for the build thread
+    READING = "reading"
+    COMPILING = "compiling"
+    #: the scheduler knows it; its weights are loaded, then every size of it is executed
+    WARMING_UP = "warming up"
+    READY = "ready"
+    #: no connection wants it; the scheduler still executes it or moves its weights
+    DRAINING = "draining"
+    #: it never became ready; the scheduler may still hold it
+    FAILED = "failed"
+    GONE = "gone"
+
+
+class LifecycleEvent(StrEnum):
+    """Occurrence that moves a model to another state."""
+
+    MODULES_READ = "modules read"
+    COMPILED = "compiled"
+    WARMED_UP = "warmed up"
+    #: its last connection ended
+    UNWANTED = "unwanted"
+    FAILED = "failed"
+    #: the scheduler does not hold it
+    RELEASED = "released"
+
+
+TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
+    (LifecycleState.READING, LifecycleEvent.MODULES_READ): LifecycleState.COMPILING,
+    (LifecycleState.READING, LifecycleEvent.FAILED): LifecycleState.FAILED,
+    # An unwanted model is compiled to the end: the thread cannot stop, and a stub may want the model again meanwhile.
+    (LifecycleState.COMPILING, LifecycleEvent.COMPILED): LifecycleState.WARMING_UP,
+    (LifecycleState.COMPILING, LifecycleEvent.UNWANTED): LifecycleState.GONE,
+    (LifecycleState.COMPILING, LifecycleEvent.FAILED): LifecycleState.FAILED,
+    (LifecycleState.WARMING_UP, LifecycleEvent.WARMED_UP): LifecycleState.READY,
+    (LifecycleState.WARMING_UP, LifecycleEvent.UNWANTED): LifecycleState.DRAINING,
+    (LifecycleState.WARMING_UP, LifecycleEvent.FAILED): LifecycleState.FAILED,
+    (LifecycleState.READY, LifecycleEvent.UNWANTED): LifecycleState.DRAINING,
+    (LifecycleState.DRAINING, LifecycleEvent.RELEASED): LifecycleState.GONE,
+    (LifecycleState.FAILED, LifecycleEvent.RELEASED): LifecycleState.GONE,
+}
+
+_BUILDING = {LifecycleState.READING, LifecycleState.COMPILING, LifecycleState.WARMING_UP}
+_ENDING = {LifecycleState.DRAINING, LifecycleState.FAILED}
+
+WatchedState = Literal["loading", "ready", "leaving", "failed"]
+WatchedWeights = Literal["absent", "loading", "resident"]
+
+WATCHED_STATES: Mapping[LifecycleState, WatchedState] = {
+    **dict.fromkeys(_BUILDING, "loading"),
+    LifecycleState.READY: "ready",
+    LifecycleState.DRAINING: "leaving",
+    LifecycleState.FAILED: "failed",
+}
+
+
+class LifecycleError(AssertionError):
+    """An event that the model's state does not allow; the message has the model's history."""
 
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model: being built (no `model` yet), warmed up, or ready; with the connections that want it."""
+    """A model in one state of its life, with the connections that want it."""
 
+    key: str
     name: str
     #: of its bundle
     digest: str
-    model: Model | None = None
-    ready: bool = False
-    weights: Weights = "absent"
-    #: why it does not get ready, once that is known
+    state: LifecycleState = LifecycleState.READING
+    #: its events and the states that they led to, oldest first
+    history: list[tuple[LifecycleEvent, LifecycleState]] = field(default_factory=list)
+    #: from WARMING_UP on
+    model: CompiledModel | None = None
+    weights: WatchedWeights = "absent"
+    #: why it failed
     error: str | None = None
-    connections: dict[int, Connection] = field(default_factory=dict)
-    #: nobody wants it any more, but it still executes or loads
-    leaving: bool = False
-    #: what to do once it has left: those who wanted the same bundle again meanwhile
-    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    connections: dict[int, PeerConnection] = field(default_factory=dict)
 
     @property
-    def state(self) -> State:
-        if self.error is not None:
-            return "failed"
-        if self.leaving:
-            return "leaving"
-        return "ready" if self.ready else "loading"
+    def ready(self) -> bool:
+        return self.state is LifecycleState.READY
+
+    @property
+    def ending(self) -> bool:
+        """The model will be gone as soon as the scheduler releases it."""
+        return self.state in _ENDING
+
+    def advance(self, event: LifecycleEvent) -> None:
+        """Move to the state that the table names.
+
+        Raises:
+            LifecycleError: the table has no such transition. Nothing has changed.
+        """
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            history = "".join(f"\n  {one}: {led_to}" for one, led_to in self.history)
+            raise LifecycleError(f"model {self.key} is {self.state}, and cannot be {event} now{history}")
+        self.state = state
+        self.history.append((event, state))
+
+
+class FeedEntry(NamedTuple):
+    """One version of a model or meta model, as watchers see it."""
+
+    name: str
+    kind: Literal["model", "meta"]
+    #: of its bundle
+    digest: str
+    state: WatchedState
+    #: with failed
+    error: str | None = None
+    #: its residency, and where its weights are; None of metas
+    residency: str | None = None
+    weights: WatchedWeights | None = None
+    #: pids of the stubs that have registered it, or are about to
+    stubs: tuple[int, ...] = ()
+    #: of a meta: keys of the models that it calls
+    models: tuple[str, ...] = ()
+    #: how it is paused, if it is; of a meta, the pause of the first of its models that has one
+    paused: str | None = None
+
+
+class StateFeed:
+    """Entries by key, and the connections that watch them: each change is sent once and in order.
+
+    Changes are sent at the end of the loop's round (`flush`), because a watcher whose connection fails changes entries
+    itself. A watcher that does not read is closed, as any connection is.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        #: differs from one runtime to the next, and with it the meaning of a revision
+        self.instance = secrets.token_hex(8)
+        #: changes so far
+        self.revision = 0
+        self._transport = transport
+        self._entries: dict[str, FeedEntry] = {}
+        #: keys of failed entries, oldest first
+        self._failed: dict[str, None] = {}
+        self._watchers: dict[int, PeerConnection] = {}
+        #: changes that are not sent yet
+        self.unsent: list[dict[str, Any]] = []
+
+    # --- changes ------------------------------------------------------------------------------------------
+
+    def put(self, key: str, entry: FeedEntry) -> None:
+        """Set an entry. A new one replaces failed entries of the same name."""
+        known = self._entries.get(key)
+        if entry == known:
+            return
+        if known is None:
+            for failed in [key for key in self._failed if self._entries[key].name == entry.name]:
+                self._change(failed, None)
+        self._change(key, entry)
+        if len(self._failed) > _MAX_FAILED:
+            self._change(next(iter(self._failed)), None)
+
+    def gone(self, key: str) -> None:
+        """Remove an entry, unless it has failed: failures stay visible."""
+        if key in self._entries and key not in self._failed:
+            self._change(key, None)
+
+    def _change(self, key: str, entry: FeedEntry | None) -> None:
+        self._failed.pop(key, None)
+        if entry is None:
+            del self._entries[key]
+        else:
+            self._entries[key] = entry
+            if entry.state == "failed":
+                self._failed[key] = None
+        self.revision += 1
+        if self._watchers:
+            changed = None if entry is None else entry._asdict()
+            self.unsent.append({"revision": self.revision, "key": key, "entry": changed})
+
+    # --- watchers -----------------------------------------------------------------------------------------
+
+    def watch(self, connection: PeerConnection) -> None:
+        """Send a connection all entries, and every change from now on."""
+        self.flush()
+        connection.send_document(Kind.STATE, self.snapshot())
+        self._watchers[connection.id] = connection
+
+    def leave(self, connection: PeerConnection) -> None:
+        self._watchers.pop(connection.id, None)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "instance": self.instance,
+            "revision": self.revision,
+            "entries": {key: entry._asdict() for key, entry in self._entries.items()},
+        }
+
+    def flush(self) -> None:
+        """Send all watchers the changes since the last flush."""
+        while self.unsent:
+            changes, self.unsent = self.unsent, []
+            for watcher in list(self._watchers.values()):
+                for change in changes:
+                    self._transport.guard(watcher, watcher.send_object, Kind.STATE, change)
 
 
 class Catalog:
-    """All models by key. Whoever changes one says so (`tell`); then watchers are told, if that changes what they see."""
+    """All models by key. Each change of one is told to watchers, if it changes what they see (`tell`)."""
 
-    def __init__(self, policy: Policy, state_feed: StateFeed) -> None:
+    def __init__(self, policy: Policy, feed: StateFeed) -> None:
         self.policy = policy
-        self.state_feed = state_feed
-        self.listed: dict[str, ModelEntry] = {}
+        self.feed = feed
+        self.entries: dict[str, ModelEntry] = {}
+        #: keys of models that are read, compiled or warmed up
+        self.building: set[str] = set()
+        #: keys of models that wait for the scheduler to release them
+        self.ending: set[str] = set()
 
-    def get(self, key: str) -> Model:
-        """The model that the scheduler speaks of: it knows built ones only."""
-        model = self.listed[key].model
+    # --- lookups ------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> CompiledModel:
+        """Return a compiled model; the scheduler names no other."""
+        model = self.entries[key].model
         assert model is not None
         return model
 
-    def models(self) -> list[Model]:
-        """All that are built."""
-        return [listed.model for listed in self.listed.values() if listed.model is not None]
+    def served_by(self, connection: PeerConnection) -> CompiledModel | None:
+        """Return the model that a connection is for, if it is ready."""
+        group = connection.group
+        if group is None or group.counts is not None:
+            return None
+        entry = self.entries[group.key]
+        return entry.model if entry.state is LifecycleState.READY else None
+
+    def models(self) -> list[CompiledModel]:
+        """Return all compiled models."""
+        return [entry.model for entry in self.entries.values() if entry.model is not None]
 
     def serves(self, name: str) -> bool:
-        """Whether there is a model by that name, which stays."""
-        return any(listed.name == name and not listed.leaving for listed in self.listed.values())
+        """Return whether a model of that name is there to stay."""
+        return any(entry.name == name and not entry.ending for entry in self.entries.values())
 
-    def built(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Keys of those by these names, or of all, that are built, and stay: the scheduler knows them."""
+    def compiled(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Return the keys of compiled models that stay, of these names or of all: those that the scheduler may be asked for."""
         wanted = None if names is None else set(names)
         return tuple(
             key
-            for key, listed in self.listed.items()
-            if listed.model is not None and not listed.leaving and (wanted is None or listed.name in wanted)
+            for key, entry in self.entries.items()
+            if entry.model is not None and not entry.ending and (wanted is None or entry.name in wanted)
         )
 
     def ready(self, group: Registration) -> bool:
-        """Whether all its models are."""
-        found = [self.listed.get(key) for key in group.models]
-        return all(listed is not None and listed.ready and not listed.leaving for listed in found)
+        """Return whether all models of a registration are ready."""
+        found = [self.entries.get(key) for key in group.models]
+        return all(entry is not None and entry.ready for entry in found)
 
-    def add(self, key: str, name: str, digest: str) -> None:
-        """It is to be built."""
-        self.listed[key] = ModelEntry(name, digest)
-        self.tell(key)
+    # --- changes ------------------------------------------------------------------------------------------
 
-    def refuse(self, key: str, name: str, digest: str, why: str) -> None:
-        """It is not even tried, unless it is there already."""
-        if key not in self.listed:
-            self.listed[key] = ModelEntry(name, digest, error=why)
+    def add(self, key: str, name: str, digest: str) -> ModelEntry:
+        """Begin a model's life."""
+        entry = self.entries[key] = ModelEntry(key, name, digest)
+        self.building.add(key)
+        return entry
+
+    def advance(self, key: str, event: LifecycleEvent) -> None:
+        """Move a model to its next state.
+
+        Raises:
+            LifecycleError: its state does not allow the event.
+        """
+        entry = self.entries[key]
+        entry.advance(event)
+        if entry.state not in _BUILDING:
+            self.building.discard(key)
+        if entry.ending:
+            self.ending.add(key)
+        if entry.state is LifecycleState.GONE:
+            self.ending.discard(key)
+            del self.entries[key]
+            self.feed.gone(key)
+        else:
             self.tell(key)
-            self.drop(key)
 
-    def drop(self, key: str) -> None:
-        """It is there no longer."""
-        del self.listed[key]
-        self.state_feed.gone(key)
-
-    def moved(self, key: str, weights: Weights) -> None:
-        """Its weights are somewhere else now."""
-        self.listed[key].weights = weights
+    def moved(self, key: str, weights: WatchedWeights) -> None:
+        """Note where a model's weights are."""
+        self.entries[key].weights = weights
         self.tell(key)
 
     def tell(self, key: str) -> None:
-        """It has changed."""
-        self.state_feed.put(key, self.describe(key))
+        """Update the feed's entry of a model."""
+        self.feed.put(key, self._feed_entry(self.entries[key]))
 
-    def describe(self, key: str) -> Entry:
-        """What watchers see of a model."""
-        listed = self.listed[key]
-        own = (c for c in listed.connections.values() if c.group is not None and c.group.key == key)
-        return Entry(
-            listed.name,
+    def _feed_entry(self, entry: ModelEntry) -> FeedEntry:
+        own = (c for c in entry.connections.values() if c.group is not None and c.group.key == entry.key)
+        return FeedEntry(
+            entry.name,
             "model",
-            listed.digest,
-            listed.state,
-            listed.error,
-            self.policy.residency(listed.name),
-            listed.weights,
+            entry.digest,
+            WATCHED_STATES[entry.state],
+            entry.error,
+            self.policy.residency(entry.name),
+            entry.weights,
             _pids(own),
-            paused=_paused(self.policy, listed.name),
+            paused=_paused(self.policy, entry.name),
         )
 
     def tell_meta(
-        self, group: Registration, connections: Iterable[Connection], error: str | None = None
+        self, group: Registration, connections: Iterable[PeerConnection], error: str | None = None
     ) -> None:
-        """A meta model has changed, or one that it calls; `connections`: those that serve it. `error`: why none will."""
+        """Update the feed's entry of a meta model that these connections serve; `error`: why it cannot be served."""
         stubs = _pids(connections)
         if error is None and not stubs:
-            self.state_feed.gone(group.key)
+            self.feed.gone(group.key)
             return
         paused = (mode for name in group.calls if (mode := _paused(self.policy, name)))
-        state: State = "ready" if self.ready(group) else "loading"
-        self.state_feed.put(
+        state: WatchedState = "ready" if self.ready(group) else "loading"
+        self.feed.put(
             group.key,
-            Entry(
+            FeedEntry(
                 group.name,
                 "meta",
                 group.digest,
@@ -139,7 +343,7 @@ class Catalog:
         )
 
 
-def _pids(connections: Iterable[Connection]) -> tuple[int, ...]:
+def _pids(connections: Iterable[PeerConnection]) -> tuple[int, ...]:
     return tuple(sorted({connection.peer for connection in connections}))
 
 

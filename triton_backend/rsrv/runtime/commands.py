@@ -1,224 +1,278 @@
-"""What operators want while the runtime runs: COMMAND and CONFIGURE, done or refused with a reason.
+"""Commands of operators while the runtime runs: COMMAND and CONFIGURE, carried out or refused with a reason.
 
-Answers to a connection's commands come in the order of the commands: one that takes time (`profile`) holds back those
-that follow it on its connection, and nobody else.
+A command is answered when the scheduler has taken in its events, in the order of the connection's commands. One that
+takes time (`profile`) delays those that follow it on its connection, and no others.
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from rsrv.explain import explain, nearest
-from rsrv.runtime.executor import LoopBans
-from rsrv.runtime.metrics import StubMetrics, metrics, overview
-from rsrv.runtime.profiling import Profiler, Refused
+from rsrv.explain import nearest
+from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
-from rsrv.runtime.state_feed import StateFeed
-from rsrv.runtime.status import load
 from rsrv.runtime.threads import Inbox
-from rsrv.runtime.timeline import Timeline, Traces
-from rsrv.runtime.transport import Connection, Transport
+from rsrv.runtime.transport import PeerConnection, Transport
+from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
-from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import SettingsError
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 
 log = logging.getLogger("rsrv.commands")
+_profile_log = logging.getLogger("rsrv.profiling")
 
-#: characters of what is said about a command that is refused
+#: characters of the reason why a command is refused
 _MAX_TEXT = 4000
 #: commands of one connection that may wait for the end of an earlier one
 _MAX_WAITING = 64
-
 Answer = dict[str, Any]
 
 
-class _Command(BaseModel):
-    """The fields of a command, by its name; those without a default must be given."""
+class CommandRefused(Exception):
+    """A command is not carried out. `code` is the name of a gRPC status; the message has the reason and a remedy."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    command: str
-
-
-class _Ping(_Command):
-    pass
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
-class _SetResidency(_Command):
-    model: str
-    residency: str
+# --- fields ----------------------------------------------------------------------------------------------
 
 
-class _Compact(_Command):
-    pass
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Type of a command's field: a value is valid if `accepts` says so."""
+
+    accepts: Callable[[object], bool]
+    expected: str
+    required: bool = False
 
 
-class _SetPolicy(_Command):
-    model: str
-    # Absent ones stay as they are; what they may be, the settings say.
-    weight: float | None = None
-    max_delay_us: int | None = None
-    max_queue_depth: int | None = None
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-class _Prefetch(_Command):
-    model: str
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
-class _Evict(_Command):
-    model: str | None = None
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-class _Pause(_Command):
-    model: str | None = None
-    mode: Literal["drain", "hold", "reject"]
+def _is_whole(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
-class _Continue(_Command):
-    model: str | None = None
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-class _Abort(_Command):
-    request: str
+_MODEL = {"model": _Field(_is_text, "a string", required=True)}
+_MODEL_OR_ALL = {"model": _Field(_is_text_or_none, "a string")}
+_MODES = [mode.value for mode in ev.Pause]
+_SINCE = {"since": _Field(_is_count, "a whole number, at least 0")}
 
-
-class _Story(_Command):
-    model: str
-
-
-class _Load(_Command):
-    pass
-
-
-class _Timeline(_Command):
-    since: int = Field(0, ge=0)
-
-
-class _Traces(_Command):
-    since: int = Field(0, ge=0)
-
-
-class _Metrics(_Command):
-    pass
-
-
-class _Overview(_Command):
-    pass
-
-
-class _Profile(_Command):
-    directory: str | None = None
-
-
-_KINDS: dict[str, type[_Command]] = {
-    "ping": _Ping,
-    "residency": _SetResidency,
-    "compact": _Compact,
-    "policy": _SetPolicy,
-    "prefetch": _Prefetch,
-    "evict": _Evict,
-    "pause": _Pause,
-    "continue": _Continue,
-    "abort": _Abort,
-    "story": _Story,
-    "load": _Load,
-    "metrics": _Metrics,
-    "overview": _Overview,
-    "profile": _Profile,
-    "timeline": _Timeline,
-    "traces": _Traces,
+#: the fields of each command, beside its name
+_COMMANDS: Mapping[str, Mapping[str, _Field]] = {
+    "ping": {},
+    "residency": {**_MODEL, "residency": _Field(_is_text, "a string", required=True)},
+    "compact": {},
+    # Absent fields stay as they are; the settings check the values.
+    "policy": {
+        **_MODEL,
+        "weight": _Field(_is_number, "a number"),
+        "max_delay_us": _Field(_is_whole, "a whole number"),
+        "max_queue_depth": _Field(_is_whole, "a whole number"),
+    },
+    "prefetch": _MODEL,
+    "evict": _MODEL_OR_ALL,
+    "pause": {
+        **_MODEL_OR_ALL,
+        "mode": _Field(lambda value: value in _MODES, "'drain', 'hold' or 'reject'", required=True),
+    },
+    "continue": _MODEL_OR_ALL,
+    "abort": {"request": _Field(_is_text, "a string", required=True)},
+    "story": _MODEL,
+    "load": {},
+    "metrics": {},
+    "overview": {},
+    "profile": {"directory": _Field(_is_text_or_none, "a string")},
+    "timeline": _SINCE,
+    "traces": _SINCE,
 }
+#: characters of a value that a message repeats
+_MAX_VALUE = 80
+#: problems of one command that are told: explaining takes time, in which the runtime does nothing else
+_MAX_PROBLEMS = 10
+
+
+def _check(command: Mapping[str, Any]) -> str:
+    """Return the name of a command whose fields are valid. Raises CommandRefused."""
+    name = command.get("command")
+    fields = _COMMANDS.get(name) if isinstance(name, str) else None
+    if fields is None or not isinstance(name, str):
+        known = nearest(name, _COMMANDS) if isinstance(name, str) else f"; known are {', '.join(_COMMANDS)}"
+        raise CommandRefused("INVALID_ARGUMENT", f"there is no command {name!r:.80}{known}")
+    problems = [
+        f"{key}: missing, and there is no default: give it"
+        for key, field in fields.items()
+        if field.required and key not in command
+    ]
+    for key, value in command.items():
+        if len(problems) >= _MAX_PROBLEMS:
+            break
+        field = fields.get(key)
+        if field is None and key != "command":
+            problems.append(f"{key:.80}: unknown key{nearest(key, fields)}")
+        elif field is not None and not field.accepts(value):
+            found = repr(value)
+            found = found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + "..."
+            problems.append(f"{key}: must be {field.expected} (found {found})")
+    if problems:
+        raise CommandRefused("INVALID_ARGUMENT", f"{name}: " + "; ".join(problems))
+    return name
+
+
+# --- profiles --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileChanged:
+    """A profile was started or ended for a connection; `refused`: it failed."""
+
+    connection: PeerConnection
+    recording: bool
+    refused: CommandRefused | None
+
+
+class Profiler:
+    """One profile at a time. To start or to end one takes seconds, on a thread; then `ProfileChanged` is posted."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self.state: Literal["idle", "changing", "recording"] = "idle"
+
+    def change(self, device: Device, directory: str | None, connection: PeerConnection) -> None:
+        """Start a profile in a directory, or end the one that is recorded (None). Raises CommandRefused."""
+        if self.state == "changing":
+            raise CommandRefused(
+                "FAILED_PRECONDITION", "a profile is being started or ended; try again later"
+            )
+        if directory is None:
+            if self.state == "idle":
+                raise CommandRefused("FAILED_PRECONDITION", "no profile runs")
+            action = device.stop_profile
+        else:
+            if self.state == "recording":
+                raise CommandRefused("FAILED_PRECONDITION", "a profile runs already: stop it first")
+            path = Path(directory)
+            if not path.is_absolute() or "\0" in directory:
+                raise CommandRefused(
+                    "INVALID_ARGUMENT", f"directory {directory!r:.200} is not an absolute path"
+                )
+            action = partial(_start_profile, device, path)
+        self.state = "changing"
+        run = partial(self._run, action, connection, starts=directory is not None)
+        threading.Thread(target=run, name="profile", daemon=True).start()
+
+    def _run(self, action: Callable[[], None], connection: PeerConnection, *, starts: bool) -> None:
+        refused = None
+        try:
+            action()
+        except CommandRefused as error:
+            refused = error
+        except Exception as error:  # noqa: BLE001 - logged
+            _profile_log.exception("profiling failed")
+            refused = CommandRefused("INTERNAL", f"{type(error).__name__}: {error}")
+        # A profile that could not be ended is over all the same: it cannot be ended twice.
+        self._inbox.post(ProfileChanged(connection, starts and refused is None, refused))
+
+
+def _start_profile(device: Device, directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        raise CommandRefused(
+            "INVALID_ARGUMENT", f"{directory} is there already; name a new directory"
+        ) from None
+    except OSError as error:
+        raise CommandRefused("FAILED_PRECONDITION", f"{directory} cannot be made: {error.strerror}") from None
+    _profile_log.info("profiling into %s", directory)
+    device.start_profile(directory)
+
+
+# --- commands --------------------------------------------------------------------------------------------
 
 
 class Commands:
-    """Belongs to the loop. `feed` takes the scheduler's events; `clock` is the loop's."""
+    """Carries commands out. Belongs to the loop, which calls `answer` when the events of a command are handled."""
 
     def __init__(
         self,
         registry: Registry,
-        scheduler: Scheduler,
         requests: Requests,
-        stub_metrics: StubMetrics,
-        state_feed: StateFeed,
+        reports: Reports,
         transport: Transport,
         inbox: Inbox,
-        timeline: Timeline,
-        traces: Traces,
-        bans: LoopBans,
-        feed: Callable[[ev.Event], None],
-        clock: Callable[[], float],
+        outbox: Outbox,
     ) -> None:
         self._registry = registry
         self._catalog = registry.catalog
         self._policy = registry.catalog.policy
-        self._placement = registry.placement
-        self._scheduler = scheduler
+        self._weights = registry.weights
         self._requests = requests
-        self._stub_metrics = stub_metrics
-        self._state_feed = state_feed
+        self._reports = reports
         self._transport = transport
-        self._timeline = timeline
-        self._traces = traces
-        self._bans = bans
-        self._feed = feed
-        self._clock = clock
+        self._outbox = outbox
         self._profiler = Profiler(inbox)
         #: commands that wait until an earlier one of their connection is answered
-        self._waiting: dict[Connection, deque[dict[str, Any]]] = {}
+        self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
+        #: answers that wait for the scheduler to take in the events of their command; some are made only then
+        self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
 
     def configure(self, changes: dict[str, Any]) -> Answer:
-        """Change the scheduler's section; returns what holds now, or what is wrong with it."""
+        """Change the scheduler's section; return the section, or what is wrong with the changes."""
         try:
             self._policy.change_scheduler(changes)
         except SettingsError as error:
             return {"error": str(error)[:_MAX_TEXT]}
-        self._placement.decide()
+        self._weights.update_budget()
         section = self._policy.settings.scheduler.model_dump(mode="json")
-        return {**section, "depth": self._scheduler.settings.depth}
+        return {**section, "depth": self._weights.settings.depth}
 
-    def take(self, connection: Connection, command: dict[str, Any]) -> None:
-        """Do it and answer, now or when earlier ones of that connection are answered."""
+    def take(self, connection: PeerConnection, command: dict[str, Any]) -> None:
+        """Carry a command out, now or when earlier ones of its connection are answered."""
         waiting = self._waiting.get(connection)
         if waiting is None:
-            self._serve(connection, command)
+            self._carry_out(connection, command)
         elif len(waiting) < _MAX_WAITING:
             waiting.append(command)
         else:
             raise ProtocolError(f"{len(waiting)} commands wait for their answers already")
 
-    def leave(self, connection: Connection) -> None:
-        """A connection ended: what it still wanted is not done."""
+    def leave(self, connection: PeerConnection) -> None:
+        """Drop the waiting commands of a closed connection."""
         self._waiting.pop(connection, None)
 
-    def _serve(self, connection: Connection, command: dict[str, Any]) -> None:
-        try:
-            wanted = _read(command)
-            if isinstance(wanted, _Profile):
-                self._profile(connection, wanted)
-                return
-            answer = self._do(wanted)
-        except Refused as refused:
-            answer = _refusal(refused.code, str(refused))
-        except Exception as error:
-            log.exception("a command failed")
-            answer = _refusal("INTERNAL", f"{type(error).__name__}: {error}; the server's log says more")
-        connection.send_object(Kind.COMMANDED, answer)
+    def answer(self) -> None:
+        """Answer the commands that were carried out."""
+        unanswered, self.unanswered = self.unanswered, []
+        for connection, answer in unanswered:
+            value = answer() if callable(answer) else answer
+            self._transport.guard(connection, connection.send_object, Kind.COMMANDED, value)
 
-    def _profile(self, connection: Connection, wanted: _Profile) -> None:
-        device = self._placement.device
-        if device is None:
-            raise Refused("FAILED_PRECONDITION", "the runtime has no device yet; try again later")
-        self._profiler.begin(device, wanted.directory, partial(self._answer_late, connection))
-        self._waiting[connection] = deque()
-
-    def _answer_late(self, connection: Connection, refused: Refused | None) -> None:
-        """A command that took time is done; now those that have waited for it."""
+    def profile_changed(self, message: ProfileChanged) -> None:
+        """Answer `profile`, and carry out the commands that have waited for it."""
+        self._profiler.state = "recording" if message.recording else "idle"
+        connection, refused = message.connection, message.refused
         waiting = self._waiting.pop(connection, None)
         if waiting is None:
             return  # the connection has ended
@@ -227,119 +281,133 @@ class Commands:
         for command in waiting:
             self._transport.guard(connection, self.take, connection, command)
 
-    # --- the commands -------------------------------------------------------------------------------------
+    def _carry_out(self, connection: PeerConnection, command: dict[str, Any]) -> None:
+        answer: Answer | Callable[[], Answer] | None
+        try:
+            answer = self._do(connection, _check(command), command)
+        except CommandRefused as refused:
+            answer = _refusal(refused.code, str(refused))
+        except Exception as error:
+            log.exception("a command failed")
+            answer = _refusal("INTERNAL", f"{type(error).__name__}: {error}; the server's log says more")
+        if answer is not None:
+            self.unanswered.append((connection, answer))
 
-    def _do(self, command: _Command) -> Answer:
-        match command:
-            case _Ping():
-                return {"instance": self._state_feed.instance, "revision": self._state_feed.revision}
-            case _SetResidency(model=model, residency=residency):
+    def _do(
+        self, connection: PeerConnection, name: str, command: dict[str, Any]
+    ) -> Answer | Callable[[], Answer] | None:
+        """Carry a command out; return its answer, a function that makes it later, or None: a message makes it."""
+        model = command.get("model")
+        match name:
+            case "ping":
+                return self._reports.ping()
+            case "residency":
                 names = self._names(model)
-                _checked(lambda: self._placement.set_residency(names, residency))
+                _checked(lambda: self._weights.set_residency(names, command["residency"]))
                 self._registry.tell_all()
-            case _Compact():
-                self._feed(ev.Compact())
-            case _SetPolicy(model=model):
-                self._set_policy(model, command.model_dump(exclude_unset=True, exclude={"command", "model"}))
-            case _Prefetch(model=model):
-                self._prefetch(model)
-            case _Evict(model=model):
+            case "compact":
+                self._outbox.append(ev.Compact())
+            case "policy":
+                changes = {key: value for key, value in command.items() if key not in ("command", "model")}
+                self._set_policy(command["model"], changes)
+            case "prefetch":
+                self._prefetch(command["model"])
+            case "evict":
                 return {"models": self._evict(model)}
-            case _Pause(model=model, mode=mode):
-                self._pause(model, ev.Pause(mode))
-            case _Continue(model=model):
+            case "pause":
+                self._pause(model, ev.Pause(command["mode"]))
+            case "continue":
                 self._pause(model, None)
-            case _Abort(request=request):
-                aborted, executing = self._requests.abort(request_tag(request))
-                return {"aborted": aborted, "executing": executing}
-            case _Story(model=model):
-                names = self._names(model)
-                keys = [key for key, listed in self._catalog.listed.items() if listed.name in names]
-                return {"stories": {key: self._scheduler.story(key) for key in keys}}
-            case _Load():
-                backlog = self._scheduler.backlog_seconds(self._clock())
-                return load(self._registry, self._state_feed.instance, self._scheduler.load(), backlog)
-            case _Timeline(since=since):
-                return self._timeline.answer(self._state_feed.instance, since, self._clock())
-            case _Traces(since=since):
-                return self._traces.answer(self._state_feed.instance, since)
-            case _Metrics():
-                kept = self._requests.runs.kept_bytes
-                return metrics(self._registry, self._scheduler, self._stub_metrics, kept, self._bans.count)
-            case _Overview():
-                return overview(self._registry, self._scheduler, self._stub_metrics)
+            case "abort":
+                return self._abort(command["request"])
+            case "story":
+                return self._reports.stories(self._names(model))
+            case "load":
+                return self._reports.load()
+            case "timeline":
+                return self._reports.timeline(command.get("since", 0))
+            case "traces":
+                return self._reports.traces(command.get("since", 0))
+            case "metrics":
+                return self._reports.metrics()
+            case "overview":
+                return self._reports.overview()
+            case "profile":
+                self._profile(connection, command.get("directory"))
+                return None
             case _:
-                raise AssertionError(f"nobody does {type(command).__name__}")
+                raise AssertionError(f"command {name} has no action")
         return {}
 
-    def _names(self, model: str) -> list[str]:
-        """The model by that name, or those that a meta model by that name calls."""
+    def _names(self, model: Any) -> list[str]:
+        """Return the name of a model, or those of the models that a meta model calls."""
         try:
             return self._registry.names_of(model)
         except LookupError as error:
-            raise Refused("NOT_FOUND", str(error)) from None
+            raise CommandRefused("NOT_FOUND", str(error)) from None
 
     def _set_policy(self, model: str, changes: Mapping[str, Any]) -> None:
         names = self._names(model)
-        # Of a meta model its own, too: so many of its runs may wait.
+        # The policy of a meta model, too: it limits the runs that may wait.
         _checked(lambda: self._policy.change_models([model, *names], changes))
-        for key in self._catalog.built(names):
-            program = self._policy.program(self._catalog.get(key).program, self._catalog.listed[key].name)
-            self._feed(ev.PolicyChanged(key, program.weight, program.max_delay, program.max_queue_depth))
+        for key in self._catalog.compiled(names):
+            program = self._policy.program(self._catalog.get(key).program, self._catalog.entries[key].name)
+            self._outbox.append(
+                ev.PolicyChanged(key, program.weight, program.max_delay, program.max_queue_depth)
+            )
 
     def _prefetch(self, model: str) -> None:
         names = self._names(model)
-        keys = self._catalog.built(names)
+        keys = self._catalog.compiled(names)
         if names and not keys:
-            raise Refused("FAILED_PRECONDITION", f"model {model!r:.200} is not built yet; try again later")
+            raise CommandRefused(
+                "FAILED_PRECONDITION", f"model {model!r:.200} is not built yet; try again later"
+            )
         self._policy.prefetch(names)
-        for key in keys:
-            self._feed(ev.Prefetch(key))
+        self._outbox.extend(ev.Prefetch(key) for key in keys)
 
     def _evict(self, model: str | None) -> list[str]:
-        """Returns the names of those that have something to free."""
+        """Evict models; return the names of those that have something to free."""
         wanted = None if model is None else self._names(model)
-        keys = self._catalog.built(wanted)
-        found = (self._catalog.listed[key] for key in keys)
+        keys = self._catalog.compiled(wanted)
+        found = (self._catalog.entries[key] for key in keys)
         names = {
-            listed.name
-            for listed in found
-            if listed.weights != "absent" and self._policy.residency(listed.name) != "device"
+            entry.name
+            for entry in found
+            if entry.weights != "absent" and self._policy.residency(entry.name) != "device"
         }
         self._policy.evict(wanted)
-        self._feed(ev.Evict(keys))
+        self._outbox.append(ev.Evict(keys))
         return sorted(names)
 
     def _pause(self, model: str | None, mode: ev.Pause | None) -> None:
         names = None if model is None else self._names(model)
         self._policy.pause(names, mode)
-        self._feed(ev.Paused(self._catalog.built(names), mode))
+        self._outbox.append(ev.Paused(self._catalog.compiled(names), mode))
         self._registry.tell_all()
 
+    def _abort(self, request: str) -> Callable[[], Answer]:
+        runs, tagged, cancelled = self._requests.abort(request_tag(request))
 
-T = TypeVar("T")
+        def answer() -> Answer:
+            executing = cancelled & self._requests.pending.keys()
+            return {"aborted": runs + len(tagged - executing), "executing": len(executing)}
+
+        return answer
+
+    def _profile(self, connection: PeerConnection, directory: str | None) -> None:
+        device = self._weights.device
+        if device is None:
+            raise CommandRefused("FAILED_PRECONDITION", "the runtime has no device yet; try again later")
+        self._profiler.change(device, directory, connection)
+        self._waiting[connection] = deque()
 
 
-def _checked(action: Callable[[], T]) -> T:
+def _checked(action: Callable[[], None]) -> None:
     try:
-        return action()
+        action()
     except SettingsError as error:
-        raise Refused("INVALID_ARGUMENT", str(error)) from None
-
-
-def _read(command: dict[str, Any]) -> _Command:
-    """Raises Refused."""
-    name = command.get("command")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        known = nearest(name, _KINDS) if isinstance(name, str) else f"; known are {', '.join(_KINDS)}"
-        raise Refused("INVALID_ARGUMENT", f"there is no command {name!r:.80}{known}")
-    try:
-        return kind.model_validate(command)
-    except ValidationError as error:
-        # A few will do: explaining takes time, and whoever asks holds up a runtime.
-        lines = (explain(one, kind, command) for one in error.errors()[:10])
-        raise Refused("INVALID_ARGUMENT", f"{name}: " + "; ".join(lines)) from None
+        raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 
 
 def _refusal(code: str, text: str) -> Answer:

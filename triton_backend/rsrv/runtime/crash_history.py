@@ -46,7 +46,7 @@ class Death(NamedTuple):
     share: float = 1.0
 
 
-class Open(NamedTuple):
+class UnfinishedTask(NamedTuple):
     """What was under way when a runtime died."""
 
     phase: Phase
@@ -56,9 +56,9 @@ class Open(NamedTuple):
     ended: int = 0
 
 
-def read_slots(content: bytes) -> list[Open]:
+def read_slots(content: bytes) -> list[UnfinishedTask]:
     """What a black box says; whatever it cannot have said is left out. Nothing, if it was the loop that hung."""
-    found: list[Open] = []
+    found: list[UnfinishedTask] = []
     if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT_BYTES)):
         return found
     for at in range(0, _BYTES, SLOT_BYTES):
@@ -66,11 +66,11 @@ def read_slots(content: bytes) -> list[Open]:
         key = slot[KEY_AT:].partition(b"\0")[0].decode(errors="replace")
         if key and slot[0] in (Phase.BUILDING, Phase.WARMING, Phase.LOADING, Phase.EXECUTING):
             (ended,) = ENDED.unpack_from(slot, ENDED_AT)
-            found.append(Open(Phase(slot[0]), slot[1] != 0, key, ended))
+            found.append(UnfinishedTask(Phase(slot[0]), slot[1] != 0, key, ended))
     return found
 
 
-def blame(found: Iterable[Open], *, crashed: bool, now: float) -> dict[str, Death]:
+def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
     """Whose fault a death probably is, by key.
 
     The one that hung, if one did. Else what was being built or warmed up, which is untried code. Else, if it was a
@@ -165,7 +165,7 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Reads what the runtime before left, and starts anew."""
-        self.deaths = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
+        self.history = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
         self.memory: Memory = bytearray(_BYTES)
         self._fd = -1
         if directory is None:
@@ -200,7 +200,7 @@ class BlackBox:
         if crash:
             log.error("it crashed:\n%s", crash)
         for key, death in blame(found, crashed=bool(crash), now=now).items():
-            self.deaths.add(key, death)
-            reason = self.deaths.verdict(key)
+            self.history.add(key, death)
+            reason = self.history.verdict(key)
             if reason is not None:
                 log.critical("%s: %s", key, reason)

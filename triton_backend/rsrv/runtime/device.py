@@ -53,7 +53,7 @@ def never() -> bool:
     return False
 
 
-class Piece(NamedTuple):
+class DeviceRows(NamedTuple):
     """Rows of a tensor on the device, `first` and following, that become those at `at` and following of another."""
 
     buffer: Buffer
@@ -123,7 +123,7 @@ class Device(Protocol):
     def keep(self, launched: Launched, index: int) -> Buffer:
         """An output of an execution that is not read yet: it stays on the device for as long as this is held."""
 
-    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+    def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
         """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something.
 
         Raises OutOfMemory.

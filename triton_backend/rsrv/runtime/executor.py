@@ -1,21 +1,26 @@
-"""Executions: gather the inputs, launch, read, scatter the outputs; on the loop or on threads."""
+"""Executions: gather the requests' inputs, launch, read, scatter the outputs; on the loop or on threads.
+
+With a depth of 1, the loop itself runs an execution that is shorter than handing it over would be; any other execution
+has one thread from its inputs to its outputs. With a larger depth there are two threads: one gathers and launches the
+next execution while the device is busy with the one before; the other reads and scatters outputs meanwhile.
+"""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
 from rsrv.runtime.activity import Activity, ActivitySlot, Phase
 from rsrv.runtime.allocation import aligned
-from rsrv.runtime.device import Array, Buffer, Device, Launched, OutOfMemory, Piece
-from rsrv.runtime.models import Model, about
-from rsrv.runtime.runs import Kept, Run, view
-from rsrv.runtime.threads import Inbox, Worker
-from rsrv.runtime.transport import Connection
+from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Launched, OutOfMemory
+from rsrv.runtime.models import CompiledModel, about
+from rsrv.runtime.runs import Kept, MetaRun, view
+from rsrv.runtime.threads import Inbox, WorkerThread
+from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Tensor
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
@@ -23,26 +28,26 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 @dataclass(slots=True, eq=False)
 class RequestSlice:
-    """One request's share: whose it is, where its inputs lie and where its outputs go."""
+    """A request's share of an execution: its connection, and the places of its inputs and outputs."""
 
-    connection: Connection
+    connection: PeerConnection
     request: int  # the connection's own id
     rows: int
     segment: Bytes
     inputs_at: int
     outputs_at: int
-    run: Run | None = None
-    tag: int = 0  # stands for the client's id of it; 0: it has none
+    run: MetaRun | None = None
+    tag: int = 0  # hash of the client's id for it; 0: it has none
 
     def start(self, outputs: bool) -> int:
         return self.outputs_at if outputs else self.inputs_at
 
     def source(self, index: int, block: Block) -> Array:
-        """An input in shared memory."""
+        """View an input in shared memory."""
         return self._view(index, block, self.inputs_at)
 
     def target(self, index: int, block: Block) -> Array:
-        """The place of an output in shared memory."""
+        """View an output in shared memory."""
         return self._view(index, block, self.outputs_at)
 
     def _view(self, index: int, block: Block, start: int) -> Array:
@@ -51,18 +56,18 @@ class RequestSlice:
 
 @dataclass(slots=True, eq=False)
 class CallSlice:
-    """The share of a meta model's sub-call: each tensor is wherever it is."""
+    """A sub-call's share of an execution: each tensor has a place of its own, on the host or on the device."""
 
-    connection: Connection
+    connection: PeerConnection
     request: int
     rows: int
-    run: Run
+    run: MetaRun
     sources: Sequence[Array | Kept]
-    #: None: nobody wants it on the host
+    #: None: not wanted on the host
     targets: Sequence[Array | None]
-    #: output -> the number that the run keeps it by, on the device
+    #: output -> the number by which the run keeps it on the device
     keep: Mapping[int, int]
-    #: what it keeps, by number: left here by the execution, for the loop to give to the run
+    #: outputs to keep, by number: the execution leaves them here, and the loop gives them to the run
     made: dict[int, Kept] = field(default_factory=dict)
 
     def source(self, index: int, block: Block) -> Array | Kept:
@@ -71,74 +76,68 @@ class CallSlice:
     def target(self, index: int, block: Block) -> Array | None:
         return self.targets[index]
 
-    def settle(self, *, well: bool) -> None:
-        """On the loop: an execution of it is over, after which it may be tried again if that did not go well."""
-        if well:
+    def settle(self, *, succeeded: bool) -> None:
+        """On the loop: give the kept outputs to the run; after a failure there may be another try."""
+        if succeeded:
             self.run.kept |= self.made
             self.give_up()
         self.made.clear()
 
     def give_up(self) -> None:
-        """On the loop: it will keep nothing any more."""
+        """On the loop: take back the promise to keep outputs."""
         for number in self.keep.values():
             self.run.promised.pop(number, None)
 
 
-AnySlice = RequestSlice | CallSlice
+Slice = RequestSlice | CallSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """An `Execute` instruction with everything that carrying it out needs."""
+class Dispatch:
+    """An `Execute` instruction with everything that its execution needs."""
 
-    dispatch: int
-    model: Model
+    number: int
+    model: CompiledModel
     variant: int
     size: int
     rows: int
     requests: tuple[int, ...]
-    parts: tuple[AnySlice, ...]
-    #: whether some of it are sub-calls of meta models
-    calls: bool = False
-
-    @property
-    def block(self) -> Block:
-        return self.model.interface.variants[self.variant].inputs
-
-    @property
-    def results(self) -> Block:
-        return self.model.interface.variants[self.variant].outputs
+    slices: tuple[Slice, ...]
+    inputs: Block
+    outputs: Block
+    #: some of its slices are sub-calls of meta models
+    has_calls: bool = False
 
     def kept(self, index: int) -> list[Kept | None] | None:
-        """What of an input is on the device already, by part; None: nothing."""
-        if not self.calls:
+        """Return the tensors of an input that are on the device already, by slice; None: none is."""
+        if not self.has_calls:
             return None
-        sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.parts]
+        sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.slices]
         kept = [source if isinstance(source, Kept) else None for source in sources]
         return kept if any(kept) else None
 
     @property
     def unread(self) -> Collection[int]:
-        """Outputs that nobody wants on the host."""
-        if not self.calls:
+        """Outputs that no slice wants on the host."""
+        if not self.has_calls:
             return ()
-        outputs = range(len(self.results.tensors))
-        return {index for index in outputs if all(p.target(index, self.results) is None for p in self.parts)}
+        outputs = range(len(self.outputs.tensors))
+        return {index for index in outputs if all(p.target(index, self.outputs) is None for p in self.slices)}
 
     @property
     def merges(self) -> bool:
-        """Whether its inputs have to be put together on the device, for which something may have to be compiled."""
-        inputs = range(len(self.block.tensors))
+        """The inputs have to be merged on the device, for which something may have to be compiled."""
+        inputs = range(len(self.inputs.tensors))
         return any(kept and not self.covered(index, kept) for index in inputs if (kept := self.kept(index)))
 
     def covered(self, index: int, kept: Sequence[Kept | None]) -> bool:
-        """Whether one tensor on the device is this input as it is: everybody's rows are where they should be."""
+        """Return whether one tensor on the device is this input as it is: the rows of all slices are in place."""
         first, at = kept[0], 0
         if first is None or first.size != (
-            self.size if self.block.tensors[index].batch_axis is not None else 1
+            self.size if self.inputs.tensors[index].batch_axis is not None else 1
         ):
             return False
-        for part, one in zip(self.parts, kept, strict=True):
+        for part, one in zip(self.slices, kept, strict=True):
             if one is None or one.buffer is not first.buffer or one.first != at:
                 return False
             at += part.rows
@@ -147,13 +146,13 @@ class Job:
 
 @dataclass(slots=True)
 class Staging:
-    """Memory that batches are assembled in: a block for each execution that may still read its own.
+    """Memory in which batches are assembled: a block for each execution that may still read its own.
 
-    Blocks serve all models, and grow with the largest batch. Used by the loop and the executor's threads: what they
-    share is touched in single steps only.
+    Blocks serve all models, and grow with the largest batch. The loop and the executor's threads share them: each
+    access is one atomic step.
     """
 
-    #: blocks that nobody uses
+    #: blocks that no execution uses
     _idle: list[Array] = field(default_factory=list)
 
     def take(self, nbytes: int) -> Array:
@@ -164,20 +163,20 @@ class Staging:
         return block if block.nbytes >= nbytes else aligned(nbytes)
 
     def give(self, block: Array) -> None:
-        """Back for the next batch: the execution is over."""
+        """Return a block after its execution."""
         self._idle.append(block)
 
     def clear(self) -> None:
-        """Give the memory back; the next batches take what they need."""
+        """Free all idle blocks."""
         self._idle.clear()
 
 
 class ContiguousRun:
-    """`count` parts of `rows` rows each, `stride` bytes apart."""
+    """`count` slices of `rows` rows each, `stride` bytes apart."""
 
     __slots__ = ("_inputs_at", "_outputs_at", "count", "first", "rows", "stride")
 
-    def __init__(self, first: AnySlice) -> None:
+    def __init__(self, first: Slice) -> None:
         self.first = first
         self.rows = first.rows
         self.count = 1
@@ -186,8 +185,8 @@ class ContiguousRun:
             self._inputs_at = first.inputs_at
             self._outputs_at = first.outputs_at
 
-    def take(self, part: AnySlice) -> bool:
-        """Whether the part continues the stretch; then it belongs to it."""
+    def take(self, part: Slice) -> bool:
+        """Append a slice if it continues the run; return whether it does."""
         if not isinstance(part, RequestSlice) or not isinstance(self.first, RequestSlice):
             return False
         stride = part.inputs_at - self._inputs_at
@@ -205,7 +204,7 @@ class ContiguousRun:
         return True
 
     def copy(self, batch: Array, at: int, index: int, block: Block, *, outputs: bool) -> int:
-        """Between rows `at` and following of `batch` (rows first) and the parts' tensors; returns where it ends."""
+        """Copy between the slices' tensors and rows `at` and following of `batch` (rows first); return the row after."""
         tensor, part = block.tensors[index], self.first
         first = part.target(index, block) if outputs else part.source(index, block)
         end = at + self.count * self.rows
@@ -229,140 +228,140 @@ class ContiguousRun:
         return end
 
 
-def find_contiguous_runs(parts: Sequence[AnySlice]) -> list[ContiguousRun]:
-    """Parts that lie in one segment at equal distances with equally many rows, as those of one execute() do.
+def find_contiguous_runs(slices: Sequence[Slice]) -> list[ContiguousRun]:
+    """Group slices that lie in one segment at equal distances with equally many rows, as those of one execute() do.
 
-    A stretch is copied at once, which for small tensors is what makes a large batch cheap.
+    A run is copied at once: this makes large batches of small tensors cheap.
     """
-    stretches: list[ContiguousRun] = []
-    stretch: ContiguousRun | None = None
-    for part in parts:
-        if stretch is None or not stretch.take(part):
-            stretch = ContiguousRun(part)
-            stretches.append(stretch)
-    return stretches
+    groups: list[ContiguousRun] = []
+    group: ContiguousRun | None = None
+    for part in slices:
+        if group is None or not group.take(part):
+            group = ContiguousRun(part)
+            groups.append(group)
+    return groups
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A job that the device was given."""
+    """A dispatch that was launched on the device."""
 
-    job: Job
+    dispatch: Dispatch
     launched: Launched
-    #: where its inputs were assembled; None: they are read in place
+    #: the block of its assembled inputs; None: they are read in place
     staged: Array | None
 
 
-def launch(job: Job, device: Device, staging: Staging) -> Flight:
-    """Give the device a job's inputs."""
-    weights = job.model.weights
+def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
+    """Launch a dispatch on the device."""
+    weights = dispatch.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
-    alone = len(job.parts) == 1 and job.rows == job.size
-    staged = None if alone else staging.take(job.block.places(job.size)[1])
-    inputs = gather(job, staged, device)
-    executable = job.model.executables[job.variant, job.size]
-    launched = device.launch(executable, weights, inputs, job.unread)
-    if job.calls:
-        _keep(job, launched, device)
-    return Flight(job, launched, staged)
+    alone = len(dispatch.slices) == 1 and dispatch.rows == dispatch.size
+    staged = None if alone else staging.take(dispatch.inputs.places(dispatch.size)[1])
+    inputs = gather(dispatch, staged, device)
+    executable = dispatch.model.executables[dispatch.variant, dispatch.size]
+    launched = device.launch(executable, weights, inputs, dispatch.unread)
+    if dispatch.has_calls:
+        _keep(dispatch, launched, device)
+    return Flight(dispatch, launched, staged)
 
 
-def _keep(job: Job, launched: Launched, device: Device) -> None:
-    """Have those outputs stay on the device that runs asked for."""
+def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
+    """Keep on the device the outputs that runs asked for."""
     first = 0
-    for part in job.parts:
+    for part in dispatch.slices:
         if isinstance(part, CallSlice):
             for index, number in part.keep.items():
-                tensor = job.results.tensors[index]
+                tensor = dispatch.outputs.tensors[index]
                 batched = tensor.batch_axis is not None
-                at, size = (first, job.size) if batched else (0, 1)
+                at, size = (first, dispatch.size) if batched else (0, 1)
                 part.made[number] = Kept(device.keep(launched, index), tensor, at, part.rows, size)
         first += part.rows
 
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
-    """Wait for the outputs; they are in shared memory when this returns. Returns the execution's seconds."""
+    """Wait for the outputs and copy them to shared memory; return the execution's seconds."""
     outputs, seconds = device.read(flight.launched)
-    scatter(flight.job, outputs)
-    # Not after a failure: who knows then whether the device is done with them.
+    scatter(flight.dispatch, outputs)
+    # Not after a failure: the device may still read them.
     if flight.staged is not None:
         staging.give(flight.staged)
     return seconds
 
 
-def gather(job: Job, staged: Array | None, device: Device) -> list[Array | Buffer]:
-    """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
-    stretches = [] if staged is None else find_contiguous_runs(job.parts)
-    return [_input(job, index, staged, stretches, device) for index in range(len(job.block.tensors))]
+def gather(dispatch: Dispatch, staged: Array | None, device: Device) -> list[Array | Buffer]:
+    """Return the inputs at the compiled size: in place if one request fills it, else stacked and padded with zeros."""
+    groups = [] if staged is None else find_contiguous_runs(dispatch.slices)
+    return [_input(dispatch, index, staged, groups, device) for index in range(len(dispatch.inputs.tensors))]
 
 
 def _input(
-    job: Job, index: int, staged: Array | None, stretches: list[ContiguousRun], device: Device
+    dispatch: Dispatch, index: int, staged: Array | None, groups: list[ContiguousRun], device: Device
 ) -> Array | Buffer:
-    block = job.block
-    kept = job.kept(index)
-    if kept is not None and job.covered(index, kept):
+    block = dispatch.inputs
+    kept = dispatch.kept(index)
+    if kept is not None and dispatch.covered(index, kept):
         assert kept[0] is not None
         return kept[0].buffer
     if staged is None or block.tensors[index].batch_axis is None:
-        # Those of a request that has the execution for itself, here or on the device as a part of something larger.
-        source = job.parts[0].source(index, block)
+        # The request is alone: its tensor is used here, unless it is a part of a larger one on the device.
+        source = dispatch.slices[0].source(index, block)
         if isinstance(source, np.ndarray):
             return source
     if staged is None:
-        stacked = np.zeros(block.tensors[index].shape(job.size), numpy_dtype(block.tensors[index].dtype))
+        stacked = np.zeros(block.tensors[index].shape(dispatch.size), numpy_dtype(block.tensors[index].dtype))
     else:
-        stacked = _stack(job, index, stretches, staged)
+        stacked = _stack(dispatch, index, groups, staged)
     if kept is None:
         return stacked
-    pieces, at = [], 0
-    for part, one in zip(job.parts, kept, strict=True):
+    kept_rows, at = [], 0
+    for part, one in zip(dispatch.slices, kept, strict=True):
         if one is not None:
-            pieces.append(Piece(one.buffer, one.first, part.rows, at))
+            kept_rows.append(DeviceRows(one.buffer, one.first, part.rows, at))
         at += part.rows
-    return device.merge(stacked, block.tensors[index].batch_axis or 0, pieces)
+    return device.merge(stacked, block.tensors[index].batch_axis or 0, kept_rows)
 
 
-def _stack(job: Job, index: int, stretches: list[ContiguousRun], staged: Array) -> Array:
-    tensor = job.block.tensors[index]
-    target = job.block.places(job.size)[0][index]
-    stacked: Array = np.ndarray(tensor.shape(job.size), numpy_dtype(tensor.dtype), staged, target)
+def _stack(dispatch: Dispatch, index: int, groups: list[ContiguousRun], staged: Array) -> Array:
+    tensor = dispatch.inputs.tensors[index]
+    target = dispatch.inputs.places(dispatch.size)[0][index]
+    stacked: Array = np.ndarray(tensor.shape(dispatch.size), numpy_dtype(tensor.dtype), staged, target)
     rows_first = _rows_first(stacked, tensor)
     at = 0
-    for stretch in stretches:
-        at = stretch.copy(rows_first, at, index, job.block, outputs=False)
-    if at < job.size:
+    for group in groups:
+        at = group.copy(rows_first, at, index, dispatch.inputs, outputs=False)
+    if at < dispatch.size:
         rows_first[at:] = 0
     return stacked
 
 
-def scatter(job: Job, outputs: Sequence[Array]) -> None:
-    """Each request's rows into its place; an output without rows goes to everyone."""
-    stretches = find_contiguous_runs(job.parts)
-    unread = job.unread
-    for index, tensor in enumerate(job.results.tensors):
+def scatter(dispatch: Dispatch, outputs: Sequence[Array]) -> None:
+    """Copy each slice's rows into its place; an output without rows is copied to every slice."""
+    groups = find_contiguous_runs(dispatch.slices)
+    unread = dispatch.unread
+    for index, tensor in enumerate(dispatch.outputs.tensors):
         if index in unread:
             continue
         if tensor.batch_axis is None:
-            for part in job.parts:
-                target = part.target(index, job.results)
+            for part in dispatch.slices:
+                target = part.target(index, dispatch.outputs)
                 if target is not None:
                     target[...] = outputs[index]
             continue
         result = _rows_first(outputs[index], tensor)
         at = 0
-        for stretch in stretches:
-            at = stretch.copy(result, at, index, job.results, outputs=True)
+        for group in groups:
+            at = group.copy(result, at, index, dispatch.outputs, outputs=True)
 
 
 def _rows_first(array: Array, tensor: Tensor) -> Array:
-    """The batch axis in front: then one slice per request says where its rows go."""
+    """Move the batch axis to the front: then one slice per request selects its rows."""
     return np.moveaxis(array, tensor.batch_axis, 0) if tensor.batch_axis else array
 
 
 log = logging.getLogger("rsrv.executor")
 
-#: seconds of wall time above which an execution on the loop is slow: forty times what the loop expects at most
+#: seconds of wall time above which an execution on the loop is slow: forty times the longest that is expected there
 SLOW_S = 0.02
 #: seconds that a model's slow executions may take together within WINDOW_S seconds; more ban it for BAN_S seconds
 BLOCKED_S = 0.1
@@ -382,12 +381,12 @@ class LoopBans:
     def __init__(self) -> None:
         #: bans since the start, of all models
         self.count = 0
-        #: by the model's key: when its latest slow executions ended, and how long they took; and when its ban ends
+        #: by the model's key: the ends and durations of its latest slow executions; and the end of its ban
         self._slow: dict[str, deque[tuple[float, float]]] = {}
-        self._until: dict[str, float] = {}
+        self.until: dict[str, float] = {}
 
     def banned(self, model: str, now: float) -> bool:
-        return now < self._until.get(model, now)
+        return now < self.until.get(model, now)
 
     def executed(self, model: str, seconds: float, now: float) -> bool:
         """Note an execution on the loop; return whether it bans the model."""
@@ -400,154 +399,142 @@ class LoopBans:
         if sum(took for _, took in slow) < BLOCKED_S:
             return False
         del self._slow[model]
-        self._until[model] = now + BAN_S
+        self.until[model] = now + BAN_S
         self.count += 1
         return True
 
     def forget(self, model: str) -> None:
         self._slow.pop(model, None)
-        self._until.pop(model, None)
+        self.until.pop(model, None)
 
 
-#: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
+#: seconds of expected execution up to which the loop executes by itself: handing over to a thread and back
 #: costs about 0.1 ms, and reading sockets that much later does no harm
-_SHORT = 0.0005
+_SHORT_S = 0.0005
 
 
-class Failure(NamedTuple):
-    """Why an execution failed."""
+@dataclass(frozen=True, slots=True)
+class ExecutionEnded:
+    """An execution is over; `error` is None, or says why it failed."""
 
-    error: str
-    #: whether another try may succeed when there is more room
+    dispatch: Dispatch
+    seconds: float
+    error: str | None = None
+    #: another try may succeed when there is more memory
     out_of_memory: bool = False
 
 
 class Executor:
-    """`executed(job, seconds, failure)` is called on the loop, once per job, in the order of the launches."""
+    """Runs dispatches in order. Each ends in an `ExecutionEnded`: posted by a thread, or returned by `run_short`."""
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        executed: Callable[[Job, float, Failure | None], None],
-        activity: Activity,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, inbox: Inbox, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
         self._inbox = inbox
-        self._executed = executed
         self._activity = activity
         self._clock = clock
-        self._launcher = Worker("launch")
-        self._reader = Worker("read")
+        self._launch_thread = WorkerThread("launch")
+        self._read_thread = WorkerThread("read")
         self._staging = Staging()
-        #: a job that is the loop's own, and, when it has run, the message that it ended in
-        self._short: tuple[Job, Device, float] | None = None
-        self._ended: Callable[[], None] | None = None
+        #: the dispatch that the loop is to execute itself, its device and its expected seconds
+        self.short: tuple[Dispatch, Device, float] | None = None
         self.bans = LoopBans()
 
-    def start(self, job: Job, device: Device, *, seconds: float, depth: int, contended: bool) -> None:
-        """`seconds`: expected; `contended`: somebody else uses the device, so that the loop must not wait for it."""
+    def start(
+        self, dispatch: Dispatch, device: Device, *, seconds: float, depth: int, contended: bool
+    ) -> None:
+        """Start an execution, or leave a short one to the loop.
+
+        `seconds`: expected. `contended`: other work may hold the device, and the loop must not wait for it.
+        """
         if depth > 1:
-            self._launcher.put(lambda: self._launch(job, device, seconds))
-        elif seconds <= _SHORT and not contended and not self.bans.banned(job.model.key, self._clock()):
-            self._short = job, device, seconds
+            self._launch_thread.put(partial(self._launch, dispatch, device, seconds))
+        elif (
+            seconds <= _SHORT_S
+            and not contended
+            and not (self.bans.until and self.bans.banned(dispatch.model.key, self._clock()))
+        ):
+            self.short = dispatch, device, seconds
         else:
-            slot = self._activity.launch
-            self._launcher.put(lambda: self._inbox.post(self._execute(job, device, seconds, slot)))
+            self._launch_thread.put(partial(self._execute_and_post, dispatch, device, seconds))
 
-    def forget(self, model: str) -> None:
-        """A model is gone, and nothing of it executes."""
-        self._staging.clear()
-        self.bans.forget(model)
-
-    # --- on the loop --------------------------------------------------------------------------------------
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the loop has an execution of its own, or is to hear how that ended."""
-        return self._short is not None or self._ended is not None
-
-    def run_short(self) -> Job | None:
-        """Execute the loop's own job, if there is one; how it ended is for `tell`."""
-        if self._short is None:
-            return None
-        (job, device, seconds), self._short = self._short, None
+    def run_short(self) -> ExecutionEnded:
+        """Execute the loop's own dispatch."""
+        assert self.short is not None
+        (dispatch, device, seconds), self.short = self.short, None
         started = self._clock()
-        self._ended = self._execute(job, device, seconds, self._activity.short)
+        ended = self._execute(dispatch, device, seconds, self._activity.short)
         now = self._clock()
-        if self.bans.executed(job.model.key, now - started, now):
+        if now - started > SLOW_S and self.bans.executed(dispatch.model.key, now - started, now):
             log.warning(
                 "%s: slow executions took more than %.0f ms within %.0f s, though less than 1 ms was expected of each. A thread "
                 "executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are overloaded",
-                job.model.key,
+                dispatch.model.key,
                 1e3 * BLOCKED_S,
                 WINDOW_S,
                 BAN_S,
-                extra=about(job.model),
+                extra=about(dispatch.model),
             )
-        return job
-
-    def tell(self) -> bool:
-        """Call `executed` for the loop's own job, if it has run; whether it had."""
-        if self._ended is None:
-            return False
-        ended, self._ended = self._ended, None
-        ended()
-        return True
-
-    # --- on whichever thread ------------------------------------------------------------------------------
-
-    def _execute(self, job: Job, device: Device, seconds: float, slot: ActivitySlot) -> Callable[[], None]:
-        """From the inputs to the outputs; returns what the loop is to do about it."""
-        slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
-        ended = self._end(job, device, self._begin(job, device))
-        slot.end()
         return ended
 
-    def _launch(self, job: Job, device: Device, seconds: float) -> None:
-        """On the launching thread: the reading one does the rest, even of failures, so that jobs end in order."""
-        slot = self._activity.launch
-        number = slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
-        flight = self._begin(job, device)
-        slot.end()
-        self._reader.put(lambda: self._read(job, device, flight, seconds, number))
+    def forget(self, model: str) -> None:
+        """Drop the records of a model that is gone."""
+        self._staging.clear()
+        self.bans.forget(model)
 
-    def _read(self, job: Job, device: Device, flight: Flight | Failure, seconds: float, number: int) -> None:
-        slot = self._activity.read
-        slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds, number)
-        ended = self._end(job, device, flight)
+    # --- on the loop or a thread --------------------------------------------------------------------------
+
+    def _execute(
+        self, dispatch: Dispatch, device: Device, seconds: float, slot: ActivitySlot
+    ) -> ExecutionEnded:
+        """Execute from the inputs to the outputs."""
+        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds)
+        try:
+            return ExecutionEnded(
+                dispatch, finish(launch(dispatch, device, self._staging), device, self._staging)
+            )
+        except Exception as error:  # noqa: BLE001 - logged by _failed
+            return _failed(dispatch, error)
+        finally:
+            slot.end()
+
+    def _execute_and_post(self, dispatch: Dispatch, device: Device, seconds: float) -> None:
+        self._inbox.post(self._execute(dispatch, device, seconds, self._activity.launch))
+
+    def _launch(self, dispatch: Dispatch, device: Device, seconds: float) -> None:
+        """Launch; the reading thread does the rest, even of failures, so that executions end in order."""
+        slot = self._activity.launch
+        number = slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds)
+        flight: Flight | ExecutionEnded
+        try:
+            flight = launch(dispatch, device, self._staging)
+        except Exception as error:  # noqa: BLE001 - logged by _failed
+            flight = _failed(dispatch, error)
+        slot.end()
+        self._read_thread.put(partial(self._read, flight, device, seconds, number))
+
+    def _read(self, flight: Flight | ExecutionEnded, device: Device, seconds: float, number: int) -> None:
+        dispatch, slot = flight.dispatch, self._activity.read
+        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, number)
+        if isinstance(flight, Flight):
+            try:
+                ended = ExecutionEnded(dispatch, finish(flight, device, self._staging))
+            except Exception as error:  # noqa: BLE001 - logged by _failed
+                ended = _failed(dispatch, error)
+        else:
+            ended = flight
         slot.end()
         self._inbox.post(ended)
 
-    def _begin(self, job: Job, device: Device) -> Flight | Failure:
-        try:
-            return launch(job, device, self._staging)
-        except Exception as error:  # noqa: BLE001 - logged by _failure
-            return _failure(job, error)
 
-    def _end(self, job: Job, device: Device, flight: Flight | Failure) -> Callable[[], None]:
-        seconds, failure = 0.0, None
-        if isinstance(flight, Failure):
-            failure = flight
-        else:
-            try:
-                seconds = finish(flight, device, self._staging)
-            except Exception as error:  # noqa: BLE001 - logged by _failure
-                failure = _failure(job, error)
-        return lambda: self._executed(job, seconds, failure)
-
-
-def _failure(job: Job, error: Exception) -> Failure:
-    """To be called while the error is handled."""
+def _failed(dispatch: Dispatch, error: Exception) -> ExecutionEnded:
+    """Log an error that is being handled, and turn it into text: a kept error would keep the execution's tensors."""
     if isinstance(error, OutOfMemory):
-        # As text: whoever keeps the record would with the error keep the execution's tensors, just now.
-        why = str(error)
         log.warning(
             "%s: no memory on the device for an execution of %d rows: %s",
-            job.model.key,
-            job.size,
-            why,
-            extra=about(job.model, rows=job.size),
+            dispatch.model.key,
+            dispatch.size,
+            str(error),
+            extra=about(dispatch.model, rows=dispatch.size),
         )
-        return Failure(str(error), out_of_memory=True)
-    log.exception("%s: execution failed", job.model.key, extra=about(job.model, rows=job.size))
-    return Failure(f"{type(error).__name__}: {error}")
+        return ExecutionEnded(dispatch, 0.0, str(error), out_of_memory=True)
+    log.exception("%s: execution failed", dispatch.model.key, extra=about(dispatch.model, rows=dispatch.size))
+    return ExecutionEnded(dispatch, 0.0, f"{type(error).__name__}: {error}")

@@ -34,7 +34,7 @@ class HostMemoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class TensorBytes:
     """The bytes of one tensor. The memory itself lives as long as any view of them."""
 
     bytes: Bytes
@@ -42,11 +42,11 @@ class Block:
     release: Callable[[], object]
 
 
-class Memory(Protocol):
+class HostMemory(Protocol):
     """What the store needs of memory. Every method may be called from any thread."""
 
-    def place(self, digest: str, filled: Bytes) -> Block:
-        """Memory that holds these bytes, whose SHA-256 is `digest`; they may stay where they are.
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
+        """HostMemory that holds these bytes, whose SHA-256 is `digest`; they may stay where they are.
 
         Raises HostMemoryError.
         """
@@ -58,7 +58,7 @@ class Memory(Protocol):
 
 
 def fresh(nbytes: int) -> Bytes:
-    """Memory of this process to fill, aligned for every element type. Raises HostMemoryError if there is none."""
+    """HostMemory of this process to fill, aligned for every element type. Raises HostMemoryError if there is none."""
     try:
         return aligned(nbytes)
     except (OSError, MemoryError) as error:
@@ -71,8 +71,8 @@ def fresh(nbytes: int) -> Bytes:
 class PrivateMemory:
     """This process's own: tensors stay where they were filled."""
 
-    def place(self, digest: str, filled: Bytes) -> Block:
-        return Block(_read_only(filled), _nothing)
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
+        return TensorBytes(_read_only(filled), _nothing)
 
     def sweep(self) -> int:
         return 0
@@ -108,10 +108,10 @@ class SharedMemory:
             )
         os.fchmod(self._directory, 0o700)  # the umask may have removed bits
 
-    def place(self, digest: str, filled: Bytes) -> Block:
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
         nbytes = filled.nbytes
         if nbytes < LARGE:
-            return Block(_read_only(filled), _nothing)
+            return TensorBytes(_read_only(filled), _nothing)
         with _explained(self.path, nbytes):
             while True:
                 fd = self._attach(digest, nbytes)
@@ -125,7 +125,7 @@ class SharedMemory:
             except BaseException:
                 self._release(digest, fd)
                 raise
-        return Block(np.frombuffer(mapping, np.uint8), lambda: self._release(digest, fd))
+        return TensorBytes(np.frombuffer(mapping, np.uint8), lambda: self._release(digest, fd))
 
     def sweep(self) -> int:
         removed = 0
@@ -270,7 +270,7 @@ class HostCounts:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    block: Block
+    block: TensorBytes
     #: how many weights of models that are kept are this tensor
     count: int = 0
 
@@ -281,7 +281,7 @@ class HostStore:
     `page_lock` is called once for each mapping, and what it returns when nobody uses that mapping any more.
     """
 
-    def __init__(self, memory: Memory, page_lock: PageLock | None = None) -> None:
+    def __init__(self, memory: HostMemory, page_lock: PageLock | None = None) -> None:
         self._memory = memory
         self._page_lock = page_lock
         self._warned = False

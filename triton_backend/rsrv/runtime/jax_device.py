@@ -28,10 +28,10 @@ from rsrv.runtime.device import (
     Buffer,
     CacheCounts,
     DeviceError,
+    DeviceRows,
     Executable,
     Launched,
     OutOfMemory,
-    Piece,
     never,
 )
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
@@ -318,7 +318,7 @@ class JaxDevice:
         assert isinstance(launched, _Execution)
         return Buffer(launched.outputs[index])
 
-    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+    def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
         merged: Any = base
         for buffer in {id(piece.buffer): piece.buffer for piece in pieces}.values():
             rows = np.full(base.shape[axis], -1, np.int32)

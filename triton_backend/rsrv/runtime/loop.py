@@ -1,31 +1,42 @@
 """The loop: the one thread that owns all mutable state of the runtime.
 
-Frames from stubs and messages from worker threads come in, become events of the scheduler, and the
-scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks but the poll, and
-executions that are shorter than handing them over would be (`executor`).
+Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into the
+scheduler's events, in one outbox. `Loop._settle` passes these to the scheduler, and nothing else calls
+`Scheduler.handle`; its instructions go out to the threads and back to the stubs. Nothing here blocks except the poll
+and executions that are shorter than handing them over would be (`executor`).
 """
 
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, assert_never
 
 from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import open_stub
-from rsrv.runtime.commands import Commands
+from rsrv.runtime.commands import Commands, ProfileChanged
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
-from rsrv.runtime.executor import CallSlice, Executor, Failure, Job
-from rsrv.runtime.metrics import StubMetrics, figures
+from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
+from rsrv.runtime.model_builder import (
+    BundlesRead,
+    DeviceReady,
+    ModelBuilder,
+    ModelCompiled,
+    ModelWarmedUp,
+    ModulesRead,
+)
+from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
-from rsrv.runtime.state_feed import StateFeed
-from rsrv.runtime.status import status
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
-from rsrv.runtime.transport import Connection, Transport
+from rsrv.runtime.transport import PeerConnection, Transport
+from rsrv.runtime.weight_manager import Outbox, WeightManager
+from rsrv.runtime.weight_mover import LoadEnded, MemoryFreed
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
@@ -44,79 +55,69 @@ from rsrv.wire.memory import Board
 from rsrv.wire.traces import read_spans, unpack_marks
 from rsrv_bundle.inspection import Inspector
 
-#: seconds; a deadline may be further away than epoll can wait
-_LONGEST_WAIT = 3600.0
+#: a deadline may be further away than epoll can wait
+_MAX_WAIT_S = 3600.0
 
 
 class Loop:
-    """Serve the stubs of tritonserver `server_pid` that connect to `listener`."""
+    """Serves the stubs of tritonserver `server_pid` that connect to `listener`."""
 
     def __init__(
         self,
         listener: socket.socket,
         server_pid: int,
         settings: Settings,
-        scheduler: Scheduler,
         make_device: Callable[[], Device],
-        clock: Callable[[], float] = time.monotonic,
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
-        self._started = clock()
+        self._clock = time.monotonic
+        self._started = self._clock()
         self._server_pid = server_pid
-        #: the stubs that ever connected and still live, as far as known: pid -> pidfd
-        self.stubs: dict[int, int] = {}
+        self._traced = settings.traced
         self._serving = True
+        #: live stubs that have connected: pid -> pidfd
+        self.stubs: dict[int, int] = {}
         self._board = Board()
         blackbox = blackbox or BlackBox()
         self.activity = Activity(blackbox.memory)
         self._inbox = Inbox()
+        #: events for the scheduler, in order
+        self._outbox: Outbox = deque()
+        self._settling = False
+        #: a short execution that ended in the last round, and may share this round's arrivals with the next one
+        self._ended: ExecutionEnded | None = None
+        self._scheduler = Scheduler(scheduler_settings(settings))
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
-        self._executor = Executor(self._inbox, self._executed, self.activity, clock)
-        self._state_feed = StateFeed(self._transport)
+        self._executor = Executor(self._inbox, self.activity, self._clock)
+        self._catalog = Catalog(Policy(settings), StateFeed(self._transport))
+        builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox.history, inspector)
+        self._weights = WeightManager(self._catalog, self._scheduler, builder, self._outbox)
         self._registry = Registry(
-            settings,
-            scheduler,
-            self._inbox,
-            self._transport,
-            self._state_feed,
-            self._feed,
-            self._executor.forget,
-            make_device,
-            self.activity,
-            blackbox.deaths,
-            inspector,
+            self._catalog, self._weights, builder, self._scheduler, self._transport, self._outbox
         )
-        self._catalog, self._placement = self._registry.catalog, self._registry.placement
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
-        self._traced = settings.traced
-        self._requests = Requests(self._registry, self._transport, self._feed, self._traces)
-        self._stub_metrics = StubMetrics()
-        self._commands = Commands(
+        self._requests = Requests(self._catalog, self._weights, self._transport, self._traces, self._outbox)
+        self._reports = Reports(
             self._registry,
-            scheduler,
-            self._requests,
-            self._stub_metrics,
-            self._state_feed,
-            self._transport,
-            self._inbox,
-            self._timeline,
+            self._scheduler,
+            self._requests.runs,
             self._traces,
             self._executor.bans,
-            self._feed,
-            clock,
+            self._clock,
+        )
+        self._commands = Commands(
+            self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
         )
 
     @property
     def launcher(self) -> int | None:
-        """From any thread: the device's."""
-        return None if self._placement.device is None else self._placement.device.launcher
+        """From any thread: the thread that launches on the device."""
+        return None if self._weights.device is None else self._weights.device.launcher
 
-    # --- the loop -----------------------------------------------------------------------------------------
+    # --- rounds -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         while self._serving:
@@ -125,27 +126,38 @@ class Loop:
 
     def step(self) -> None:
         """Wait until something happens, and do all that follows from it."""
+        requests, executor, clock = self._requests, self._executor, self._clock
         wakeup = self._scheduler.next_wakeup()
-        timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
-        # Connections that ended late in the last round may have left something to do.
-        due = self._executor.is_due or self._requests.has_answers
+        if self._ended is not None or executor.short is not None or requests.answering:
+            # Connections that ended late in the last round may have left answers.
+            timeout: float | None = 0.0
+        else:
+            timeout = None if wakeup is None else min(max(0.0, wakeup - clock()), _MAX_WAIT_S)
         self.activity.round.end()
-        ready = self._transport.wait(0.0 if due else timeout)
+        ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
-        self._flush_arrivals()
-        # After the arrivals: what came while this one executed may share the next execution.
-        told = self._executor.tell()
-        if not told and wakeup is not None and self._clock() >= wakeup:
+        if requests.arrived:
+            self._settle()
+        # After the arrivals: requests that came during the execution may share the next one.
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            self._executed(ended)
+        elif wakeup is not None and clock() >= wakeup:
             self._feed(ev.Tick())
-        self._requests.answer()
-        job = self._executor.run_short()
-        if job is not None and len(self._requests) == len(job.requests):
-            # Nobody waits for the next execution: the answers need not wait for a look at the sockets.
-            self._executor.tell()
-            self._requests.answer()
+        if requests.answering:
+            requests.send_answers()
+        if executor.short is not None:
+            ended = executor.run_short()
+            if len(requests.pending) == len(ended.dispatch.requests):
+                # No other request waits: the answers need not wait for a look at the sockets.
+                self._executed(ended)
+                requests.send_answers()
+            else:
+                self._ended = ended
         self._publish()
-        self._state_feed.flush()
+        if self._catalog.feed.unsent:
+            self._catalog.feed.flush()
 
     def stop(self) -> None:
         """From any thread: leave `run`, and end all connections as the process's end would."""
@@ -155,22 +167,47 @@ class Loop:
         self._serving = False
 
     def clear(self) -> None:
-        """From any thread, as the process's last act: remove what would outlive it, weights in shared memory."""
-        if self._placement.weight_mover is not None:
-            self._placement.weight_mover.host.close()
-
-    def _drain(self) -> None:
-        for message in self._inbox.drain():
-            message()
+        """From any thread, as the process's last act: remove weights in shared memory, which would outlive it."""
+        self._weights.close_host()
 
     def _publish(self) -> None:
-        """Tell the stubs when the device will have done everything that it has to do now."""
+        """Tell the stubs when the device will have done all its present work."""
         now = self._clock()
         self._board.publish(int((now + self._scheduler.backlog_seconds(now)) * 1e9))
 
-    # --- frames -------------------------------------------------------------------------------------------
+    # --- messages of threads ------------------------------------------------------------------------------
 
-    def _greet(self, connection: Connection) -> None:
+    def _drain(self) -> None:
+        for message in self._inbox.drain():
+            self._take(message)
+            self._settle()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case ExecutionEnded():
+                self._executed(message)
+            case LoadEnded():
+                self._weights.load_ended(message)
+            case MemoryFreed(instruction):
+                self._start(instruction)
+            case DeviceReady():
+                self._weights.device_ready(message)
+            case BundlesRead():
+                self._registry.bundles_read(message)
+            case ModulesRead():
+                self._registry.modules_read(message)
+            case ModelCompiled():
+                self._registry.compiled(message)
+            case ModelWarmedUp():
+                self._registry.warmed_up(message)
+            case ProfileChanged():
+                self._commands.profile_changed(message)
+            case _:
+                message()
+
+    # --- frames of connections ----------------------------------------------------------------------------
+
+    def _greet(self, connection: PeerConnection) -> None:
         if connection.peer not in self.stubs:
             stub = open_stub(connection.peer, self._server_pid)
             if stub is not None:
@@ -179,16 +216,18 @@ class Loop:
         connection.send(pack_json(Kind.WELCOME, greeting), (self._board.fd,))
 
     def _on_frame(
-        self, connection: Connection, kind: Kind, count: int, frame: memoryview, fds: list[int]
+        self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview, fds: list[int]
     ) -> None:
         match kind:
             case Kind.SUBMIT:
                 self._requests.submit(connection, unpack_submissions(frame, count))
+                return  # the round's arrivals become one event
             case Kind.CANCEL:
                 self._requests.cancel(connection, unpack_ids(frame, count))
             case Kind.CALL:
                 for call in unpack_calls(frame, count):
                     self._requests.call(connection, call)
+                return
             case Kind.ENTER:
                 self._requests.enter(connection, unpack_entrances(frame, count))
             case Kind.LEAVE:
@@ -215,17 +254,20 @@ class Loop:
             case Kind.TRACE:
                 if self._traced:
                     connection.mark(unpack_marks(frame, count))
+                return
             case Kind.SPANS:
                 if connection.group is None:
                     raise ProtocolError("SPANS before REGISTERED")
                 self._traces.report(*read_spans(unpack_json(frame)))
             case Kind.WATCH:
-                self._state_feed.watch(connection)
+                self._catalog.feed.watch(connection)
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
+        if self._outbox or self._commands.unanswered:
+            self._settle()
 
-    def _on_close(self, connection: Connection) -> None:
-        self._state_feed.leave(connection)
+    def _on_close(self, connection: PeerConnection) -> None:
+        self._catalog.feed.leave(connection)
         self._commands.leave(connection)
         self._requests.closed(connection)
         self._registry.leave(connection)
@@ -233,107 +275,141 @@ class Loop:
             stub = self.stubs.pop(connection.peer, None)
             if stub is not None:
                 os.close(stub)
+        self._settle()
 
-    def _report(self, connection: Connection, report: dict[str, Any]) -> None:
+    def _report(self, connection: PeerConnection, report: dict[str, Any]) -> None:
         group = connection.group
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("REPORT before REGISTERED")
-        self._stub_metrics.take(group.name, group.calls, report)
-        shown = figures(group, self._scheduler) if report.get("figures") is True else {}
+        self._reports.stubs.take(group.name, group.calls, report)
+        shown = self._reports.figures(group) if report.get("figures") is True else {}
         connection.send(pack_json(Kind.REPORTED, shown))
 
     def status(self) -> dict[str, Any]:
         return {
             "uptime_s": self._clock() - self._started,
             "connections": len(self._transport.connections),
-            **status(self._registry, self._scheduler, self._requests.runs),
+            **self._reports.status(),
         }
 
-    # --- the scheduler's events and instructions ----------------------------------------------------------
+    # --- events and instructions of the scheduler ---------------------------------------------------------
 
-    def _flush_arrivals(self) -> None:
-        """Before any other event: requests that came earlier must be known to the scheduler."""
-        while arrived := self._requests.take_arrived():
-            self._handle(ev.RequestsArrived(arrived))
+    def _feed(self, event: ev.Event) -> None:
+        self._outbox.append(event)
+        self._settle()
 
-    def _feed(self, event: ev.Event, finished: Job | None = None, seconds: float = 0.0) -> None:
-        """Tell the scheduler, and carry out what it says. `finished`: what the event is the end of, if it is one."""
-        self._flush_arrivals()
-        self._handle(event, finished, seconds)
-        # What runs that were let in have waited to call.
-        self._flush_arrivals()
+    def _settle(self) -> None:
+        """Pass all arrivals and events to the scheduler, and carry out its instructions, until there is nothing left.
 
-    def _handle(self, event: ev.Event, finished: Job | None = None, seconds: float = 0.0) -> None:
+        Arrivals come first: an event must find the requests that came before it.
+        """
+        if self._settling:
+            return  # an instruction closed a connection: its events are next
+        self._settling = True
+        try:
+            while True:
+                if self._requests.arrived:
+                    self._handle(ev.RequestsArrived(self._requests.take_arrived()))
+                elif self._outbox:
+                    self._handle(self._outbox.popleft())
+                elif self._catalog.ending and (released := self._registry.release()):
+                    for key in released:
+                        self._executor.forget(key)
+                else:
+                    break
+        finally:
+            self._settling = False
+        if self._commands.unanswered:
+            self._commands.answer()
+
+    def _executed(self, ended: ExecutionEnded) -> None:
+        # Arrivals of the same moment come first: the next execution should include them.
+        self._settle()
+        self._requests.executed(ended)
+        self._settling = True
+        try:
+            event = ev.ExecutionFinished(
+                ended.dispatch.number, ended.seconds, ended.error, ended.out_of_memory
+            )
+            self._handle(event, ended)
+        finally:
+            self._settling = False
+        self._settle()
+
+    def _handle(self, event: ev.Event, ended: ExecutionEnded | None = None) -> None:
+        """Pass one event to the scheduler; `ended` comes with `ExecutionFinished`."""
         now = self._clock()
         instructions = self._scheduler.handle(event, now)
-        ended = self._timeline.happened(event, now)
+        span = self._timeline.happened(event, now)
         traces = self._traces if self._traces.live else None
         if traces is not None:
-            traces.happened(event, ended, now)
+            traces.happened(event, span, now)
         for instruction in instructions:
             match instruction:
                 case ev.Finish():
                     if traces is not None:
                         traces.finished(instruction, now)
-                    self._requests.finish(instruction, finished, seconds)
+                    if instruction.outcome is ev.Outcome.ANSWERED:
+                        assert ended is not None
+                        self._requests.answer(instruction, ended)
+                    else:
+                        self._requests.fail(instruction)
                 case ev.Execute():
-                    self._timeline.begins(instruction, now)
                     if traces is not None:
                         traces.executes(instruction, now)
-                    self._execute(instruction)
-                case ev.LoadWeights(key, epoch):
                     self._timeline.begins(instruction, now)
-                    self._placement.load(key, epoch)
-                case ev.EvictWeights(key, _, loading_for):
+                    self._start_or_retry(instruction)
+                case ev.WarmUp():
                     self._timeline.begins(instruction, now)
-                    self._placement.evict(key, loading_for)
-                case ev.AbandonLoad(_, epoch):
-                    self._placement.abandon(epoch)
-                case ev.WarmUp(key, again):
+                    self._start_or_retry(instruction)
+                case ev.LoadWeights():
                     self._timeline.begins(instruction, now)
-                    self._when_moved(partial(self._registry.warm_up, key, again=again), again)
-                case ev.GiveUp(key, error):
-                    self._registry.give_up(key, error)
-                case ev.Admit(run):
-                    self._requests.runs.admit(run)
+                    self._weights.load(instruction)
+                case ev.EvictWeights():
+                    self._timeline.begins(instruction, now)
+                    self._weights.evict(instruction)
+                case ev.AbandonLoad():
+                    self._weights.abandon(instruction)
+                case ev.GiveUp():
+                    self._registry.give_up(instruction)
+                case ev.Admit():
+                    self._requests.admit(instruction)
                 case _:
                     assert_never(instruction)
 
-    def _execute(self, instruction: ev.Execute) -> None:
-        device = self._placement.device
+    def _start_or_retry(self, instruction: ev.Execute | ev.WarmUp) -> None:
+        """Start work on the device: at once, or, if it is a second try, when the evicted weights' memory is free."""
+        if instruction.again:
+            self._weights.retry_when_freed(instruction)
+        else:
+            self._start(instruction)
+
+    def _start(self, instruction: ev.Execute | ev.WarmUp) -> None:
+        if isinstance(instruction, ev.WarmUp):
+            self._registry.warm_up(instruction)
+            return
+        device = self._weights.device
         assert device is not None
-        parts = self._requests.parts(instruction.requests)
-        job = Job(
+        model = self._catalog.get(instruction.model)
+        slices = self._requests.slices(instruction.requests)
+        variant = model.interface.variants[instruction.variant]
+        dispatch = Dispatch(
             instruction.dispatch,
-            self._catalog.get(instruction.model),
+            model,
             instruction.variant,
             instruction.size,
             instruction.rows,
             instruction.requests,
-            parts,
-            calls=any(isinstance(part, CallSlice) for part in parts),
+            slices,
+            variant.inputs,
+            variant.outputs,
+            CallSlice in map(type, slices),
         )
-        start = partial(
-            self._executor.start,
-            job,
+        self._executor.start(
+            dispatch,
             device,
             seconds=instruction.seconds,
             depth=self._scheduler.settings.depth,
             # While a model is built, its warm-up may hold the device for long.
-            contended=self._placement.builds > 0 or job.merges,
+            contended=bool(self._catalog.building) or (dispatch.has_calls and dispatch.merges),
         )
-        self._when_moved(start, instruction.again)
-
-    def _when_moved(self, start: Callable[[], None], again: bool) -> None:
-        """Start something at once, or, if it is tried again, when it has the memory of those evicted for it."""
-        if again:
-            self._placement.when_moved(start)
-        else:
-            start()
-
-    def _executed(self, job: Job, seconds: float, failure: Failure | None) -> None:
-        error, out_of_memory = failure or (None, False)
-        self._requests.executed(job, seconds, well=failure is None)
-        # After the arrivals of this same moment: the next execution should take them along.
-        self._feed(ev.ExecutionFinished(job.dispatch, seconds, error, out_of_memory), job, seconds)
-        self._registry.let_go(job.model.key)

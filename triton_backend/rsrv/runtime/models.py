@@ -21,7 +21,7 @@ from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
+from rsrv_bundle.modules import Signature, module_file, read_module
 from rsrv_bundle.precision import treat
 
 log = logging.getLogger("rsrv.models")
@@ -35,7 +35,7 @@ _UNKNOWN_COST = 1e-3
 
 
 @dataclass(slots=True)
-class Model:
+class CompiledModel:
     """A compiled model. Only `program`, `residency` and `weights` change, and only on the loop."""
 
     key: str
@@ -56,7 +56,7 @@ class Model:
     weights: Sequence[Buffer] | None = None
 
 
-def about(model: Model, **more: Any) -> dict[str, Any]:
+def about(model: CompiledModel, **more: Any) -> dict[str, Any]:
     """For `extra` of a line of the log about a model."""
     return fields(model=model.name, version=model.key, **more)
 
@@ -70,7 +70,7 @@ def model_key(name: str, bundle: Bundle) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedModels:
     """What a stub asks for: one model, or those that a meta model calls."""
 
     key: str
@@ -80,7 +80,7 @@ class Wanted:
     models: Mapping[str, tuple[str, Bundle]]
 
 
-def identify(name: str, path: str, calls: Mapping[str, str]) -> Wanted:
+def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
     """Read and check a model's bundle, and those that a meta model calls, without compiling anything.
 
     Files that the manifest has checksums of are not read: `build` compares the bytes that it takes with these.
@@ -90,7 +90,7 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> Wanted:
     bundle = read_bundle(Path(path), verify=False)
     key = model_key(name, bundle)
     if bundle.manifest.kind != "meta":
-        return Wanted(key, name, bundle, {key: (name, bundle)})
+        return RequestedModels(key, name, bundle, {key: (name, bundle)})
     declared = bundle.manifest.meta_calls
     if set(declared) != set(calls):
         raise BundleError(
@@ -107,24 +107,24 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> Wanted:
         models[model_key(callee, called)] = callee, called
     # What a meta model does is decided by those that it calls, too.
     version = hashlib.sha256("".join(sorted((key, *models))).encode()).hexdigest()[:12]
-    return Wanted(f"{name}@{version}", name, bundle, models)
+    return RequestedModels(f"{name}@{version}", name, bundle, models)
 
 
-def build(
+def compile_model(
     bundle: Bundle,
     device: Device,
     host: HostStore,
     settings: Settings,
     name: str,
-    look: Look = signature_of,
-) -> Model:
-    """Compile every module, and know the weights by their content; nothing of them is on the device yet.
+    signatures: Mapping[tuple[int, int], Signature],
+) -> CompiledModel:
+    """Compile every module, and read the weights to know them by content; none is on the device yet.
 
-    What `look` has seen of a module is what is compiled, but for what `runtime.numerics` changes. What executions cost is not known before `warm_up`. Raises
-    BundleError, HostMemoryError, DeviceError, and whatever `look` and the compiler raise.
+    A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
+    of executions are not known before `warm_up`. Raises BundleError, HostMemoryError, DeviceError, and the compiler's
+    errors.
     """
     started = time.perf_counter()
-    signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
     executables, precisions = {}, dict[str, Mapping[str, Any]]()
     wanted = usable(signatures, of_model.max_batch_size)
@@ -189,7 +189,7 @@ def build(
             scratch_bytes=scratch,
         ),
     )
-    return Model(
+    return CompiledModel(
         program.model,
         name,
         bundle,
@@ -219,7 +219,9 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
     return [(variant, size) for variant, size in every if size <= largest.get(variant, size)]
 
 
-def warm_up(model: Model, device: Device, slot: ActivitySlot | None = None) -> dict[tuple[int, int], float]:
+def warm_up(
+    model: CompiledModel, device: Device, slot: ActivitySlot | None = None
+) -> dict[tuple[int, int], float]:
     """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
 
     The first run allocates; the fastest of the others is the cost that the scheduler starts from. Each is noted at
@@ -314,7 +316,7 @@ def batch_input(bundle: Bundle) -> tuple[str, int] | None:
     return next(((name, axis) for name, axis in axes if axis is not None), None)
 
 
-def to_json(model: Model) -> dict[str, Any]:
+def to_json(model: CompiledModel) -> dict[str, Any]:
     """A model as REGISTERED describes it."""
     return {
         "name": model.name,

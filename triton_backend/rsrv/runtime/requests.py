@@ -1,16 +1,17 @@
-"""What connections asked for and is not answered yet: requests, calls of meta models, and runs that want to be let in.
+"""Unanswered requests of connections: inferences, calls of meta models, and runs that wait for their admission.
 
-Belongs to the loop. Frames become the scheduler's requests here, and what the scheduler says of them becomes answers.
+Belongs to the loop. Frames become the scheduler's requests here, and the scheduler's decisions become answers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
-from rsrv.runtime.executor import AnySlice, CallSlice, Job, RequestSlice
-from rsrv.runtime.registry import Registry
-from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.executor import CallSlice, ExecutionEnded, RequestSlice, Slice
+from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
 from rsrv.runtime.timeline import Traces
-from rsrv.runtime.transport import Connection, Transport
+from rsrv.runtime.transport import PeerConnection, Transport
+from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
 from rsrv.wire.frames import Completion, ProtocolError, Status
@@ -23,36 +24,37 @@ _ABORTED = "the request was aborted"
 
 
 class Requests:
-    """`feed` takes the scheduler's events, after all that has arrived before."""
+    """All requests by global id, and the completions that are not sent yet."""
 
     def __init__(
         self,
-        registry: Registry,
+        catalog: Catalog,
+        weights: WeightManager,
         transport: Transport,
-        feed: Callable[[ev.Event], None],
         traces: Traces,
+        outbox: Outbox,
     ) -> None:
-        self._registry = registry
-        self._catalog = registry.catalog
+        self._catalog = catalog
+        self._weights = weights
         self._transport = transport
-        self._feed = feed
         self._traces = traces
+        self._outbox = outbox
         #: by global id; runs by that of their ENTER
-        self._pending: dict[int, AnySlice | Run] = {}
-        self._arrived: list[ev.Request] = []
-        self._answering: set[Connection] = set()
-        self.runs = Runs(feed, self._arrived_later, self._done)
+        self.pending: dict[int, Slice | MetaRun] = {}
+        #: requests that the scheduler does not know yet
+        self.arrived: list[ev.Request] = []
+        #: connections with completions to send
+        self.answering: set[PeerConnection] = set()
+        self.runs = Runs()
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    # --- frames -------------------------------------------------------------------------------------------
 
-    # --- what connections want ----------------------------------------------------------------------------
-
-    def submit(self, connection: Connection, submissions: Iterable[tuple[int, ...]]) -> None:
-        model = self._registry.find(connection)
+    def submit(self, connection: PeerConnection, submissions: Iterable[tuple[int, ...]]) -> None:
+        model = self._catalog.served_by(connection)
         if model is None:
             raise ProtocolError("SUBMIT before REGISTERED")
         key, variants = model.key, model.interface.variants
+        pending, base = self.pending, connection.id << _ID_BITS
         for submission in submissions:
             request, deadline_ns, rows, index, priority, segment_id, inputs_at, outputs_at, token, tag = (
                 submission
@@ -69,58 +71,60 @@ class Requests:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            id = self._new_id(connection, request)
+            id = base | request
+            if request >> _ID_BITS or id in pending:
+                self._new_id(connection, request)  # raises
             deadline = deadline_ns / 1e9 if deadline_ns else None
             run = None
-            # Now: if it is refused below, the mark would stay.
+            # First: if the request is refused below, the mark must not stay.
             mark = connection.marks.pop(request, None) if connection.marks else None
-            self._pending[id] = part = RequestSlice(
+            pending[id] = part = RequestSlice(
                 connection, request, rows, segment, inputs_at, outputs_at, tag=tag
             )
             if token:
                 run = part.run = self.runs.find(token, model.name)
                 if run is None:
-                    self._done(id, Status.NOT_FOUND, _NO_RUN)
+                    self._end_request(id, Status.NOT_FOUND, _NO_RUN)
                     continue
                 if run.aborted:
-                    self._done(id, Status.CANCELLED, _ABORTED)
+                    self._end_request(id, Status.CANCELLED, _ABORTED)
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
-            self._arrived.append(
+            self.arrived.append(
                 ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id)
             )
             if mark is not None:
                 self._traces.begin(id, mark, key)
 
-    def cancel(self, connection: Connection, requests: Iterable[int]) -> None:
+    def cancel(self, connection: PeerConnection, requests: Iterable[int]) -> None:
         ids = tuple(_global_id(connection, id) for id in requests)
         for id in ids:
-            waiting = self._pending.get(id)
-            if isinstance(waiting, Run):
-                self.runs.leave(waiting, Status.CANCELLED)
-        self._feed(ev.RequestsCancelled(ids))
+            waiting = self.pending.get(id)
+            if isinstance(waiting, MetaRun):
+                self._end_run(waiting, Status.CANCELLED)
+        self._outbox.append(ev.RequestsCancelled(ids))
 
-    def enter(self, connection: Connection, entrances: Sequence[Entrance]) -> None:
+    def enter(self, connection: PeerConnection, entrances: Sequence[Entrance]) -> None:
         group = connection.group
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("ENTER before REGISTERED")
         limit = self._catalog.policy.queue_depth(group.name)
         asked = []
         for entrance in entrances:
-            asking = self._new_id(connection, entrance.request)
-            run = self._pending[asking] = self.runs.enter(connection, group, entrance, asking)
+            id = self._new_id(connection, entrance.request)
+            run = self.pending[id] = self.runs.enter(connection, group, entrance, id)
             asked.append(ev.Run(run.id, group.name, run.deadline, run.priority, limit, group.models))
-        self._feed(ev.RunsAsked(tuple(asked)))
+        self._outbox.append(ev.RunsAsked(tuple(asked)))
 
-    def call(self, connection: Connection, call: Call) -> None:
+    def call(self, connection: PeerConnection, call: Call) -> None:
         mark = connection.marks.pop(call.request, None) if connection.marks else None
         run = self.runs.of(connection, call.run)
         if run is None:
-            # It was not let in, which its stub has been told by now.
-            self._answer_with(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
+            # It was not admitted; its stub has the answer by now.
+            self._complete(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
             return
         if run.aborted:
-            self._answer_with(connection, Completion(call.request, Status.CANCELLED, text=_ABORTED))
+            self._complete(connection, Completion(call.request, Status.CANCELLED, text=_ABORTED))
             return
         if call.callee >= len(run.group.models):
             raise ProtocolError(f"CALL of model {call.callee} of {len(run.group.models)}")
@@ -131,8 +135,8 @@ class Requests:
         sources = find_sources(run, connection, call, variant.inputs)
         targets, keep = find_targets(run, connection, call, variant.outputs)
         id = self._new_id(connection, call.request)
-        self._pending[id] = CallSlice(connection, call.request, call.rows, run, sources, targets, keep)
-        limit = self._registry.placement.kept_limit
+        self.pending[id] = CallSlice(connection, call.request, call.rows, run, sources, targets, keep)
+        limit = self._weights.kept_limit
         if keep:
             promised = {
                 number: variant.outputs.tensors[index].nbytes(call.rows) for index, number in keep.items()
@@ -140,153 +144,174 @@ class Requests:
             held, more = self.runs.kept_bytes, sum(promised.values())
             if limit is not None and held + more > limit:
                 text = (
-                    f"running meta models keep {held} bytes on the device, {limit} may be, and {more} more are "
-                    "wanted; try again later, or keep less at a time"
+                    f"running meta models keep {held} bytes on the device, the limit is {limit}, and this call would "
+                    f"keep {more} more; try again later, or keep less at a time"
                 )
-                self._done(id, Status.QUEUE_FULL, text)
+                self._end_request(id, Status.QUEUE_FULL, text)
                 return
             run.promised |= promised
         request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
-        try:
-            self.runs.call(run, request)
-        except ProtocolError:
-            del self._pending[id]
-            raise
+        if run.admitted:
+            self.arrived.append(request)
+        else:
+            try:
+                self.runs.hold(run, request)
+            except ProtocolError:
+                del self.pending[id]
+                raise
         if mark is not None:
             self._traces.begin(id, mark, model.key)
 
-    def leave(self, connection: Connection, token: int, status: Status) -> None:
-        """A run is over."""
+    def leave(self, connection: PeerConnection, token: int, status: Status) -> None:
+        """End a run."""
         run = self.runs.of(connection, token)
         if run is not None:
-            self.runs.leave(run, status)
+            self._end_run(run, status)
 
-    def release(self, connection: Connection, token: int, number: int) -> None:
-        """A run needs one tensor on the device no longer."""
+    def release(self, connection: PeerConnection, token: int, number: int) -> None:
+        """Free one tensor that a run keeps on the device."""
         run = self.runs.of(connection, token)
         if run is not None:
             run.kept.pop(number, None)
 
-    def closed(self, connection: Connection) -> None:
-        """A connection ended: nobody waits for what it asked."""
-        gone = tuple(id for id, part in self._pending.items() if part.connection is connection)
+    def closed(self, connection: PeerConnection) -> None:
+        """Cancel the requests and end the runs of a closed connection."""
+        gone = tuple(id for id, part in self.pending.items() if part.connection is connection)
         if gone:
-            self._feed(ev.RequestsCancelled(gone))
-        if self.runs:
-            self.runs.closed(connection)
+            self._outbox.append(ev.RequestsCancelled(gone))
+        for run in self.runs.entered_on(connection) if self.runs else ():
+            self._end_run(run, Status.CANCELLED)
 
-    def abort(self, tag: int) -> tuple[int, int]:
-        """End what has this tag: how many requests and runs ended, and how many that execute cannot be stopped.
+    def abort(self, tag: int) -> tuple[int, set[int], set[int]]:
+        """Abort the requests and runs with this tag.
 
-        The latter are answered as if nobody had asked, but what belongs to a run gets no further than that.
+        Returns the number of aborted runs, the ids of requests with the tag, and these with the runs' sub-calls. All
+        of them end when the scheduler has taken in the event, except those that execute: these are answered as usual,
+        but their run gets no further.
         """
         if not tag:
-            return 0, 0
+            return 0, set(), set()
         runs = [run for run in self.runs if run.tag == tag and not run.aborted]
         for run in runs:
             if run.admitted:
                 run.aborted = True  # its stub learns it with its next call
             else:
-                self.runs.leave(run, Status.CANCELLED, _ABORTED)
+                self._end_run(run, Status.CANCELLED, _ABORTED)
         mine = {
             id: part
-            for id, part in self._pending.items()
-            if not isinstance(part, Run)
+            for id, part in self.pending.items()
+            if not isinstance(part, MetaRun)
             and (_tag(part) == tag or (part.run is not None and part.run in runs))
         }
-        self._feed(ev.RequestsCancelled(tuple(mine)))
-        executing = mine.keys() & self._pending.keys()
-        own = sum(_tag(part) == tag for id, part in mine.items() if id not in executing)
-        return len(runs) + own, len(executing)
+        self._outbox.append(ev.RequestsCancelled(tuple(mine)))
+        own = {id for id, part in mine.items() if _tag(part) == tag}
+        return len(runs), own, set(mine)
 
-    # --- what the scheduler is told, and says ---------------------------------------------------------------
-
-    def _arrived_later(self, request: ev.Request) -> None:
-        """A sub-call of a run that is let in now."""
-        self._arrived.append(request)
+    # --- decisions of the scheduler -----------------------------------------------------------------------
 
     def take_arrived(self) -> tuple[ev.Request, ...]:
-        """All that the scheduler does not know yet."""
-        if not self._arrived:
-            return ()
-        arrived, self._arrived = tuple(self._arrived), []
+        """Hand over all requests that the scheduler does not know yet."""
+        arrived, self.arrived = tuple(self.arrived), []
         return arrived
 
-    def parts(self, ids: Iterable[int]) -> tuple[AnySlice, ...]:
-        """What the scheduler wants executed: no runs."""
-        pending: dict[int, AnySlice] = self._pending  # type: ignore[assignment]
+    def slices(self, ids: Iterable[int]) -> tuple[Slice, ...]:
+        """Return the requests of an execution: no runs."""
+        pending: dict[int, Slice] = self.pending  # type: ignore[assignment]
         return tuple([pending[id] for id in ids])
 
-    def executed(self, job: Job, seconds: float, *, well: bool) -> None:
-        """An execution ended, which is not the end of its requests if there is another try."""
-        for part in job.parts if self.runs else ():
-            if part.run is not None:
-                part.run.account(seconds * part.rows / max(1, job.rows))
-            if isinstance(part, CallSlice):
-                part.settle(well=well)
-
-    def finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
-        """A request is over, with the execution of `job`, or a run is not let in."""
-        if finish.outcome is ev.Outcome.ANSWERED:
-            assert job is not None
-            part = self._pending.pop(finish.request)
-            self._answer_with(
-                part.connection, Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
-            )
+    def executed(self, ended: ExecutionEnded) -> None:
+        """Account for the sub-calls of an execution, which may still have another try."""
+        if not self.runs:
             return
+        dispatch = ended.dispatch
+        for part in dispatch.slices:
+            if part.run is not None:
+                part.run.account(ended.seconds * part.rows / max(1, dispatch.rows))
+            if isinstance(part, CallSlice):
+                part.settle(succeeded=ended.error is None)
+
+    def answer(self, finish: ev.Finish, ended: ExecutionEnded) -> None:
+        """Complete a request whose execution succeeded."""
+        part = self.pending.pop(finish.request)
+        connection, dispatch = part.connection, ended.dispatch
+        if not connection.closed:
+            connection.completions.append(
+                Completion(part.request, Status.OK, dispatch.size, dispatch.rows, int(ended.seconds * 1e9))
+            )
+            self.answering.add(connection)
+
+    def fail(self, finish: ev.Finish) -> None:
+        """Complete a request that was not answered, or a run that was not admitted."""
         status, text = _failure(finish)
         run = self.runs.get(finish.request)
         if run is not None:
-            self.runs.refuse(run, status, text)
-        else:
-            self._done(finish.request, status, text)
+            self.runs.remove(run, status)
+            self._refuse_entry(run, status, text)
+        elif finish.request in self.pending:  # else a run that has left meanwhile
+            self._end_request(finish.request, status, text)
+
+    def admit(self, instruction: ev.Admit) -> None:
+        """Begin a run: its ENTER is answered, and the calls that have waited arrive."""
+        run = self.runs.get(instruction.run)
+        if run is None:
+            return  # it has left meanwhile
+        run.admitted = True
+        self._end_request(run.enter_id, Status.OK, "")
+        self.arrived += run.held
+        run.held = []
 
     # --- answers ------------------------------------------------------------------------------------------
 
-    @property
-    def has_answers(self) -> bool:
-        """Whether there is something to send."""
-        return bool(self._answering)
+    def send_answers(self) -> None:
+        """Send all completions."""
+        answering, self.answering = self.answering, set()
+        for connection in answering:
+            self._transport.guard(connection, connection.send_completions)
 
-    def answer(self) -> None:
-        """Send all completions that there are."""
-        if self._answering:
-            answering, self._answering = self._answering, set()
-            for connection in answering:
-                self._transport.guard(connection, connection.send_completions)
+    def _end_run(self, run: MetaRun, status: Status, text: str = "the request was cancelled") -> None:
+        """End a run; `text` is for one that waits for its admission."""
+        self.runs.remove(run, status)
+        if not run.admitted:
+            self._refuse_entry(run, Status.CANCELLED, text)
+        self._outbox.append(ev.RunEnded(run.id))
 
-    def _done(self, id: int, status: Status, text: str) -> None:
-        """Answer a request that was not executed, or tell a run how its asking ended."""
-        part = self._pending.pop(id)
+    def _refuse_entry(self, run: MetaRun, status: Status, text: str) -> None:
+        """Answer the ENTER of a run that is not admitted, and all calls that have waited for its admission."""
+        for id in (run.enter_id, *(request.id for request in run.held)):
+            self._end_request(id, status, text)
+
+    def _end_request(self, id: int, status: Status, text: str) -> None:
+        """Complete a request without an execution, or an ENTER."""
+        part = self.pending.pop(id)
         self._traces.live.pop(id, None)  # the scheduler may never have known it
         if isinstance(part, CallSlice):
             part.give_up()
-        self._answer_with(part.connection, Completion(part.request, status, text=text))
+        self._complete(part.connection, Completion(part.request, status, text=text))
 
-    def _answer_with(self, connection: Connection, done: Completion) -> None:
+    def _complete(self, connection: PeerConnection, completion: Completion) -> None:
         if not connection.closed:
-            connection.completions.append(done)
-            self._answering.add(connection)
+            connection.completions.append(completion)
+            self.answering.add(connection)
 
-    def _new_id(self, connection: Connection, request: int) -> int:
+    def _new_id(self, connection: PeerConnection, request: int) -> int:
         id = _global_id(connection, request)
-        if id in self._pending:
+        if id in self.pending:
             raise ProtocolError(f"request {request} is there already, and not answered yet")
         return id
 
 
-def _global_id(connection: Connection, id: int) -> int:
+def _global_id(connection: PeerConnection, id: int) -> int:
     if id >> _ID_BITS:
         raise ProtocolError(f"request id {id} has more than {_ID_BITS} bits")
     return connection.id << _ID_BITS | id
 
 
-def _tag(part: AnySlice) -> int:
+def _tag(part: Slice) -> int:
     return part.tag if isinstance(part, RequestSlice) else 0
 
 
 def _failure(finish: ev.Finish) -> tuple[Status, str]:
-    """How a request ended, for its client: without paths or tracebacks."""
+    """Return a request's status and the text for its client, without paths or tracebacks."""
     match finish.outcome:
         case ev.Outcome.EXPIRED:
             return Status.DEADLINE, "the deadline passed before the model could run"

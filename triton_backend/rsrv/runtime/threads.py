@@ -1,4 +1,4 @@
-"""Threads for what waits: the device, and the preparing of models. They take work and end it in a message."""
+"""Threads for work that blocks, and the inbox through which their results reach the loop."""
 
 import logging
 import os
@@ -12,18 +12,20 @@ log = logging.getLogger("rsrv.workers")
 
 
 class Inbox:
-    """Messages from threads to the loop: any thread posts, the loop's selector wakes and drains."""
+    """Messages to the loop: any thread posts, the loop's epoll wakes and drains.
+
+    A message is a value that says what has ended (`loop.Loop._take` matches all kinds), or an action to call.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._messages: deque[Callable[[], None]] = deque()
+        self._messages: deque[Any] = deque()
 
-    def post(self, message: Callable[[], None]) -> None:
-        """Have the loop call `message`."""
+    def post(self, message: object) -> None:
         self._messages.append(message)
         os.eventfd_write(self.fd, 1)
 
-    def drain(self) -> list[Callable[[], None]]:
+    def drain(self) -> list[Any]:
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -34,27 +36,27 @@ class Inbox:
         return messages
 
 
-class Worker:
-    """One thread that runs jobs in order. A job handles its own errors; one that does not ends the process.
+class WorkerThread:
+    """A thread that runs actions in order. An action handles its own errors; one that does not ends the process.
 
-    A thread that died silently would leave requests unanswered for ever; the process's death is noticed
-    by every stub at once, and they start another.
+    A thread that died silently would leave requests unanswered for ever. The process's end is noticed by every stub at
+    once, and the stubs start another runtime.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[], Any]) -> None:
-        self._jobs.put(job)
+    def put(self, action: Callable[[], Any]) -> None:
+        self._actions.put(action)
 
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
+            action = self._actions.get()
             try:
-                job()
+                action()
             except BaseException:
                 log.critical("thread %s failed; the runtime ends", self._thread.name, exc_info=True)
                 os._exit(70)
-            del job  # its tensors must not live until the next one comes
+            del action  # its tensors must not live until the next one comes

@@ -173,7 +173,7 @@ class Traces:
     """
 
     def __init__(self, timeline: Timeline, length: int = TRACES_LENGTH) -> None:
-        self._timeline = timeline
+        self.timeline = timeline
         self._spans: RingBuffer[Span] = RingBuffer(length)
         #: spans that stubs have dropped so far
         self._dropped = 0
@@ -249,7 +249,7 @@ class Traces:
             failed = "the weights did not come" if load.failed else ""
             start = max(load.start, arrived)
             self._add(traced.mark, "load", start, load.end, failed, _attributes(traced.model, load))
-        loading = self._timeline.loading(traced.model)
+        loading = self.timeline.loading(traced.model)
         if error and loading is not None:
             start = max(loading, arrived)
             self._add(traced.mark, "load", start, now, "still under way", _attributes(traced.model))

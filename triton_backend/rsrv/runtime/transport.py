@@ -63,7 +63,7 @@ class Registration:
     counts: MetaCounts | None = None
 
 
-class Connection:
+class PeerConnection:
     """Non-blocking. Raises ProtocolError or Closed when the connection is to be closed."""
 
     def __init__(self, id: int, sock: socket.socket, peer: int, buffer: bytearray | None = None) -> None:
@@ -190,7 +190,7 @@ _EACH = 3
 #: descriptors that are not for connections but for what these bring along: weights' files, documents under way
 _SPARE = 256
 
-OnFrame = Callable[[Connection, Kind, int, memoryview, list[int]], None]
+OnFrame = Callable[[PeerConnection, Kind, int, memoryview, list[int]], None]
 
 
 class Transport:
@@ -202,9 +202,9 @@ class Transport:
     def __init__(
         self,
         listener: socket.socket,
-        greet: Callable[[Connection], None],
+        greet: Callable[[PeerConnection], None],
         on_frame: OnFrame,
-        on_close: Callable[[Connection], None],
+        on_close: Callable[[PeerConnection], None],
     ) -> None:
         self._listener = listener
         self._greet = greet
@@ -219,7 +219,7 @@ class Transport:
         # A frame is dealt with before the next one is received, from whomever.
         self._buffer = bytearray(MAX_FRAME)
         self._epoll = select.epoll()
-        self._targets: dict[int, Connection | Callable[[], None]] = {}
+        self._targets: dict[int, PeerConnection | Callable[[], None]] = {}
         self.watch(listener.fileno(), self._accept)
 
     def watch(self, fd: int, action: Callable[[], None]) -> None:
@@ -228,8 +228,8 @@ class Transport:
         self._epoll.register(fd, select.EPOLLIN)
 
     @property
-    def connections(self) -> list[Connection]:
-        return [target for target in self._targets.values() if isinstance(target, Connection)]
+    def connections(self) -> list[PeerConnection]:
+        return [target for target in self._targets.values() if isinstance(target, PeerConnection)]
 
     def wait(self, timeout: float | None) -> list[tuple[int, int]]:
         """Wait at most `timeout` seconds for anything; what is there is for `handle`."""
@@ -239,12 +239,12 @@ class Transport:
         """Handle all that `wait` found."""
         for fd, mask in ready:
             target = self._targets.get(fd)  # None: closed by an earlier one of this round
-            if isinstance(target, Connection):
+            if isinstance(target, PeerConnection):
                 self.guard(target, self._serve, target, mask)
             elif target is not None:
                 target()
 
-    def guard(self, connection: Connection, action: Callable[..., None], *args: Any) -> None:
+    def guard(self, connection: PeerConnection, action: Callable[..., None], *args: Any) -> None:
         """Do something for a connection; whatever fails, that connection is closed and the others go on."""
         if connection.closed:
             return
@@ -297,13 +297,13 @@ class Transport:
                 sock.close()
                 continue
             self._next_id += 1
-            self._targets[sock.fileno()] = Connection(self._next_id, sock, peer, self._buffer)
+            self._targets[sock.fileno()] = PeerConnection(self._next_id, sock, peer, self._buffer)
             self._epoll.register(sock, select.EPOLLIN)
 
     def _room(self) -> str:
         return f"{self._most} connections (about {self._most // _EACH} models)"
 
-    def _serve(self, connection: Connection, mask: int) -> None:
+    def _serve(self, connection: PeerConnection, mask: int) -> None:
         if mask & select.EPOLLOUT:
             connection.flush()
         for _ in range(_BURST):
@@ -325,7 +325,7 @@ class Transport:
             if kind is Kind.SPANS:
                 return  # a stub may have hundreds of them, and none is urgent
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: PeerConnection) -> None:
         if connection.closed:
             return
         del self._targets[connection.sock.fileno()]

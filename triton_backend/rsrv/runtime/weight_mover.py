@@ -1,19 +1,20 @@
-"""Where weights are: on the host, on the device, and on their way between the two.
+"""Transfers of weights between host and device, and the tensors on the device.
 
-What moves is the scheduler's decision; the order is kept. One thread moves, in both directions, so that memory
-is given back before the load that needs it starts.
+The scheduler decides what moves, and in which order. One thread moves weights in both directions, so that memory is
+freed before the load that needs it starts.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rsrv.runtime.activity import ActivitySlot, Phase
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, PrivateMemory, SharedMemory
-from rsrv.runtime.models import Model, about
-from rsrv.runtime.threads import Inbox, Worker
+from rsrv.runtime.models import CompiledModel, about
+from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
 from rsrv.settings import Settings
 from rsrv_bundle import BundleError
@@ -23,7 +24,7 @@ log = logging.getLogger("rsrv.tiers")
 
 
 @dataclass(slots=True)
-class _Held:
+class _DeviceTensor:
     buffer: Buffer
     nbytes: int
     #: models that it was loaded for
@@ -31,28 +32,31 @@ class _Held:
 
 
 class DeviceWeights:
-    """The tensors on the device, each once, for all models that have it.
+    """Tensors on the device, each stored once for all models that have it.
 
-    Belongs to one thread. What is loaded and freed, and in which order, is the scheduler's decision. A load moves what no other model has there; what a model frees goes when no other has it.
+    Belongs to one thread. A load transfers the tensors that no other model has there; a tensor is freed with the last
+    model that has it.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._held: dict[TensorKey, _Held] = {}
+        self._tensors: dict[TensorKey, _DeviceTensor] = {}
         #: bytes on the device, each tensor once; any thread may read it
         self.nbytes = 0
 
     def load(
         self, weights: HostWeights, read: Callable[[int], Array], abandoned: Callable[[], bool]
     ) -> Sequence[Buffer]:
-        """Have all of a model's weights on the device; in argument order. `read`: `weights`' own.
+        """Load a model's weights; return them in argument order. `read`: the `read` of `weights`, or around it.
 
-        Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, but that what was
-        kept for it is gone.
+        Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, except that tensors
+        kept for this load are freed.
         """
         # A model may have a tensor twice.
         absent = {
-            tensor.key: index for index, tensor in enumerate(weights.tensors) if tensor.key not in self._held
+            tensor.key: index
+            for index, tensor in enumerate(weights.tensors)
+            if tensor.key not in self._tensors
         }
         try:
             buffers = self._device.upload(map(read, absent.values()), abandoned)
@@ -61,46 +65,117 @@ class DeviceWeights:
             raise
         for (key, index), buffer in zip(absent.items(), buffers, strict=True):
             nbytes = weights.tensors[index].nbytes
-            self._held[key] = _Held(buffer, nbytes, 0)
+            self._tensors[key] = _DeviceTensor(buffer, nbytes, 0)
             self.nbytes += nbytes
         for key in weights.distinct:
-            self._held[key].users += 1
-        return [self._held[tensor.key].buffer for tensor in weights.tensors]
+            self._tensors[key].users += 1
+        return [self._tensors[tensor.key].buffer for tensor in weights.tensors]
 
     def free(self, weights: HostWeights, loading_for: HostWeights | None = None) -> None:
-        """A loaded model needs its weights no longer, and nothing executes on them.
+        """Free a loaded model's weights, on which nothing executes.
 
-        `loading_for`: what is loaded next; what both have is kept for it.
+        `loading_for`: the weights that are loaded next; tensors that both have stay.
         """
         for key in weights.distinct:
-            self._held[key].users -= 1
+            self._tensors[key].users -= 1
         kept = () if loading_for is None else loading_for.distinct
         self._drop((key for key in weights.distinct if key not in kept), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
-        """Free those that nobody uses."""
+        """Free those of the tensors that no model uses."""
         unused = []
         for key in keys:
-            held = self._held.get(key)
+            held = self._tensors.get(key)
             if held is not None and not held.users:
                 unused.append(held)
-                del self._held[key]
+                del self._tensors[key]
         self._device.free((held.buffer for held in unused), reuse=reuse)
-        # Not before: whoever waits for it finds the memory free.
+        # Afterwards: a reader of the figure finds the memory free.
         self.nbytes -= sum(held.nbytes for held in unused)
 
 
-#: bytes per second: a hundred times less is no disk any more
-_SLOW = 1e9
+#: bytes per second: a hundred times less than any storage reads at
+_SLOWEST_BYTES_PER_S = 1e9
 
-Ended = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
+LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A load ended as `event` says; `weights` are None unless it succeeded."""
+
+    event: LoadEvent
+    model: CompiledModel
+    weights: Sequence[Buffer] | None
+    #: bytes that were transferred
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """All evictions before this instruction, a second try, have been carried out."""
+
+    instruction: ev.Execute | ev.WarmUp
+
+
+class _Transfer:
+    """One load: it runs on the thread, and the loop may abandon it meanwhile."""
+
+    def __init__(self, model: CompiledModel, epoch: int, slot: ActivitySlot) -> None:
+        self._model = model
+        self.epoch = epoch
+        self._slot = slot
+        self._largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
+        self.abandoned = False
+
+    def run(self, device: DeviceWeights) -> LoadEnded:
+        model, epoch = self._model, self.epoch
+        started, before = time.monotonic(), device.nbytes
+        weights: Sequence[Buffer] | None = None
+        event: LoadEvent
+        try:
+            self._is_abandoned()
+            weights = device.load(model.host, self._read, self._is_abandoned)
+            event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
+        except Abandoned:
+            event = ev.LoadAbandoned(model.key, epoch)
+        except OutOfMemory as error:
+            log.warning(
+                "%s: no memory on the device for its weights: %s", model.key, error, extra=about(model)
+            )
+            event = ev.LoadFailed(model.key, epoch, str(error), out_of_memory=True)
+        except (BundleError, HostMemoryError) as error:
+            log.error("%s: loading weights failed: %s", model.key, error, extra=about(model))
+            event = ev.LoadFailed(model.key, epoch, str(error))
+        except Exception as error:
+            log.exception("%s: loading weights failed", model.key, extra=about(model))
+            event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
+        self._slot.end()
+        return LoadEnded(event, model, weights, max(0, device.nbytes - before))
+
+    def _begin(self) -> None:
+        expected = self._largest / _SLOWEST_BYTES_PER_S
+        self._slot.begin(Phase.LOADING, self._model.key, self._largest, expected)
+
+    def _is_abandoned(self) -> bool:
+        # Asked between tensors: for the watchdog, the rest is a load of its own.
+        self._begin()
+        return self.abandoned
+
+    def _read(self, index: int) -> Array:
+        # Without a host copy, storage may take as long as it likes: that is not the device's work.
+        self._slot.rest()
+        try:
+            return self._model.host.read(index)
+        finally:
+            self._begin()
 
 
 class WeightMover:
-    """The weights of all models. Methods are called on the loop; `follow` excepted, which takes long."""
+    """The thread that transfers the weights of all models. Methods are called on the loop."""
 
     def __init__(self, device: Device, settings: Settings, inbox: Inbox, slot: ActivitySlot) -> None:
-        """What loads do with the device is noted at `slot`.
+        """Start the thread, which notes its work on the device at `slot`.
 
         Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
         """
@@ -110,105 +185,53 @@ class WeightMover:
         self.host = HostStore(memory, device.page_lock)
         self.device = DeviceWeights(device)
         self._inbox = inbox
-        # A thread of its own: a compilation would hold back a load for seconds.
-        self._mover = Worker("weights")
+        # A thread of its own: a compilation would delay a load for seconds.
+        self._thread = WorkerThread("weights")
         self._slot = slot
-        #: the load under way; and whether nobody waits for it any more
-        self._epoch = 0
-        self._abandoned = False
+        self._latest: _Transfer | None = None
 
-    def load(self, model: Model, epoch: int, ended: Callable[[Ended, int], None]) -> None:
-        """Bring a model's weights to the device; `ended` is called on the loop, when `model.weights` says how.
-
-        It is also told the bytes that have come to the device.
-        """
+    def load(self, model: CompiledModel, epoch: int) -> None:
+        """Load a model's weights. Ends in `LoadEnded`."""
         assert model.weights is None, "the scheduler loads absent weights only"
-        self._epoch, self._abandoned = epoch, False
-        largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
-
-        def begin() -> None:
-            self._slot.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
-
-        def abandoned() -> bool:
-            # Asked between tensors: for the watchdog what follows is a load of its own.
-            begin()
-            return self._abandoned
-
-        def read(index: int) -> Array:
-            # Where the host has no copy, storage may take as long as it likes: that is not the device's work.
-            self._slot.rest()
-            try:
-                return model.host.read(index)
-            finally:
-                begin()
-
-        def load() -> None:
-            started, before = time.monotonic(), self.device.nbytes
-            weights: Sequence[Buffer] | None = None
-            event: Ended
-            try:
-                abandoned()
-                weights = self.device.load(model.host, read, abandoned)
-                event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
-            except Abandoned:
-                event = ev.LoadAbandoned(model.key, epoch)
-            except OutOfMemory as error:
-                log.warning(
-                    "%s: no memory on the device for its weights: %s", model.key, error, extra=about(model)
-                )
-                event = ev.LoadFailed(model.key, epoch, str(error), out_of_memory=True)
-            except (BundleError, HostMemoryError) as error:
-                log.error("%s: loading weights failed: %s", model.key, error, extra=about(model))
-                event = ev.LoadFailed(model.key, epoch, str(error))
-            except Exception as error:
-                log.exception("%s: loading weights failed", model.key, extra=about(model))
-                event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
-
-            self._slot.end()
-            moved = max(0, self.device.nbytes - before)
-
-            def end() -> None:
-                model.weights = weights
-                ended(event, moved)
-
-            self._inbox.post(end)
-
-        self._mover.put(load)
+        transfer = self._latest = _Transfer(model, epoch, self._slot)
+        self._thread.put(lambda: self._inbox.post(transfer.run(self.device)))
 
     def abandon(self, epoch: int) -> None:
         """End a load early, unless it is over."""
-        if epoch == self._epoch:
-            self._abandoned = True
+        if self._latest is not None and epoch == self._latest.epoch:
+            self._latest.abandoned = True
 
-    def free(self, model: Model, loading_for: Model | None) -> None:
-        """Give the memory of a model's loaded weights back, but for what `loading_for`, loaded next, has too."""
+    def free(self, model: CompiledModel, loading_for: CompiledModel | None) -> None:
+        """Free a model's loaded weights, except the tensors that `loading_for`, loaded next, has too."""
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
-        weights, next_weights = model.host, None if loading_for is None else loading_for.host
-        self._mover.put(lambda: self.device.free(weights, next_weights))
+        next_weights = None if loading_for is None else loading_for.host
+        self._thread.put(partial(self.device.free, model.host, next_weights))
 
-    def when_moved(self, action: Callable[[], None]) -> None:
-        """Have the loop do something when all that was asked for before is done."""
-        self._mover.put(lambda: self._inbox.post(action))
+    def post_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
+        """Post `MemoryFreed` when all earlier transfers and evictions are done."""
+        self._thread.put(partial(self._inbox.post, MemoryFreed(instruction)))
 
-    def follow(self, model: Model) -> None:
-        """Make or give up the host's copy, as the model's residency says. Takes as long as reading the weights."""
-        try:
-            if model.residency == "system":
-                model.host.keep()
-            else:
-                model.host.drop()
-        except (BundleError, HostMemoryError) as error:
-            log.warning(
-                "%s: the host keeps no copy of its weights, so each load reads the file: %s",
-                model.key,
-                error,
-                extra=about(model),
-            )
-        except Exception:
-            # As when a 2.0 bundle's weight finds no memory to be transposed in: that is no reason to end.
-            log.exception(
-                "%s: the host keeps no copy of its weights, so each load reads the file",
-                model.key,
-                extra=about(model),
-            )
+    def then(self, action: Callable[[], None]) -> None:
+        """Call an action on the thread when all earlier transfers and evictions are done."""
+        self._thread.put(action)
+
+
+def follow_residency(model: CompiledModel) -> None:
+    """Make or drop the host's copy, as the model's residency says. Takes as long as reading the weights."""
+    try:
+        if model.residency == "system":
+            model.host.keep()
+        else:
+            model.host.drop()
+    except Exception as error:
+        # Any error: a 2.0 bundle's weight may find no memory to be transposed in, and the runtime goes on.
+        known = isinstance(error, BundleError | HostMemoryError)
+        log.log(
+            logging.WARNING if known else logging.ERROR,
+            "%s: the host keeps no copy of its weights, so each load reads the file: %s",
+            model.key,
+            error,
+            exc_info=not known,
+            extra=about(model),
+        )

@@ -21,8 +21,9 @@ from rsrv.stub.memory_limits import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.calls import (
     Call,
-    Leaving,
+    RunExit,
     Release,
+    RunExit,
     pack_calls,
     pack_leavings,
     pack_releases,
@@ -258,7 +259,7 @@ class RuntimeConnection:
         if not sent:
             raise Closed("the runtime does not read")
 
-    def leave(self, leaving: Leaving, patience: float = _RUN_SEND_S) -> None:
+    def leave(self, leaving: RunExit, patience: float = _RUN_SEND_S) -> None:
         """End a run. Raises Closed, also if the runtime does not read within `patience` seconds."""
         with self._lock:
             if not self._send(pack_leavings([leaving]), patience):

@@ -17,7 +17,7 @@ from rsrv.stub.endpoint import Array, ExecutionPlan, PlannedTensor
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
 from rsrv.stub.tracing import OpenSpan, end_call
-from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where, pack_entrances
+from rsrv.wire.calls import Call, Entrance, RunExit, Release, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
@@ -188,7 +188,7 @@ class DirectRun:
         try:
             while self._calls:
                 self.receive(until_ns)
-            self._guard(lambda: self._connection.leave(Leaving(self._token, status)))
+            self._guard(lambda: self._connection.leave(RunExit(self._token, status)))
             while self._entering is not None:
                 self.receive(until_ns)
         except RequestFailure:

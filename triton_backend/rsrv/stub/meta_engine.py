@@ -50,7 +50,7 @@ from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.calls import Entrance, Leaving, pack_entrances
+from rsrv.wire.calls import Entrance, RunExit, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed
 
@@ -409,7 +409,7 @@ class MetaEngine:
         if one.admitted:
             try:
                 # Without waiting: execute() sends on that connection, too.
-                one.connection.leave(Leaving(one.token, status), patience=0)
+                one.connection.leave(RunExit(one.token, status), patience=0)
             except (Closed, OSError):
                 # Otherwise the runtime would count the run as running for good.
                 self._deferred.lose(one.attachment)

@@ -62,7 +62,7 @@ class Call(NamedTuple):
 _CALL = struct.Struct("<QQHHIHH4x")
 
 
-class Leaving(NamedTuple):
+class RunExit(NamedTuple):
     """A run is over: what it keeps on the device goes."""
 
     run: int
@@ -91,14 +91,14 @@ def unpack_entrances(frame: bytes | memoryview, count: int) -> list[Entrance]:
     return [Entrance(*fields) for fields in _unpack(frame, count, _ENTRANCE)]
 
 
-def pack_leavings(leavings: Sequence[Leaving]) -> bytes:
+def pack_leavings(leavings: Sequence[RunExit]) -> bytes:
     """One LEAVE frame; at most frames.MAX_ENTRIES entries."""
     return _pack(Kind.LEAVE, _LEAVING, leavings)
 
 
-def unpack_leavings(frame: bytes | memoryview, count: int) -> list[Leaving]:
+def unpack_leavings(frame: bytes | memoryview, count: int) -> list[RunExit]:
     try:
-        return [Leaving(run, Status(status)) for run, status in _unpack(frame, count, _LEAVING)]
+        return [RunExit(run, Status(status)) for run, status in _unpack(frame, count, _LEAVING)]
     except ValueError as error:
         raise ProtocolError(f"LEAVE: {error}") from None
 

@@ -1,0 +1,220 @@
+"""Threads that read, compile and warm up models. What ends on them is posted to the loop as a message."""
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from rsrv.logs import fields
+from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.allocation import give_back
+from rsrv.runtime.crash_history import CrashHistory
+from rsrv.runtime.device import Device, DeviceError, OutOfMemory
+from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights
+from rsrv.runtime.models import CompiledModel, RequestedModels, about, compile_model, identify, warm_up
+from rsrv.runtime.numerics import Computes, probe
+from rsrv.runtime.threads import Inbox, WorkerThread
+from rsrv.runtime.transport import PeerConnection
+from rsrv.runtime.weight_mover import WeightMover, follow_residency
+from rsrv.settings import Settings
+from rsrv_bundle import Bundle, BundleError
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import check_signatures, signature_of
+
+log = logging.getLogger("rsrv.registry")
+_device_log = logging.getLogger("rsrv.equipment")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReady:
+    """The device and the thread that moves weights are there."""
+
+    device: Device
+    weight_mover: WeightMover
+    #: how the device multiplies by default; None on a CPU
+    computes: Computes | None
+
+
+@dataclass(frozen=True, slots=True)
+class BundlesRead:
+    """The bundles that a connection asked for are read, or cannot be (`result` says why)."""
+
+    connection: PeerConnection
+    result: RequestedModels | str
+    #: why a model is not tried, by key, for those that have ended runtimes
+    verdicts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesRead:
+    """A model's modules are read and inspected."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCompiled:
+    """A model is compiled, or cannot be (`result` says why)."""
+
+    key: str
+    result: CompiledModel | str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWarmedUp:
+    """A warm-up ended; `costs` are None if it failed."""
+
+    model: CompiledModel
+    costs: Mapping[tuple[int, int], float] | None
+    error: str = ""
+    #: the device had no memory for it, and another try may succeed
+    out_of_memory: bool = False
+
+
+class ModelBuilder:
+    """The build thread, with the device that it makes, and the warm-up thread.
+
+    `make_device` runs on the build thread: importing jax takes seconds, in which stubs may already connect.
+    `inspector` inspects modules before they are compiled; without one they are inspected on the build thread.
+    """
+
+    def __init__(
+        self,
+        make_device: Callable[[], Device],
+        settings: Settings,
+        inbox: Inbox,
+        activity: Activity,
+        crash_history: CrashHistory,
+        inspector: Inspector | None = None,
+    ) -> None:
+        self._make_device = make_device
+        self._settings = settings
+        self._inbox = inbox
+        self._activity = activity
+        self._crash_history = crash_history
+        self._inspector = inspector
+        self._device: Device | None = None
+        self._whole: tuple[Device, WeightMover] | None = None
+        self._build_thread = WorkerThread("build")
+        # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
+        # minutes.
+        self._warm_up_thread = WorkerThread("warm up")
+        if inspector is not None:
+            self._build_thread.put(inspector.start)
+        self._build_thread.put(self._start_device)
+
+    # --- orders of the loop -------------------------------------------------------------------------------
+
+    def read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
+        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`."""
+        self._build_thread.put(partial(self._read, connection, name, path, calls))
+
+    def build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
+        """Read a model's modules and compile them. Ends in `ModulesRead` and `ModelCompiled`, or only in the latter."""
+        self._build_thread.put(partial(self._build, key, name, bundle, settings))
+
+    def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
+        """Execute every size of a model, whose weights are on the device. Ends in `ModelWarmedUp`.
+
+        `again`: the second try, after the device had no memory for the first.
+        """
+        self._warm_up_thread.put(partial(self._warm_up, model, device, again))
+
+    def follow_residency(self, model: CompiledModel) -> None:
+        """Make or drop the host's copy of a model's weights, as its residency says."""
+        self._build_thread.put(partial(follow_residency, model))
+
+    def close_weights(self, host: HostWeights) -> None:
+        """From any thread: give up a model's weights on the host."""
+        self._build_thread.put(host.close)
+        # By then nothing refers to the model.
+        self._build_thread.put(give_back)
+
+    def clean_up(self, host: HostStore) -> None:
+        """Free what only building needs, when no model is built."""
+        # Models that want what other runtimes left in shared memory have taken it.
+        self._build_thread.put(host.sweep)
+        if self._inspector is not None:
+            self._build_thread.put(self._inspector.close)
+
+    # --- on the threads -----------------------------------------------------------------------------------
+
+    def _start_device(self) -> None:
+        """Start the device before any model comes; after a failure, each model tries again."""
+        try:
+            self._get_device()
+        except (DeviceError, HostMemoryError) as error:
+            _device_log.error("%s", error)
+
+    def _get_device(self) -> tuple[Device, WeightMover]:
+        """Return the device and the weight mover; make what is missing.
+
+        Raises DeviceError and HostMemoryError.
+        """
+        if self._whole is None:
+            if self._device is None:
+                try:
+                    self._device = self._make_device()
+                except Exception as error:
+                    _device_log.exception("no device")
+                    raise DeviceError(
+                        f"the runtime has no device: {type(error).__name__}: {error}"
+                    ) from error
+            computes = probe(self._device, self._settings.runtime.numerics)
+            weight_mover = WeightMover(self._device, self._settings, self._inbox, self._activity.weights)
+            self._whole = self._device, weight_mover
+            self._inbox.post(DeviceReady(self._device, weight_mover, computes))
+        return self._whole
+
+    def _read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
+        result: RequestedModels | str
+        verdicts: dict[str, str] = {}
+        try:
+            result = identify(name, path, calls)
+            verdicts = {key: why for key in result.models if (why := self._crash_history.verdict(key))}
+        except BundleError as error:
+            result = str(error)
+        except Exception as error:
+            log.exception("%s: cannot read the bundle", name, extra=fields(model=name))
+            result = f"{type(error).__name__}: {error}"
+        if isinstance(result, str):
+            log_not_loaded(name, None, result)
+        self._inbox.post(BundlesRead(connection, result, verdicts))
+
+    def _build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
+        result: CompiledModel | str
+        try:
+            device, weight_mover = self._get_device()
+            with self._activity.build.doing(Phase.BUILDING, key):
+                signatures = check_signatures(bundle, self._inspector or signature_of)
+                self._inbox.post(ModulesRead(key))
+                result = compile_model(bundle, device, weight_mover.host, settings, name, signatures)
+            # A model's parts live long: exempt them from garbage collection.
+            gc.collect()
+            gc.freeze()
+        except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:
+            result = str(error)
+        except Exception as error:
+            log.exception("%s: cannot be loaded", name, extra=fields(model=name, version=key))
+            result = f"{type(error).__name__}: {error}"
+        self._inbox.post(ModelCompiled(key, result))
+
+    def _warm_up(self, model: CompiledModel, device: Device, again: bool) -> None:
+        try:
+            costs = warm_up(model, device, self._activity.warm_up)
+            self._crash_history.survived(model.key)
+            ended = ModelWarmedUp(model, costs)
+        except Exception as error:
+            if isinstance(error, OutOfMemory) and not again:
+                text = "%s: no memory on the device to warm it up: %s"
+                log.warning(text, model.name, error, extra=about(model))
+                ended = ModelWarmedUp(model, None, out_of_memory=True)
+            else:
+                log.exception("%s: cannot be warmed up", model.name, extra=about(model))
+                ended = ModelWarmedUp(model, None, f"{type(error).__name__}: {error}")
+        self._inbox.post(ended)
+
+
+def log_not_loaded(name: str, key: str | None, reason: str) -> None:
+    log.error("%s: not loaded: %s", name, reason, extra=fields(model=name, version=key, event="not_loaded"))

@@ -1,0 +1,383 @@
+"""Reports of the runtime's counters, as the JSON of STATUS_REPLY and of commands. Keys as in docs/protocol.md."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rsrv.histogram import SECONDS, Histogram
+from rsrv.runtime.catalog import WATCHED_STATES, ModelEntry
+from rsrv.runtime.executor import LoopBans
+from rsrv.runtime.registry import Registry
+from rsrv.runtime.runs import Runs
+from rsrv.runtime.timeline import Traces
+from rsrv.runtime.transport import MetaCounts, Registration
+from rsrv.scheduler.events import Outcome, Reason
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.statistics import LoadReport, ModelSnapshot, SchedulerSnapshot, Totals
+from rsrv.wire.frames import ProtocolError, Status
+
+#: functions of model.py, by their names in metrics
+HOOKS = ("pre", "post", "run")
+_STATUSES = frozenset(status.name.lower() for status in Status)
+
+
+@dataclass(slots=True)
+class StubCounters:
+    """Counters of one model, as its stubs report them; the hooks of a called model run in the stubs of the metas."""
+
+    #: seconds, by hook that ever ran
+    hooks: dict[str, Histogram] = field(default_factory=dict)
+    #: seconds from a request's arrival to its answer
+    requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    #: answers to clients, by status in lower case
+    responses: dict[str, int] = field(default_factory=dict)
+
+
+class StubMetrics:
+    """Sums of the stubs' reports, by the model's name."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, StubCounters] = {}
+
+    def take(self, name: str, calls: Collection[str], report: Mapping[str, Any]) -> None:
+        """Add a stub's report of its model, or of its meta model and the called models. Raises ProtocolError."""
+        try:
+            requests = Histogram.from_json(SECONDS, report["requests"])
+            responses = {str(status): int(count) for status, count in report["responses"].items()}
+            hooks = {
+                (model, hook): Histogram.from_json(SECONDS, seconds)
+                for model, by_hook in report["hooks"].items()
+                for hook, seconds in by_hook.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a REPORT that cannot be read: {type(error).__name__}: {error}") from None
+        if not (responses.keys() <= _STATUSES and all(count >= 0 for count in responses.values())):
+            raise ProtocolError("a REPORT of answers with an unknown status or a negative count")
+        if not all((model == name or model in calls) and hook in HOOKS for model, hook in hooks):
+            raise ProtocolError("a REPORT of hooks that the model does not have")
+        mine = self._models.setdefault(name, StubCounters())
+        mine.requests.add(requests)
+        for status, count in responses.items():
+            mine.responses[status] = mine.responses.get(status, 0) + count
+        for (model, hook), seconds in hooks.items():
+            self._models.setdefault(model, StubCounters()).hooks.setdefault(hook, Histogram(SECONDS)).add(
+                seconds
+            )
+
+    def keep(self, names: Collection[str]) -> Mapping[str, StubCounters]:
+        """Drop the models of other names; return those that are left."""
+        self._models = {name: counters for name, counters in self._models.items() if name in names}
+        return self._models
+
+
+#: how a run of a meta model ended -> the outcome of other models' requests; any other status is a refusal
+_OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
+_NO_COUNTERS = StubCounters()
+
+
+class Reports:
+    """All views of the counters. Belongs to the loop; `stubs` sums the reports of stubs."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        scheduler: Scheduler,
+        runs: Runs,
+        traces: Traces,
+        bans: LoopBans,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._catalog = registry.catalog
+        self._weights = registry.weights
+        self._scheduler = scheduler
+        self._runs = runs
+        self._traces = traces
+        self._bans = bans
+        self._clock = clock
+        self.stubs = StubMetrics()
+
+    # --- small views --------------------------------------------------------------------------------------
+
+    def ping(self) -> dict[str, Any]:
+        return {"instance": self._catalog.feed.instance, "revision": self._catalog.feed.revision}
+
+    def stories(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the scheduler's history of the models of these names, by key."""
+        keys = [key for key, entry in self._catalog.entries.items() if entry.name in names]
+        return {"stories": {key: self._scheduler.story(key) for key in keys}}
+
+    def timeline(self, since: int) -> dict[str, Any]:
+        return self._traces.timeline.answer(self._catalog.feed.instance, since, self._clock())
+
+    def traces(self, since: int) -> dict[str, Any]:
+        return self._traces.answer(self._catalog.feed.instance, since)
+
+    def figures(self, group: Registration) -> dict[str, Any]:
+        """Return the few figures of one registration that its stub shows in Triton's metrics; of this version alone."""
+        if group.counts is not None:
+            meta = self._scheduler.meta(group.name)
+            queued, seconds = 0 if meta is None else meta.waiting, group.counts.device_seconds
+            outcomes: dict[str, int] = _outcomes(group.counts)
+        else:
+            model = self._scheduler.model(group.key)
+            if model is None:
+                return {}
+            queued, seconds = model.queued, model.device_seconds
+            outcomes = {outcome.value: count for outcome, count in model.outcomes.items()}
+        return {"queued": queued, "requests": outcomes, "device_seconds": seconds}
+
+    # --- whole views --------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        snapshot, catalog = self._scheduler.snapshot(), self._catalog
+        counts = self._weights.cache_counts
+        return {
+            "pid": os.getpid(),
+            "compiled": counts.compiled,
+            "from_cache": counts.from_cache,
+            "shared": counts.shared,
+            "numerics": catalog.policy.settings.runtime.numerics,
+            "computes": self._weights.computes,
+            "memory": self._memory(snapshot),
+            "models": {
+                entry.name: _model_status(
+                    entry, snapshot.models[entry.key], catalog.policy.residency(entry.name)
+                )
+                for entry in self._ready_last()
+                if entry.key in snapshot.models
+            },
+            "metas": {group.name: self._meta_status(group, snapshot) for group in self._registry.metas()},
+        }
+
+    def load(self) -> dict[str, Any]:
+        """Return the figures for placing requests on devices; polled often."""
+        load = self._scheduler.load()
+        budget = load.weight_budget_bytes
+        return {
+            "instance": self._catalog.feed.instance,
+            "backlog_s": self._scheduler.backlog_seconds(self._clock()),
+            "free_bytes": None if budget is None else max(0, budget - load.weight_bytes),
+            "budget_bytes": budget,
+            "models": {
+                entry.name: {
+                    "queued": model.queued,
+                    "executing": model.executing,
+                    "weights": entry.weights,
+                    "pinned": model.pinned,
+                    "bytes": model.device_bytes,
+                    "cost_s": model.row_seconds,
+                    "misses": model.misses,
+                    "device_seconds": model.device_seconds,
+                    "rows": model.useful_rows,
+                    "requests": model.answered,
+                    "max_rows": model.max_rows,
+                    "batch_input": self._catalog.get(entry.key).batch_input,
+                }
+                for entry in self._ready_last()
+                if (model := load.models.get(entry.key)) is not None
+            },
+            "metas": {group.name: group.calls for group in self._registry.metas()},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Return all counters by model name, versions of one added up; costs O(models)."""
+        load, totals, metas = self._scheduler.load(), self._scheduler.totals(), self._registry.metas()
+        reported = self.stubs.keep({*totals, *(group.name for group in metas)})
+        counts = self._weights.cache_counts
+        models = {name: _model_metrics(total, reported.get(name)) for name, total in totals.items()}
+        for key, entry in self._catalog.entries.items():
+            now, model = load.models.get(key), models.get(entry.name)
+            if model is None or entry.model is None:
+                continue  # it is not compiled yet
+            model["resident"] |= entry.weights == "resident"
+            model["host_bytes"] += entry.model.host.nbytes if entry.model.host.kept else 0
+            model["device_bytes"] += entry.model.host.device_bytes if entry.weights != "absent" else 0
+            model["queued"] += 0 if now is None else now.queued
+        return {
+            "models": models,
+            "metas": self._meta_metrics(metas, reported),
+            "memory": {
+                **self._memory(load),
+                "scratch_bytes": self._weights.scratch,
+                "kept_bytes": self._runs.kept_bytes,
+            },
+            "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
+            "compile": counts.seconds.to_json(),
+            "loop_bans": self._bans.count,
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Return the few counters for a display that polls every second: costs a third of `metrics`."""
+        load, totals, metas = self._scheduler.load(), self._scheduler.totals(), self._registry.metas()
+        reported = self.stubs.keep({*totals, *(group.name for group in metas)})
+        now = {name: [0, 0, 0] for name in totals}
+        for key, entry in self._catalog.entries.items():
+            if entry.model is None or (mine := now.get(entry.name)) is None:
+                continue  # it is not compiled yet
+            if (model := load.models.get(key)) is not None:
+                mine[0] += model.queued
+                mine[1] += model.executing
+            mine[2] = max(mine[2], entry.model.host.device_bytes)
+        models = {
+            name: (
+                *now[name],
+                total.counts.answered,
+                total.counts.total() - total.counts.answered - total.counts.cancelled,
+                total.device_seconds,
+                sum(total.load.counts),
+                total.load.sum,
+                (reported.get(name) or _NO_COUNTERS).requests.to_json(),
+            )
+            for name, total in totals.items()
+        }
+        runs = {
+            name: (
+                meta["queued"],
+                meta["running"],
+                None,
+                meta["requests"]["answered"],
+                sum(count for how, count in meta["requests"].items() if how not in ("answered", "cancelled")),
+                meta["device_seconds"],
+                0,
+                0.0,
+                meta["request"],
+            )
+            for name, meta in self._meta_metrics(metas, reported).items()
+        }
+        return {"models": {**models, **runs}, "memory": self._memory(load)}
+
+    # --- parts of views -----------------------------------------------------------------------------------
+
+    def _ready_last(self) -> list[ModelEntry]:
+        """Return all entries, the ready ones last: of several versions under one name, these are shown."""
+        return sorted(self._catalog.entries.values(), key=lambda entry: entry.ready)
+
+    def _memory(self, snapshot: SchedulerSnapshot | LoadReport) -> dict[str, Any]:
+        """Return bytes of weights on host and device: logical (no tensor shared) and physical (each tensor once)."""
+        device, mover = self._weights.device, self._weights.mover
+        host = None if mover is None else mover.host.counts
+        return {
+            "device": {
+                "limit_bytes": None if device is None else device.memory_limit,
+                "budget_bytes": snapshot.weight_budget_bytes,
+                "pinned_bytes": snapshot.pinned_bytes,
+                "logical_bytes": snapshot.logical_bytes,
+                "physical_bytes": snapshot.weight_bytes,
+                # Differs from the one before during loads and evictions.
+                "held_bytes": 0 if mover is None else mover.device.nbytes,
+            },
+            "host": {
+                "logical_bytes": 0 if host is None else host.logical,
+                "physical_bytes": 0 if host is None else host.physical,
+                "tensors": 0 if host is None else host.tensors,
+            },
+        }
+
+    def _meta_status(self, group: Registration, snapshot: SchedulerSnapshot) -> dict[str, Any]:
+        """Return a meta model's status; `device_seconds` excludes waiting and Python."""
+        counts = group.counts or MetaCounts()
+        gate = snapshot.metas.get(group.name)  # None: no run was ever asked for
+        return {
+            "models": [self._catalog.entries[key].name for key in group.models],
+            "waiting": 0 if gate is None else gate.waiting,
+            "running": 0 if gate is None else gate.running,
+            "outcomes": counts.outcomes,
+            "calls": counts.calls,
+            "device_seconds": counts.device_seconds,
+            "kept_bytes": sum(run.kept_bytes for run in self._runs if run.group is group),
+        }
+
+    def _meta_metrics(
+        self, metas: list[Registration], reported: Mapping[str, StubCounters]
+    ) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        gates = self._scheduler.metas()
+        for group in metas:
+            counts, gate = group.counts or MetaCounts(), gates.get(group.name)
+            meta = found.setdefault(
+                group.name,
+                {
+                    "queued": 0 if gate is None else gate.waiting,
+                    "running": 0 if gate is None else gate.running,
+                    "requests": dict.fromkeys((outcome.value for outcome in Outcome), 0),
+                    "refused": {} if gate is None else {Reason.QUEUE_FULL.value: gate.refused},
+                    "missed": {} if gate is None else {"gate": gate.expired},
+                    "calls": 0,
+                    "device_seconds": 0.0,
+                    **_stub_metrics(reported.get(group.name)),
+                },
+            )
+            for outcome, count in _outcomes(counts).items():
+                meta["requests"][outcome] += count
+            meta["calls"] += counts.calls
+            meta["device_seconds"] += counts.device_seconds
+        return found
+
+
+def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> dict[str, Any]:
+    """Return a model's status; sizes and costs by `variant/size`."""
+    return {
+        "key": entry.key,
+        "digest": entry.digest,
+        "state": WATCHED_STATES[entry.state],
+        "residency": residency,
+        "weights": model.residency,
+        "queued": model.queued,
+        "executing": model.executing,
+        "outcomes": {outcome.value: count for outcome, count in model.outcomes.items()},
+        "dispatches": model.dispatches,
+        "useful_rows": model.useful_rows,
+        "padded_rows": model.padded_rows,
+        "device_seconds": model.device_seconds,
+        "weight_bytes": model.weight_bytes,
+        "device_bytes": model.device_bytes,
+        "misses": model.misses,
+        "loads": model.loads,
+        "evictions": model.evictions,
+        "load_seconds": model.load_seconds,
+        "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
+        "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
+        "precisions": entry.model.precisions if entry.model else {},
+    }
+
+
+def _model_metrics(totals: Totals, reported: StubCounters | None) -> dict[str, Any]:
+    return {
+        "queued": 0,
+        "resident": False,
+        "host_bytes": 0,
+        "device_bytes": 0,
+        "requests": {outcome.value: count for outcome, count in totals.counts.outcomes().items()},
+        "refused": {reason.value: count for reason, count in totals.counts.refused.items()},
+        "missed": {stage.value: count for stage, count in totals.missed.items()},
+        "executions": totals.dispatches,
+        "rows": totals.useful_rows,
+        "device_seconds": totals.device_seconds,
+        "misses": totals.misses,
+        "evictions": {cause.value: count for cause, count in totals.evictions.items()},
+        "queue_wait": totals.queue_wait.to_json(),
+        "execute": totals.execute.to_json(),
+        "load": totals.load.to_json(),
+        "batch_rows": totals.rows.to_json(),
+        "batch_padding": totals.padding.to_json(),
+        **_stub_metrics(reported),
+    }
+
+
+def _stub_metrics(reported: StubCounters | None) -> dict[str, Any]:
+    counters = reported or _NO_COUNTERS
+    return {
+        "hooks": {hook: seconds.to_json() for hook, seconds in counters.hooks.items()},
+        "request": counters.requests.to_json(),
+        "responses": counters.responses,
+    }
+
+
+def _outcomes(counts: MetaCounts) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for status, count in counts.outcomes.items():
+        found[_OUTCOMES.get(status, "refused")] += count
+    return found

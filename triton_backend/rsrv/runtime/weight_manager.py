@@ -1,0 +1,262 @@
+"""Weights of all models: the scheduler's orders are carried out, and the scheduler gets its budget."""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+
+from rsrv.logs import fields
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.model_builder import DeviceReady, ModelBuilder
+from rsrv.runtime.models import CompiledModel, about
+from rsrv.runtime.numerics import Computes
+from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.weight_mover import LoadEnded, WeightMover
+from rsrv.scheduler import events as ev
+from rsrv.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("rsrv.placement")
+
+#: share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly;
+#: XLA's allocator splits its arena into chunks and does not move them
+SLACK_FRACTION = 0.1
+
+#: events that the loop passes to the scheduler next
+Outbox = deque[ev.Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Device bytes for weights; None: no limit is known or set."""
+
+    #: for all weights
+    pool: int | None
+    #: for pinned models; over-committed, they exceed the pool
+    pinned: int
+    #: for weights that are loaded and evicted on demand
+    on_demand: int | None
+
+    @property
+    def over_commit(self) -> bool:
+        return self.pool is not None and self.pinned > self.pool
+
+    def warning(self, largest: int) -> str | None:
+        """Return what does not fit, and a remedy; `largest`: bytes of the largest model that is not pinned."""
+        if self.pool is None or self.on_demand is None:
+            return None
+        more = "raise runtime.weight_budget_bytes if it is set, or serve fewer models on this device"
+        if self.over_commit:
+            return (
+                f"pinned models take {self.pinned} bytes of the device, and weights may take {self.pool}: they "
+                f"exceed it, and executions may find no memory; set models.NAME.residency of some to system, or {more}"
+            )
+        if largest > self.on_demand:
+            return (
+                f"the largest model takes {largest} bytes of the device, and {self.pinned} pinned bytes of "
+                f"{self.pool} leave {self.on_demand}: it is served alone, beyond the budget, and all others are evicted "
+                f"for it; unpin models, or {more}"
+            )
+        return None
+
+
+def solve_budget(*, arena: int | None, slack: float, scratch: int, pinned: int, limit: int | None) -> Budget:
+    """Divide the device's memory. All arguments but `slack`, a share, are bytes.
+
+        pool      = min((1 - slack) * arena - scratch, limit), at least 0
+        on_demand = max(0, pool - pinned)
+
+    `arena`: all bytes of the device's allocator (None: not known). `slack`: the share of it that stays free. `scratch`:
+    bytes of executions beside weights. `limit`: the operator's limit (None: no limit).
+    """
+    limits = [] if limit is None else [limit]
+    if arena is not None:
+        limits.append(int((1.0 - slack) * arena) - scratch)
+    if not limits:
+        return Budget(None, pinned, None)
+    pool = max(0, min(limits))
+    return Budget(pool, pinned, max(0, pool - pinned))
+
+
+class WeightManager:
+    """Residency of models, and the budget of the device's memory. Belongs to the loop."""
+
+    def __init__(self, catalog: Catalog, scheduler: Scheduler, builder: ModelBuilder, outbox: Outbox) -> None:
+        self._catalog = catalog
+        self._scheduler = scheduler
+        self._builder = builder
+        self._outbox = outbox
+        #: the settings that the scheduler has, or will have when the outbox is empty
+        self.settings = scheduler.settings
+        #: the latest warning about the budget
+        self._warning: str | None = None
+        #: keys of evicted models, by that of the model whose load needs the memory
+        self._evicted: dict[str, list[str]] = {}
+        #: None until the device is ready
+        self.device: Device | None = None
+        self.mover: WeightMover | None = None
+        #: how the device multiplies by default; None on a CPU
+        self.computes: Computes | None = None
+        #: bytes of the device that executions take beside weights
+        self.scratch = 0
+
+    def device_ready(self, message: DeviceReady) -> None:
+        self.device, self.mover, self.computes = message.device, message.weight_mover, message.computes
+        self.update_budget()
+
+    @property
+    def kept_limit(self) -> int | None:
+        """Bytes that runs of meta models may keep on the device: half of the memory beside weights and scratch."""
+        arena = None if self.device is None else self.device.memory_limit
+        return None if arena is None else int(arena * SLACK_FRACTION / 2)
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        return getattr(self.device, "cache_counts", CacheCounts())
+
+    @property
+    def _mover(self) -> WeightMover:
+        assert self.mover is not None, "models are compiled when there is a device"
+        return self.mover
+
+    # --- instructions of the scheduler --------------------------------------------------------------------
+
+    def load(self, instruction: ev.LoadWeights) -> None:
+        self._catalog.moved(instruction.model, "loading")
+        self._mover.load(self._catalog.get(instruction.model), instruction.epoch)
+
+    def abandon(self, instruction: ev.AbandonLoad) -> None:
+        self._mover.abandon(instruction.epoch)
+
+    def evict(self, instruction: ev.EvictWeights) -> None:
+        """Free a model's weights, except the tensors that the next load needs; nothing executes on them."""
+        key, loading_for = instruction.model, instruction.loading_for
+        self._catalog.moved(key, "absent")
+        model = self._catalog.get(key)
+        self._mover.free(model, None if loading_for is None else self._catalog.get(loading_for))
+        if loading_for is None:
+            log.info("%s: weights evicted", key, extra=about(model, event="evicted"))
+        else:
+            self._evicted.setdefault(loading_for, []).append(key)
+
+    def retry_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
+        """Have a second try carried out when the memory of all evicted weights is free."""
+        self._mover.post_when_freed(instruction)
+
+    def load_ended(self, message: LoadEnded) -> None:
+        model, event = message.model, message.event
+        model.weights = message.weights
+        self._log_load(message)
+        # First: the scheduler's answer may move the weights again.
+        self._catalog.moved(model.key, "resident" if isinstance(event, ev.WeightsLoaded) else "absent")
+        self._outbox.append(event)
+        if model.weights is not None and model.residency == "device":
+            self._builder.follow_residency(model)
+
+    def close(self, model: CompiledModel) -> None:
+        """Give up a model's weights on the host, after earlier orders: to free them, or to keep a copy."""
+        self._mover.then(lambda: self._builder.close_weights(model.host))
+
+    def close_host(self) -> None:
+        """From any thread, as the process's last act: remove weights in shared memory, which would outlive it."""
+        if self.mover is not None:
+            self.mover.host.close()
+
+    def _log_load(self, message: LoadEnded) -> None:
+        """Log a line for each load: the model, the time, the models evicted for it, and the waiting requests."""
+        model, event, nbytes = message.model, message.event, message.nbytes
+        evicted = self._evicted.pop(model.key, [])
+        place = f", in place of {', '.join(evicted)}" if evicted else ""
+        match event:
+            case ev.WeightsLoaded(seconds=seconds):
+                waiting = self._scheduler.queued(model.key)
+                rate = nbytes / max(seconds, 1e-9)
+                log.info(
+                    "%s: weights loaded: %.1f MB in %.1f ms (%.0f MB/s)%s; requests that wait: %d",
+                    model.key,
+                    nbytes / 1e6,
+                    seconds * 1e3,
+                    rate / 1e6,
+                    place,
+                    waiting,
+                    extra=about(
+                        model,
+                        event="loaded",
+                        bytes=nbytes,
+                        seconds=round(seconds, 6),
+                        bytes_per_second=round(rate),
+                        evicted=evicted,
+                        waiting=waiting,
+                    ),
+                )
+            case ev.LoadAbandoned():
+                log.info(
+                    "%s: load of weights abandoned, no request waits for them%s",
+                    model.key,
+                    place,
+                    extra=about(model, event="abandoned", evicted=evicted),
+                )
+            case ev.LoadFailed():
+                # The failed load has logged its reason. The evicted models may be gone since.
+                for key in evicted:
+                    extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
+                    log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)
+
+    # --- commands of operators ----------------------------------------------------------------------------
+
+    def set_residency(self, names: list[str], residency: str) -> None:
+        """Set the residency of these models, in all versions.
+
+        Raises SettingsError: there is no such residency.
+        """
+        self._catalog.policy.change_models(names, {"residency": residency})
+        for key in self._catalog.compiled(names):
+            model = self._catalog.get(key)
+            wanted = self._catalog.policy.residency(model.name)
+            log.info("%s: residency %s, was %s", key, wanted, model.residency, extra=about(model))
+            # Also if nothing changes: its load, or its copy, may have failed before.
+            model.residency = wanted
+            if wanted != "device" or model.weights is not None:
+                self._builder.follow_residency(model)
+            # else its load reads the host's copy, if there is one
+            self._outbox.append(ev.Pinned(key, wanted == "device"))
+        self.update_budget()
+
+    # --- the budget ---------------------------------------------------------------------------------------
+
+    def update_budget(self) -> None:
+        """Give the scheduler its settings, after a change of the settings, the device or the models."""
+        device = self.device
+        settings = scheduler_settings(
+            self._catalog.policy.settings, asynchronous=device is not None and device.asynchronous
+        )
+        settings = replace(settings, weight_budget_bytes=self._solve_budget(settings.depth).pool)
+        if settings != self.settings:
+            self.settings = settings
+            self._outbox.append(ev.SettingsChanged(settings))
+
+    def _solve_budget(self, depth: int) -> Budget:
+        """Divide the device's memory for the present models, and log what does not fit.
+
+        `depth`: executions that the device has at once.
+        """
+        runtime = self._catalog.policy.settings.runtime
+        models = self._catalog.models()
+        pinned = {
+            key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
+        }
+        # `depth` executions have their inputs, outputs and intermediate results there at once, and a warm-up has, too.
+        largest = max((model.scratch for model in models), default=0)
+        self.scratch = (depth + bool(self._catalog.building)) * largest
+        budget = solve_budget(
+            arena=None if self.device is None else self.device.memory_limit,
+            slack=SLACK_FRACTION,
+            scratch=self.scratch,
+            pinned=sum(pinned.values()),
+            limit=runtime.weight_budget_bytes,
+        )
+        largest = max((m.host.device_bytes for m in models if m.residency != "device"), default=0)
+        warning = budget.warning(largest)
+        if warning and warning != self._warning:
+            log.warning("%s", warning)
+        self._warning = warning
+        return budget

@@ -21,6 +21,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 #: name of the markers in the page -> the module with the table.
 TABLES: Mapping[str, str] = {
     "weights": "rsrv.scheduler.weight_states",
+    "models": "rsrv.runtime.model_states",
     "bundles": "rsrv.control.bundle_states",
 }
 

@@ -166,7 +166,7 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     """Shared memory that is repaired meanwhile needs no restart; until then, models are refused and told why."""
     failures = iter([True, True, False])
 
-    def shared(access: str) -> PrivateMemory:
+    def shared() -> PrivateMemory:
         if next(failures):
             raise HostMemoryError("/dev/shm/ours must be closed to others")
         return PrivateMemory()

@@ -3,9 +3,16 @@
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
+from rsrv.runtime.model_states import (
+    BUILDING,
+    ENDING,
+    TRANSITIONS,
+    LifecycleError,
+    LifecycleEvent,
+    LifecycleState,
+)
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.transport import PeerConnection, Registration, Transport
@@ -15,66 +22,15 @@ from rsrv.wire.frames import Kind
 _MAX_FAILED = 256
 
 
-class LifecycleState(StrEnum):
-    """Stage of a model's life in the runtime, from the REGISTER of its first stub on."""
-
-    #: its modules are read and inspected, or wait for the build thread
-    READING = "reading"
-    COMPILING = "compiling"
-    #: the scheduler knows it; its weights are loaded, then every size of it is executed
-    WARMING_UP = "warming up"
-    READY = "ready"
-    #: no connection wants it; the scheduler still executes it or moves its weights
-    DRAINING = "draining"
-    #: it never became ready; the scheduler may still hold it
-    FAILED = "failed"
-    GONE = "gone"
-
-
-class LifecycleEvent(StrEnum):
-    """Occurrence that moves a model to another state."""
-
-    MODULES_READ = "modules read"
-    COMPILED = "compiled"
-    WARMED_UP = "warmed up"
-    #: its last connection ended
-    UNWANTED = "unwanted"
-    FAILED = "failed"
-    #: the scheduler does not hold it
-    RELEASED = "released"
-
-
-TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
-    (LifecycleState.READING, LifecycleEvent.MODULES_READ): LifecycleState.COMPILING,
-    (LifecycleState.READING, LifecycleEvent.FAILED): LifecycleState.FAILED,
-    # An unwanted model is compiled to the end: the thread cannot stop, and a stub may want the model again meanwhile.
-    (LifecycleState.COMPILING, LifecycleEvent.COMPILED): LifecycleState.WARMING_UP,
-    (LifecycleState.COMPILING, LifecycleEvent.UNWANTED): LifecycleState.GONE,
-    (LifecycleState.COMPILING, LifecycleEvent.FAILED): LifecycleState.FAILED,
-    (LifecycleState.WARMING_UP, LifecycleEvent.WARMED_UP): LifecycleState.READY,
-    (LifecycleState.WARMING_UP, LifecycleEvent.UNWANTED): LifecycleState.DRAINING,
-    (LifecycleState.WARMING_UP, LifecycleEvent.FAILED): LifecycleState.FAILED,
-    (LifecycleState.READY, LifecycleEvent.UNWANTED): LifecycleState.DRAINING,
-    (LifecycleState.DRAINING, LifecycleEvent.RELEASED): LifecycleState.GONE,
-    (LifecycleState.FAILED, LifecycleEvent.RELEASED): LifecycleState.GONE,
-}
-
-_BUILDING = {LifecycleState.READING, LifecycleState.COMPILING, LifecycleState.WARMING_UP}
-_ENDING = {LifecycleState.DRAINING, LifecycleState.FAILED}
-
 WatchedState = Literal["loading", "ready", "leaving", "failed"]
 WatchedWeights = Literal["absent", "loading", "resident"]
 
 WATCHED_STATES: Mapping[LifecycleState, WatchedState] = {
-    **dict.fromkeys(_BUILDING, "loading"),
+    **dict.fromkeys(BUILDING, "loading"),
     LifecycleState.READY: "ready",
     LifecycleState.DRAINING: "leaving",
     LifecycleState.FAILED: "failed",
 }
-
-
-class LifecycleError(AssertionError):
-    """An event that the model's state does not allow; the message has the model's history."""
 
 
 @dataclass(slots=True)
@@ -102,7 +58,7 @@ class ModelEntry:
     @property
     def ending(self) -> bool:
         """The model will be gone as soon as the scheduler releases it."""
-        return self.state in _ENDING
+        return self.state in ENDING
 
     def advance(self, event: LifecycleEvent) -> None:
         """Move to the state that the table names.
@@ -284,7 +240,7 @@ class Catalog:
         """
         entry = self.entries[key]
         entry.advance(event)
-        if entry.state not in _BUILDING:
+        if entry.state not in BUILDING:
             self.building.discard(key)
         if entry.ending:
             self.ending.add(key)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rsrv.logs import fields
-from rsrv.runtime.catalog import Catalog, LifecycleEvent, ModelEntry
+from rsrv.runtime.catalog import Catalog, ModelEntry
 from rsrv.runtime.model_builder import (
     BundlesRead,
     ModelBuilder,
@@ -14,6 +14,7 @@ from rsrv.runtime.model_builder import (
     ModulesRead,
     log_not_loaded,
 )
+from rsrv.runtime.model_states import LifecycleEvent
 from rsrv.runtime.models import RequestedModels, about, to_json, wire_tensors
 from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager

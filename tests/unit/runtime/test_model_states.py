@@ -1,0 +1,71 @@
+"""The states of a model's life in the runtime."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.catalog import Catalog, FeedEntry, StateFeed
+from rsrv.runtime.model_states import (
+    BUILDING,
+    ENDING,
+    TRANSITIONS,
+    LifecycleError,
+    LifecycleEvent,
+    LifecycleState,
+)
+from rsrv.runtime.policy import Policy
+from rsrv.settings import load_settings
+
+
+class Feed:
+    """Entries that watchers would see."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, FeedEntry] = {}
+
+    def put(self, key: str, entry: FeedEntry) -> None:
+        self.entries[key] = entry
+
+    def gone(self, key: str) -> None:
+        del self.entries[key]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(LifecycleEvent)), max_size=30))
+def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, LifecycleEvent]]) -> None:
+    """An event that a state does not allow changes nothing; the sets of keys follow from the states."""
+    feed: Any = Feed()
+    catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
+    states: dict[str, LifecycleState] = {}
+    for key, event in events:
+        if key not in states:
+            states[key] = catalog.add(key, key, "digest").state
+        following = TRANSITIONS.get((states[key], event))
+        if following is None:
+            with pytest.raises(LifecycleError, match=f"model {key} is {states[key]}"):
+                catalog.advance(key, event)
+        elif following is LifecycleState.GONE:
+            catalog.advance(key, event)
+            del states[key]
+        else:
+            catalog.advance(key, event)
+            states[key] = following
+        assert {key: entry.state for key, entry in catalog.entries.items()} == states
+        assert catalog.building == {key for key, state in states.items() if state in BUILDING}
+        assert catalog.ending == {key for key, state in states.items() if state in ENDING}
+        assert feed.entries.keys() <= states.keys()
+
+
+def test_an_illegal_event_raises_with_the_models_history() -> None:
+    """The message names the events before, for a report of the bug."""
+    feed: Any = Feed()
+    catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
+    catalog.add("a@1", "a", "digest")
+    catalog.advance("a@1", LifecycleEvent.MODULES_READ)
+    with pytest.raises(
+        LifecycleError, match="a@1 is compiling, and cannot be released now\n  modules read: compiling"
+    ):
+        catalog.advance("a@1", LifecycleEvent.RELEASED)

@@ -1,0 +1,72 @@
+"""States of a model's life in the runtime: one table says which event leads from which state to which.
+
+`ModelEntry` of the catalog holds the state of one model; `registry` sends the events.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class LifecycleState(StrEnum):
+    """Stage of a model's life in the runtime, from the REGISTER of its first stub on."""
+
+    #: its modules are read and inspected, or wait for the build thread
+    READING = "reading"
+    COMPILING = "compiling"
+    #: the scheduler knows it; its weights are loaded, then every size of it is executed
+    WARMING_UP = "warming up"
+    READY = "ready"
+    #: no connection wants it; the scheduler still executes it or moves its weights
+    DRAINING = "draining"
+    #: it never became ready; the scheduler may still hold it
+    FAILED = "failed"
+    GONE = "gone"
+
+
+class LifecycleEvent(StrEnum):
+    """Occurrence that moves a model to another state."""
+
+    MODULES_READ = "modules read"
+    COMPILED = "compiled"
+    WARMED_UP = "warmed up"
+    #: its last connection ended
+    UNWANTED = "unwanted"
+    FAILED = "failed"
+    #: the scheduler does not hold it
+    RELEASED = "released"
+
+
+S, E = LifecycleState, LifecycleEvent
+
+TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
+    (S.READING, E.MODULES_READ): S.COMPILING,
+    (S.READING, E.FAILED): S.FAILED,
+    # An unwanted model is compiled to the end: the thread cannot stop, and a stub may want the model again meanwhile.
+    (S.COMPILING, E.COMPILED): S.WARMING_UP,
+    (S.COMPILING, E.UNWANTED): S.GONE,
+    (S.COMPILING, E.FAILED): S.FAILED,
+    (S.WARMING_UP, E.WARMED_UP): S.READY,
+    (S.WARMING_UP, E.UNWANTED): S.DRAINING,
+    (S.WARMING_UP, E.FAILED): S.FAILED,
+    (S.READY, E.UNWANTED): S.DRAINING,
+    (S.DRAINING, E.RELEASED): S.GONE,
+    (S.FAILED, E.RELEASED): S.GONE,
+}
+
+#: states before READY
+BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
+#: states that end as soon as the scheduler releases the model
+ENDING = {S.DRAINING, S.FAILED}
+
+#: what carries an event out
+EFFECTS: Mapping[LifecycleEvent, str] = {
+    E.MODULES_READ: "ModelBuilder.build",
+    E.COMPILED: "ModelAdded",
+    E.WARMED_UP: "REGISTERED",
+    E.UNWANTED: "ModelRemoved",
+    E.FAILED: "REJECTED",
+}
+
+
+class LifecycleError(AssertionError):
+    """An event that the model's state does not allow; the message has the model's history."""

@@ -14,7 +14,7 @@ from rsrv.runtime.runs import Runs
 from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
-from rsrv.wire.calls import Call, Entrance, RunExit, Release, Spot, Where, pack_entrances
+from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed, read_status
 from tests.unit.runtime.conftest import Runtime

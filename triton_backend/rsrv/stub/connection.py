@@ -21,7 +21,6 @@ from rsrv.stub.memory_limits import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.calls import (
     Call,
-    RunExit,
     Release,
     RunExit,
     pack_calls,

@@ -17,7 +17,7 @@ from rsrv.stub.endpoint import Array, ExecutionPlan, PlannedTensor
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
 from rsrv.stub.tracing import OpenSpan, end_call
-from rsrv.wire.calls import Call, Entrance, RunExit, Release, Spot, Where, pack_entrances
+from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed

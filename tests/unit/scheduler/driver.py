@@ -123,7 +123,7 @@ class Driver:
         self.leaving: set[str] = set()
         #: model -> epoch of its load under way.
         self.loading: dict[str, int] = {}
-        #: models whose load is to be abandoned, that warm up, and that nobody tries to load any more.
+        #: models whose load is to be abandoned, that warm up, and whose load was given up.
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
@@ -203,7 +203,7 @@ class Driver:
             invariants.check(self.scheduler)
         for instruction in out:
             self._watch(instruction)
-        # Nobody waits beside a free place, or for longer than its deadline.
+        # No run waits beside a free place, or for longer than its deadline.
         able = any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
         assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())

@@ -56,7 +56,7 @@ def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
     assert costs.seconds == [0.010]
 
 
-def test_an_estimate_that_nobody_measures_sinks_to_its_seed() -> None:
+def test_an_estimate_that_is_not_measured_sinks_to_its_seed() -> None:
     """Size 8 was slow for a while. While only size 1 runs, as fast as ever, 8 gets its chance again.
 
     1 ms and 4 ms; 8 is at 20 ms. One more sample of size 1 takes 1 % of the excess of 16 ms: 19.84 ms.

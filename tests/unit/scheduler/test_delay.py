@@ -22,7 +22,7 @@ def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_a_lonely_request_starts_after_the_delay(discipline: str) -> None:
-    """Nobody comes: it starts 5 ms after it arrived, by a tick that the scheduler asked for."""
+    """No other request arrives: it starts 5 ms after it arrived, by a tick that the scheduler asked for."""
     device = delayed(discipline)
     request = device.request()
     device.arrive(request)
@@ -102,7 +102,7 @@ def test_committed_requests_are_not_held_back() -> None:
 
 
 def test_cancelling_ends_the_wait() -> None:
-    """When nobody waits any more the scheduler asks for no tick."""
+    """When no request waits any more the scheduler asks for no tick."""
     device = delayed()
     request = device.request()
     device.arrive(request)
@@ -148,7 +148,7 @@ def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str)
 
 @pytest.mark.parametrize("delay", [0.5, 2.0])
 def test_a_model_that_was_held_back_saves_no_credit(delay: float) -> None:
-    """It waited for company of its own accord: nobody else waits longer for that."""
+    """It was held back for more requests, and no other model waits longer for that."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}))
     device.model(program("y", {(0, 1): 0.01, (0, 100): 0.0999}, max_delay=delay, max_queue_depth=2000))

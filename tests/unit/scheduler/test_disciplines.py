@@ -23,7 +23,7 @@ def order(driver: Driver) -> str:
 
 
 def test_fifo_goes_by_arrival() -> None:
-    """The oldest request's model goes, whoever that is."""
+    """The oldest request's model goes."""
     driver = machine("fifo")
     for name in "bcab":
         driver.arrive(driver.request(name))

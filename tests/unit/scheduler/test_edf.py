@@ -1,4 +1,4 @@
-"""Earliest deadline first: who is shed, and that nobody else is."""
+"""Earliest deadline first: which requests are shed, and no others."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ arrivals = st.lists(
 def test_shed_exactly_when_it_could_not_be_met(
     models: list[float], arrivals: list[tuple[int, float, float | None, int]]
 ) -> None:
-    """Whoever is shed could not make it even as the next one, and whoever executes is in time."""
+    """A shed request would be late even as the next one, and an executed one is in time."""
     device = edf()
     for number, cost in enumerate(models):
         device.model(program(f"m{number}", {(0, 1): cost}))

@@ -1,4 +1,4 @@
-"""Who gives way: the policies' orders, and the room that is made by them."""
+"""Eviction: the policies' orders, and the room that they make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def every(gap: float, *, until: float = NOW, count: int = 100) -> Uses:
 
 
 def own(size: int) -> SharedTensorGroup:
-    """On the device, and nobody else's."""
+    """Tensors on the device that no other model has."""
     group = SharedTensorGroup({}, size, [])
     group.users = 1
     return group
@@ -49,7 +49,7 @@ def idle(name: str, uses: Uses, *, size: int = 100, load: float = 0.01, used: fl
 
 
 def order(*residents: Resident, now: float = NOW, policy: Eviction = "cost") -> str:
-    """Their names, the first to give way first."""
+    """Their names in order of eviction."""
     ranked = sorted(residents, key=lambda one: POLICIES[policy](one, now))
     return "".join(one.model for one in ranked)
 
@@ -96,7 +96,7 @@ def test_dear_loads_stay_and_large_weights_go() -> None:
 
 
 def test_equal_values_go_by_the_latest_use() -> None:
-    """Weights that come back at once are worth nothing, popular or not; nor is what nobody ever asked for."""
+    """Weights that load at once have no value, popular or not; nor have weights without any request."""
     free = idle("f", every(1.0), load=0.0, used=2.0), idle("g", asked(1.0), load=0.0, used=1.0)
     never = idle("n", (), used=4.0), idle("m", (), used=3.0)
 
@@ -151,7 +151,7 @@ _residents = st.lists(_resident, max_size=12).map(
 
 @given(_residents, st.integers(-10, 600), st.sampled_from(sorted(POLICIES)))
 def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: Eviction) -> None:
-    """Enough if there is enough, nobody in vain, and nobody with work while those without would do."""
+    """Enough if there is enough, none in vain, and none with work while idle ones are enough."""
     chosen = make_room(missing, residents, (), NOW, POLICIES[policy])
 
     if chosen is None:
@@ -168,7 +168,7 @@ def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: E
 
 
 @given(_residents, st.integers(0, 600))
-def test_policies_order_only_those_nobody_waits_for(residents: list[Resident], missing: int) -> None:
+def test_policies_order_only_idle_weights(residents: list[Resident], missing: int) -> None:
     """Where all have work the discipline decides alone."""
     working = [one for one in residents if one.rank is not None]
 

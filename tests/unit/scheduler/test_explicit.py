@@ -1,4 +1,4 @@
-"""Weights that come and go only when somebody says so: requests neither bring any nor take any away."""
+"""Weights that load and leave only by command: requests neither load nor evict any."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bring(driver: Driver, *names: str) -> None:
 
 
 def test_a_request_for_absent_weights_is_refused() -> None:
-    """Nobody asked for them who may, and nothing is loaded."""
+    """No command asked for them, and nothing is loaded."""
     driver = explicit()
     driver.add(program("a"), resident=False)
     request = driver.request()
@@ -71,7 +71,7 @@ def test_requests_wait_for_weights_that_were_asked_for(wish: Prefetch | Pinned) 
 
 
 def test_what_does_not_get_there_is_not_waited_for() -> None:
-    """Its load fails: what waited fails with it, and what comes is refused until somebody asks again."""
+    """Its load fails: what waited fails with it, and new ones are refused until the next command."""
     driver = explicit()
     driver.add(program("a", pinned=True), resident=False)
     waiting, late, later = driver.requests_of(3)
@@ -87,7 +87,7 @@ def test_what_does_not_get_there_is_not_waited_for() -> None:
 
 
 def test_requests_take_no_room_from_anybody() -> None:
-    """Two models share room for one: the one that is there stays, whoever asks for the other."""
+    """Two models share room for one: the resident one stays, despite requests for the other."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -116,7 +116,7 @@ def test_a_shed_request_brings_no_weights() -> None:
 
 
 def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
-    """Nobody is evicted for it that was asked for as well; what already waits for it is refused."""
+    """Models that were asked for are not evicted for it; requests that wait for it are refused."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -128,7 +128,7 @@ def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
 
 
 def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
-    """Somebody was evicted before, and executes still; when it is gone the other comes, and its requests execute."""
+    """A model is to be evicted, and executes still; then the other is loaded, and its requests execute."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("b", SINGLE), resident=False)
@@ -302,7 +302,7 @@ def test_evicting_what_waits_for_the_link_refuses_what_waits() -> None:
 
 
 def test_a_held_model_that_is_evicted_refuses_what_it_held() -> None:
-    """Nobody is left hanging until it goes on."""
+    """No request waits until it goes on."""
     driver = explicit()
     driver.add(program("a"))
     driver.pause(Pause.HOLD, "a")
@@ -423,7 +423,7 @@ def test_what_is_wished_during_a_warm_up_holds_after_it(
 
 
 def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
-    """Somebody prefetched it already, and the only one who can give way executes: it comes after that."""
+    """It was prefetched already, and the only evictable model executes: it loads after that."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request("a"))
@@ -463,7 +463,7 @@ def test_who_makes_room_for_a_warm_up_comes_back() -> None:
 
 
 def test_compaction_brings_all_back() -> None:
-    """The latest used first; nobody who asked for them has to ask again, and no request is refused meanwhile."""
+    """The latest used first; they need no second command, and no request is refused meanwhile."""
     driver = explicit()
     driver.add(program("a"), program("b"), program("c", SINGLE))
     driver.arrive(driver.request("c"))
@@ -571,8 +571,8 @@ def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
     assert driver.resident == {"a", "b", "c"}
 
 
-def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_done_anew() -> None:
-    """It is of use again: somebody waits for it by then."""
+def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() -> None:
+    """It is needed again: a request waits for it by then."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False)
     gone, other = driver.request("a"), driver.request("b")

@@ -113,7 +113,7 @@ def test_cheap_and_dear_models_get_equal_time() -> None:
 
 
 def test_shares_follow_weights() -> None:
-    """Weights 1, 2 and 5: one, two and five eighths of the device, whatever an execution costs."""
+    """Weights 1, 2 and 5: one, two and five eighths of the device, at any cost of an execution."""
     fleet = Fleet([DEAR, 0.006, 0.004], [1.0, 2.0, 5.0])
     fleet.saturate("m0", "m1", "m2")
     fleet.run(60.0)
@@ -135,7 +135,7 @@ def test_idle_models_take_no_share(active: int) -> None:
     assert max(got) / min(got) <= 1.05
 
 
-def test_nobody_saves_credit() -> None:
+def test_idle_models_save_no_credit() -> None:
     """A model that was idle for long shares equally from when it comes; it takes over nothing."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
@@ -147,7 +147,7 @@ def test_nobody_saves_credit() -> None:
     assert fleet.got["m0"] - before["m0"] == pytest.approx(0.5, abs=0.011)
 
 
-def test_time_taken_while_nobody_else_wanted_it_is_not_held_against_a_model() -> None:
+def test_time_taken_while_no_other_model_wanted_it_is_not_held_against_a_model() -> None:
     """A model that had the device for itself is not locked out when others come."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
@@ -212,7 +212,7 @@ weights = st.sampled_from([0.2, 1.0, 1.0, 3.0])
 
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
-    """Nobody with work waits longer than 2 c / s + C, with its cost c, its share s and anybody's cost C."""
+    """No model with work waits longer than 2 c / s + C, with its cost c, its share s and the greatest cost C."""
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     fleet.saturate(*fleet.cost)
     for _ in range(400):

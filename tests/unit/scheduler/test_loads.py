@@ -1,4 +1,4 @@
-"""Weights that come and go under a budget: who is loaded, who gives way, and what that costs."""
+"""Loads and evictions under a budget, and their cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: flo
 
 
 def test_a_model_larger_than_the_budget_is_served_alone() -> None:
-    """All others leave for it, it stays while nobody else needs the room, and leaves for the next one."""
+    """All others are evicted for it; it stays until another model needs the room."""
     device = budgeted(100)
     add(device, "a", fits=1)
     device.model(program("big", COST, weight_bytes=101), resident=False)
@@ -59,7 +59,7 @@ def test_the_least_recently_used_gives_way_first() -> None:
     assert device.arrive(device.request("d"))[:2] == [EvictWeights("b", 2), LoadWeights("d", 4)]
 
 
-def test_nobody_is_evicted_in_vain() -> None:
+def test_no_model_is_evicted_in_vain() -> None:
     """For 60 bytes the older model of 50 is spared when the younger one of 100 has to go anyway."""
     device = budgeted(150)
     device.model(program("small", COST, weight_bytes=50))
@@ -95,7 +95,7 @@ def test_a_load_runs_beside_executions(discipline: str) -> None:
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_nobody_starves_while_half_of_the_models_fit(discipline: str) -> None:
+def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
     """Six saturated models share room for three: each gets a sixth of the device, which never pauses."""
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3)
@@ -107,7 +107,7 @@ def test_nobody_starves_while_half_of_the_models_fit(discipline: str) -> None:
 
 
 def test_shares_follow_weights_while_models_swap() -> None:
-    """Two of weight 10 and four of weight 1 share room for three: ten to one, roughly, and nobody starves."""
+    """Two of weight 10 and four of weight 1 share room for three: ten to one, roughly, and none starves."""
     device = budgeted(300)
     add(device, "AB", fits=2, weight=10.0)
     add(device, "cdef", fits=1)
@@ -121,7 +121,7 @@ def test_shares_follow_weights_while_models_swap() -> None:
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
-    """With a factor of 4 nobody with work is evicted within 4 load times of coming: the device is not idle."""
+    """With a factor of 4 no model with work is evicted within 4 load times after its load: the device is not idle."""
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3, load=0.5)
     device.saturate("abcdef")
@@ -344,7 +344,7 @@ def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is
 
 @pytest.mark.parametrize("period", [0.1, 0.2, 0.5])
 def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float) -> None:
-    """Two of them share one place: each stays for its next requests before it gives way to the other."""
+    """Two of them share one place: each stays for its next requests before it is evicted for the other."""
     device = budgeted(100, discipline="edf")
     for name in "ab":
         device.model(program(name, weight_bytes=100), load=0.1, resident=False)

@@ -63,7 +63,7 @@ def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
     assert all(device.answers()[name] > 1000 for name in "abc")
 
 
-def test_a_model_whose_second_try_cost_nobody_anything_does_not_wait() -> None:
+def test_a_model_whose_second_try_evicted_nothing_does_not_wait() -> None:
     """Those who gave way had no work."""
     device = storm_of()
     device.alone = True

@@ -168,7 +168,7 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
     assert admitted(driver.end(other)) == [late.id]
 
 
-def test_a_held_model_that_is_removed_holds_nobody_up() -> None:
+def test_a_held_model_that_is_removed_delays_no_run() -> None:
     """What its runs make of that is up to them."""
     driver = admission()
     driver.add(program("a"))
@@ -202,7 +202,7 @@ def test_fewer_places_let_those_that_run_finish() -> None:
 
 
 def test_places_that_went_and_came_back_are_used() -> None:
-    """From three to one and, after one run has ended, to two: nobody begins until another one ends."""
+    """From three to one and, after one run has ended, to two: none begins until another one ends."""
     driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
     driver.ask(*runs)
@@ -214,7 +214,7 @@ def test_places_that_went_and_came_back_are_used() -> None:
 
 
 def test_a_limit_below_one_is_refused() -> None:
-    """Nobody could ever begin."""
+    """No run could ever begin."""
     with pytest.raises(ValueError, match="meta_concurrency must be at least 1, not 0"):
         SchedulerSettings(meta_concurrency=0)
 
@@ -300,7 +300,7 @@ def test_who_is_due_gives_its_place_in_line_to_who_comes() -> None:
 
 
 def test_a_run_that_waits_can_be_withdrawn() -> None:
-    """Nothing is answered, it never begins, and its deadline wakes nobody."""
+    """Nothing is answered, it never begins, and its deadline causes no tick."""
     driver = admission()
     driver.ask(first := driver.run_of())
     driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
@@ -311,7 +311,7 @@ def test_a_run_that_waits_can_be_withdrawn() -> None:
 
 
 def test_the_end_of_an_unknown_run_is_ignored() -> None:
-    """It was over already, was refused, or never was; nobody's place is free for it."""
+    """It ended already, was refused, or never existed; no place becomes free."""
     driver = admission()
     driver.ask(first := driver.run_of(), second := driver.run_of(max_waiting=5))
     driver.end(first)

@@ -23,7 +23,7 @@ from tests.unit.scheduler.driver import Driver, executions, program
 
 
 def test_weights_are_loaded_on_demand_one_after_another(machine: Driver) -> None:
-    """Nothing is loaded before somebody asks; then one model after the other, in the discipline's order."""
+    """Nothing is loaded before the first request; then one model after the other, in the discipline's order."""
     for name in "abc":
         machine.add(program(name), resident=False)
 
@@ -116,7 +116,7 @@ def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> N
 
 
 def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Driver) -> None:
-    """Until its weights are gone nobody can use the name: not a request, not another model."""
+    """Until its weights are gone neither a request nor another model can use the name."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     machine.remove("a")
@@ -133,7 +133,7 @@ def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Drive
 
 @pytest.mark.parametrize("good", [True, False])
 def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
-    """Nobody frees buffers that are being written: the eviction follows the end of the load."""
+    """Buffers that are being written are not freed: the eviction follows the end of the load."""
     machine.add(program("a"), resident=False)
     request = machine.request()
     machine.arrive(request)

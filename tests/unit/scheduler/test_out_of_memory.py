@@ -1,4 +1,4 @@
-"""The device has no memory left, or memory with holes; and loads that nobody waits for any more."""
+"""Lack of device memory, compactions, and loads that are not needed any more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def driver_of(*, budget: int | None = None, depth: int = 1) -> Driver:
 
 
 def test_an_execution_without_memory_is_tried_again_alone() -> None:
-    """All that nobody uses is evicted, its own weights and pinned ones stay; the same requests execute once more."""
+    """All idle weights are evicted, its own weights and pinned ones stay; the same requests execute once more."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c", pinned=True))
     request = driver.request("a")
@@ -48,8 +48,8 @@ def test_an_execution_without_memory_is_tried_again_alone() -> None:
     assert not driver.loading
 
 
-def test_the_second_time_its_requests_fail_and_nobody_elses() -> None:
-    """The next execution of the same model is tried anew."""
+def test_the_second_time_its_requests_fail_and_no_others() -> None:
+    """The next execution of the same model has two tries again."""
     driver = driver_of()
     driver.add(program("a"), program("b"))
     first, other = driver.request("a"), driver.request("b")
@@ -191,7 +191,7 @@ def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
     assert driver.outcome(request) is Outcome.ANSWERED
 
 
-def test_the_second_time_those_that_wait_for_the_load_fail_and_nobody_else() -> None:
+def test_the_second_time_requests_for_the_load_fail_and_no_others() -> None:
     """A load after that, when the model has rested, has two tries again."""
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
@@ -212,7 +212,7 @@ def test_the_second_time_those_that_wait_for_the_load_fail_and_nobody_else() -> 
     assert driver.loading.keys() == {"a"}
 
 
-def test_a_model_that_never_finds_memory_does_not_evict_everybody_each_time() -> None:
+def test_a_model_that_never_finds_memory_does_not_evict_all_others_each_time() -> None:
     """Its requests are refused for a second, then for two, and so on up to a minute; each time the others stay."""
     driver = driver_of()
     driver.add(program("a"), program("b"))
@@ -237,7 +237,7 @@ def test_a_model_that_never_finds_memory_does_not_evict_everybody_each_time() ->
     assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_model_that_found_memory_after_all_starts_anew() -> None:
+def test_a_model_that_found_memory_after_all_has_short_back_offs_again() -> None:
     """An operator has it loaded meanwhile, so its requests wait for nothing; the next failure is the first again."""
     driver = driver_of()
     waiting_for(driver, "a")
@@ -269,7 +269,7 @@ def no_memory_for(driver: Driver, name: str) -> None:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand: bool) -> None:
-    """A second later, then two, and so on up to a minute; nobody has to ask, and then it is there."""
+    """A second later, then two, and so on up to a minute; without a command, until it is loaded."""
     driver = driver_of()
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -293,7 +293,7 @@ def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 @pytest.mark.parametrize("how", ["removed", "evicted"])
-def test_a_pinned_model_is_tried_again_when_somebody_leaves(how: str, on_demand: bool) -> None:
+def test_a_pinned_model_is_tried_again_when_another_leaves(how: str, on_demand: bool) -> None:
     """It need not wait for the end of its rest."""
     driver = driver_of()
     driver.change(on_demand=on_demand)
@@ -437,7 +437,7 @@ def test_what_was_there_comes_back_after_a_compaction() -> None:
     assert driver.resident == {"a", "b", "c"}
 
 
-def test_a_second_compaction_forgets_nobody_of_the_first() -> None:
+def test_a_second_compaction_forgets_none_of_the_first() -> None:
     """It comes while only one of three is back: all come back in the end."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c"))
@@ -463,7 +463,7 @@ def test_those_with_work_come_back_first() -> None:
     assert driver.loading.keys() == {"c"}
 
 
-def test_nobody_gives_way_for_what_comes_back() -> None:
+def test_no_weights_are_evicted_for_restored_ones() -> None:
     """A model that took the room meanwhile keeps it."""
     driver = driver_of(budget=200)
     driver.add(program("a"), program("b"))
@@ -516,7 +516,7 @@ def waiting_for(driver: Driver, *names: str) -> None:
     driver.add(*(program(name) for name in names), resident=False)
 
 
-def test_a_load_that_nobody_waits_for_ends_when_somebody_needs_the_link() -> None:
+def test_a_useless_load_ends_when_another_needs_the_link() -> None:
     """Alone it goes on; then another model's request ends it, and that model is next."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
@@ -559,7 +559,7 @@ def test_an_abandoned_load_may_end_well() -> None:
 
 
 def test_an_abandoned_load_may_fail() -> None:
-    """Nobody waits for it, so nobody is told."""
+    """No request waits for it, so none fails."""
     for out_of_memory in (False, True):
         driver = driver_of()
         waiting_for(driver, "a", "b")
@@ -573,7 +573,7 @@ def test_an_abandoned_load_may_fail() -> None:
         assert driver.outcome(other) is Outcome.ANSWERED
 
 
-def test_a_load_that_is_being_abandoned_is_asked_for_anew() -> None:
+def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
     """Its model's next request waits in line behind the one that needed the link, and is answered."""
     driver = driver_of()
     waiting_for(driver, "a", "b")
@@ -619,7 +619,7 @@ def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
 
 
 def test_ends_of_loads_that_are_over_change_nothing() -> None:
-    """However they say that they ended, and whatever happens there now."""
+    """In any way, and in any state of the weights."""
     driver = driver_of()
     waiting_for(driver, "a")
     request = driver.request("a")
@@ -702,7 +702,7 @@ def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
 
 
 def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
-    """Nobody can wait for the model yet, and somebody waits for the link: the load goes on."""
+    """No request can wait for the model yet, and another model waits for the link: the load goes on."""
     driver = driver_of()
     driver.add(program("a"), resident=False, warm_up=True)
     waiting_for(driver, "b")
@@ -712,8 +712,8 @@ def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
     assert driver.abandoning == set()
 
 
-def test_weights_that_came_for_nobody_count_as_used_when_they_came() -> None:
-    """An abandoned load that ended well is not the first to give way."""
+def test_weights_loaded_for_no_request_count_as_used_at_their_load() -> None:
+    """An abandoned load that ended well is not the first to be evicted."""
     driver = driver_of(budget=200)
     driver.add(program("a"))
     waiting_for(driver, "b", "c")
@@ -728,7 +728,7 @@ def test_weights_that_came_for_nobody_count_as_used_when_they_came() -> None:
     assert driver.arrive(driver.request("c"))[0] == EvictWeights("a", 1)
 
 
-def test_no_memory_for_a_model_that_is_gone_costs_nobody_the_weights() -> None:
+def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
     """There is nothing to try again."""
     driver = driver_of()
     driver.add(program("a"))

@@ -65,7 +65,7 @@ def test_what_executes_when_a_model_is_held_finishes(machine: Driver) -> None:
 
 
 def test_a_held_model_is_not_launched_ahead() -> None:
-    """With two executions at a time the place beside the running one goes to somebody else, or to nobody."""
+    """With two executions at a time the place beside the running one goes to another model, or to none."""
     driver = Driver(SchedulerSettings(depth=2, launch_ahead_ms=1000.0))
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.pause(Pause.HOLD, "a")
@@ -152,8 +152,8 @@ def test_a_load_under_way_ends_while_the_model_is_held(machine: Driver) -> None:
     assert [type(one) for one in machine.pause(None, "a")] == [Execute]
 
 
-def test_a_load_for_a_held_model_is_given_up_for_somebody_else(machine: Driver) -> None:
-    """The link is needed: nobody who counts waits for it. When the model goes on it is loaded anew."""
+def test_a_load_for_a_held_model_is_given_up_for_another(machine: Driver) -> None:
+    """The link is needed: no request that counts waits for it. When the model goes on it is loaded again."""
     machine.add(program("a"), program("b"), resident=False)
     request = machine.request("a")
     machine.arrive(request)
@@ -168,7 +168,7 @@ def test_a_load_for_a_held_model_is_given_up_for_somebody_else(machine: Driver) 
     assert machine.outcome(request) is Outcome.ANSWERED
 
 
-def test_a_held_model_gives_way_as_one_that_nobody_waits_for() -> None:
+def test_a_held_model_is_evicted_as_an_idle_one() -> None:
     """Its weights leave for another model's though requests wait for it; when it goes on they come back."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a"))
@@ -201,7 +201,7 @@ def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Dri
 
 
 def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(machine: Driver) -> None:
-    """The second load of a model waits for executions to end; meanwhile it is held, and nobody waits for it."""
+    """The second load of a model waits for executions to end; meanwhile it is held, and no request that counts waits for it."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.arrive(machine.request("a"))
@@ -312,7 +312,7 @@ def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
 
 
 def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
-    """Held just before its turn, after somebody's long execution, it has that turn first when it goes on."""
+    """Held just before its turn, after another model's long execution, it has that turn first when it goes on."""
     device = Device(SchedulerSettings(), validate_every=1)
     device.model(program("long", {(0, 1): 1.0}))
     device.model(program("a", COST))

@@ -46,7 +46,7 @@ def test_a_pinned_model_is_loaded_before_anybody_asks_for_it() -> None:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: bool) -> None:
-    """A second later, then two, and so on up to a minute; nobody has to ask, and then it is there."""
+    """A second later, then two, and so on up to a minute; without a command, until it is loaded."""
     driver = budgeted(200)
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -68,7 +68,7 @@ def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: boo
 
 
 def test_a_request_has_a_pinned_model_tried_at_once() -> None:
-    """Its load failed for another reason than memory, so a try costs nobody anything."""
+    """Its load failed for another reason than memory, so a try evicts nothing."""
     driver = budgeted(200)
     driver.add(program("a", pinned=True), resident=False)
     driver.fail_load("a")
@@ -99,7 +99,7 @@ def test_pinned_models_go_beyond_the_budget() -> None:
 
 
 def test_what_is_pinned_while_it_is_there_stays() -> None:
-    """Nothing moves when a resident model is pinned; then another one gives way, though it was used later."""
+    """Nothing moves when a resident model is pinned; then another one is evicted, though it was used later."""
     driver = budgeted(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -111,7 +111,7 @@ def test_what_is_pinned_while_it_is_there_stays() -> None:
 
 
 def test_what_is_unpinned_gives_way_again() -> None:
-    """The least recently used goes, whatever it was before."""
+    """The least recently used goes, pinned before or not."""
     driver = budgeted(200)
     driver.add(program("a", pinned=True), program("b"))
     driver.add(program("c"), resident=False)
@@ -120,7 +120,7 @@ def test_what_is_unpinned_gives_way_again() -> None:
     assert driver.arrive(driver.request("c")) == [EvictWeights("a", 1), LoadWeights("c", 3)]
 
 
-def test_unpinning_what_is_beyond_the_budget_sends_somebody_away() -> None:
+def test_unpinning_what_is_above_the_budget_evicts_a_model() -> None:
     """Two pinned models in room for one: when both are unpinned one of them leaves at once."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b", pinned=True))
@@ -141,7 +141,7 @@ def test_pinning_twice_is_pinning_once() -> None:
 
 
 def test_pinning_an_absent_model_makes_room_for_it() -> None:
-    """A model with waiting work gives way to it, but none that executes: the load begins when that is over."""
+    """A model with waiting work is evicted for it, but none that executes: the load begins when that is over."""
     driver = budgeted(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c", weight_bytes=200), resident=False)
@@ -173,7 +173,7 @@ def test_pinning_while_the_load_is_under_way_keeps_it_under_way() -> None:
 
 
 def test_unpinning_while_the_load_is_under_way_lets_it_go() -> None:
-    """Nobody waits for it any more, and somebody else does: it is abandoned."""
+    """No request waits for it any more, and another model waits for the link: it is abandoned."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b"), resident=False)
     driver.arrive(driver.request("b"))
@@ -200,7 +200,7 @@ def test_unpinning_what_still_waits_for_room_withdraws_the_wish() -> None:
 
 
 def test_pinning_while_it_executes_and_unpinning_after() -> None:
-    """The books are right at each step; what executes stays whatever is said of it."""
+    """The books are right at each step; weights in use stay despite any command."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -254,7 +254,7 @@ def test_a_pinned_model_whose_load_fails_is_given_up() -> None:
 
 
 def test_a_model_that_warms_up_keeps_its_weights() -> None:
-    """Nobody gets its room before the warm-up has ended."""
+    """No other model gets its room before the warm-up has ended."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)
@@ -324,7 +324,7 @@ def test_unpinning_does_not_withdraw_a_warm_up() -> None:
     assert driver.loading.keys() == {"b"}
 
 
-def test_pinned_models_come_before_those_that_somebody_waits_for() -> None:
+def test_pinned_models_come_before_those_with_waiting_requests() -> None:
     """The link becomes free: an operator's wish goes first, though the request is older."""
     driver = budgeted(300)
     driver.add(program("a"), program("b"), program("c"), resident=False)
@@ -368,7 +368,7 @@ def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
 
 
 def test_a_smaller_budget_spares_those_with_work() -> None:
-    """Of two that do not execute the one that nobody waits for leaves, though it was used later."""
+    """Of two that do not execute the idle one is evicted, though it was used later."""
     driver = budgeted(300)
     driver.add(program("a"), program("b"), program("c"))
     driver.arrive(driver.request("b"))
@@ -380,7 +380,7 @@ def test_a_smaller_budget_spares_those_with_work() -> None:
     assert driver.resident == {"a", "c"}
 
 
-def test_a_smaller_budget_sends_nobody_away_in_vain() -> None:
+def test_a_smaller_budget_evicts_none_in_vain() -> None:
     """Who shares all with another one frees nothing by going, and stays, though it was used longest ago."""
     driver = budgeted(200)
     driver.add(program("a", tensors={"t": 100}), program("b", weight_bytes=100))

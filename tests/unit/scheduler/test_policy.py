@@ -27,7 +27,7 @@ def test_shares_follow_a_changed_weight() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.99, 1.01), (0.1, 10.0)])
 @pytest.mark.parametrize("every", [0.003, 0.05])
-def test_frequent_changes_of_a_weight_cost_nobody_its_share(low: float, high: float, every: float) -> None:
+def test_frequent_changes_of_a_weight_cost_no_model_its_share(low: float, high: float, every: float) -> None:
     """One model's weight is small and great in turns: it has half of the device, as another one that weighs as usual."""
     device = Device(validate_every=50)
     for name in "ab":

@@ -35,7 +35,7 @@ def budgeted(budget: int, **settings: int | str) -> Driver:
 # --- prefetching -------------------------------------------------------------------------------------------
 
 
-def test_prefetched_weights_come_though_nobody_waits(machine: Driver) -> None:
+def test_prefetched_weights_load_without_requests(machine: Driver) -> None:
     """Once they are on their way, or there, asking again changes nothing."""
     machine.add(program("a"), resident=False)
     assert machine.send(Prefetch("a")) == [LoadWeights("a", 1)]
@@ -59,7 +59,7 @@ def test_who_waits_comes_before_what_is_prefetched(machine: Driver) -> None:
     assert machine.loading.keys() == {"a"}
 
 
-def test_nobody_with_work_gives_way_to_what_is_prefetched() -> None:
+def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
     """It comes when the one that it shares room with has nothing to do any more."""
     device = Device(SchedulerSettings(weight_budget_bytes=100))
     device.model(program("a", COST), load=0.001)
@@ -87,7 +87,7 @@ def test_prefetching_in_turns_does_not_thrash() -> None:
 
 
 def test_what_was_prefetched_gives_way_to_who_waits() -> None:
-    """At once: nobody has used it."""
+    """At once: it was never used."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), resident=False)
     driver.send(Prefetch("a"))
@@ -97,7 +97,7 @@ def test_what_was_prefetched_gives_way_to_who_waits() -> None:
 
 
 def test_what_was_prefetched_counts_as_used_when_it_came() -> None:
-    """The model that was used before that gives way before it."""
+    """The model that was used before that is evicted first."""
     driver = budgeted(200)
     driver.add(program("a"))
     driver.add(program("b"), program("c"), resident=False)
@@ -110,7 +110,7 @@ def test_what_was_prefetched_counts_as_used_when_it_came() -> None:
 
 
 def test_a_prefetch_under_way_is_not_given_up(machine: Driver) -> None:
-    """Whoever comes for the link meanwhile waits for its end, as for that of any load."""
+    """Other loads wait for its end, as for that of any load."""
     machine.add(program("a"), program("b"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.arrive(machine.request("b")) == []
@@ -119,7 +119,7 @@ def test_a_prefetch_under_way_is_not_given_up(machine: Driver) -> None:
 
 
 def test_a_prefetch_that_fails_is_told_and_not_tried_again(machine: Driver) -> None:
-    """It is asked for once more by whoever wants it."""
+    """The next command or request asks for it again."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.fail_load("a") == [GiveUp("a", "no such file")]
@@ -139,7 +139,7 @@ def test_a_prefetch_that_finds_no_memory_is_tried_once_more(machine: Driver) -> 
     assert not machine.loading
 
 
-def test_a_load_that_fails_again_and_again_is_not_started_for_nobody() -> None:
+def test_a_load_that_fails_again_and_again_is_not_started_without_requests() -> None:
     """Under edf a request was shed because of its model's load, which then fails: that is all that happens."""
     driver = Driver(SchedulerSettings(discipline="edf"))
     driver.add(program("x"), program("a"), resident=False)
@@ -216,7 +216,7 @@ def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
 
 
 def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> None:
-    """The call of a running meta model is not made to wait for a load; a request of somebody else is."""
+    """The call of a running meta model is not made to wait for a load; another request is."""
     machine.add(program("a", SINGLE))
     first, other, call = machine.request(), machine.request(), machine.request(run=3)
     machine.arrive(first)
@@ -229,7 +229,7 @@ def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> 
     assert machine.outcome(other) is Outcome.ANSWERED
 
 
-def test_whoever_is_evicted_again_and_again_is_served_all_the_same() -> None:
+def test_a_model_that_is_evicted_again_and_again_is_served() -> None:
     """What came for its requests executes once before it goes, so that many operators only make it slow."""
     device = Device(validate_every=3)
     device.model(program("a", COST), load=0.005)
@@ -243,8 +243,8 @@ def test_whoever_is_evicted_again_and_again_is_served_all_the_same() -> None:
     assert device.got["b"] > 0.4
 
 
-def test_a_load_that_nobody_waits_for_is_given_up_when_it_is_to_go(machine: Driver) -> None:
-    """Also if somebody had asked for it before."""
+def test_a_load_without_requests_is_given_up_when_it_is_to_leave(machine: Driver) -> None:
+    """Also if a command had asked for it before."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.evict("a") == [AbandonLoad("a", 1)]
@@ -264,7 +264,7 @@ def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> No
 
 
 def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
-    """It would only begin anew; the weights go when these requests have been executed."""
+    """It would only begin again; the weights go when these requests have been executed."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     assert machine.evict("a") == []
@@ -274,7 +274,7 @@ def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
 
 
 def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: Driver) -> None:
-    """If the load ends well after all it executes before they go; if not they are loaded anew."""
+    """If the load ends well after all it executes before they go; if not they are loaded again."""
     for well in (True, False):
         machine.add(program("a"), resident=False)
         machine.send(Prefetch("a"))
@@ -298,7 +298,7 @@ def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
 
 
 def test_asking_again_for_what_is_given_up_brings_it() -> None:
-    """Prefetched or pinned while its load is being abandoned, it is loaded anew."""
+    """Prefetched or pinned while its load is being abandoned, it is loaded again."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     for wish in wishes:
         driver = Driver()
@@ -313,7 +313,7 @@ def test_asking_again_for_what_is_given_up_brings_it() -> None:
 
 
 def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
-    """While an execution keeps it there, somebody wants it to stay."""
+    """While an execution keeps it there, a command keeps it."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     machine.add(program("a", SINGLE))
     for wish in wishes:
@@ -384,7 +384,7 @@ def test_wishes_for_unknown_models_are_refused(machine: Driver) -> None:
 
 
 def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
-    """Only where somebody else moves the weights is a request for absent ones refused."""
+    """Only if weights do not load on demand is a request for absent ones refused."""
     machine.add(program("a"))
     machine.evict("a")
     request = machine.request()

@@ -42,7 +42,7 @@ def test_runs_take_turns(discipline: str) -> None:
 
 @every_discipline
 def test_only_one_of_a_run_goes_first(discipline: str) -> None:
-    """In one model's queue its second request is behind an urgent one of nobody's, though the first is ahead."""
+    """In one model's queue its second request is behind an urgent one without a run, though the first is ahead."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
     driver.arrive(driver.request(deadline=10.0))
@@ -140,7 +140,7 @@ def test_the_next_of_a_run_is_of_another_variant() -> None:
 
 @every_discipline
 def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None:
-    """After a change one of each run is committed still, the oldest, whatever the deadlines."""
+    """After a change one of each run is committed still, the oldest, independent of deadlines."""
     driver = busy("fifo", "ab")
     urgent = driver.request("b", priority=1, deadline=5.0)
     first = driver.request("b", run=1, deadline=9.0)
@@ -179,7 +179,7 @@ def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_the_link_is_used_at_once_for_who_is_committed_now(discipline: str) -> None:
-    """The second call needs weights for which nobody gave way before: it may take the place of those with work."""
+    """The second call needs weights that evicted none before: it may evict weights with work."""
     driver = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=200))
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)

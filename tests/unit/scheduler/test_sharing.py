@@ -1,4 +1,4 @@
-"""Models that have equal tensors: these are on the device once, and who gives way is a question of what comes free."""
+"""Models that have equal tensors: these are on the device once, and evictions depend on the bytes that they free."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_equal_models_cost_nothing_more() -> None:
 
 
 def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
-    """With 10 of 110 bytes free, a model of which 100 are there is loaded, and nobody gives way."""
+    """With 10 of 110 bytes free, a model of which 100 are there is loaded without an eviction."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=120))
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -73,7 +73,7 @@ def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
 
 
 def test_who_comes_keeps_what_it_shares_with_whom_it_replaces() -> None:
-    """The relative gives way for the 10 bytes that differ; the base stays, and is counted for the newcomer."""
+    """The relative is evicted for the 10 bytes that differ; the base stays, and is counted for the newcomer."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=110))
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -82,7 +82,7 @@ def test_who_comes_keeps_what_it_shares_with_whom_it_replaces() -> None:
     assert physical(driver) == 110
 
 
-def test_nobody_goes_whose_bytes_a_relative_keeps() -> None:
+def test_no_model_is_evicted_if_a_relative_keeps_its_bytes() -> None:
     """For 50 bytes the older twin is spared: alone it would free nothing, so the third one goes."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=150))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE), program("c", weight_bytes=50))
@@ -96,8 +96,8 @@ def test_nobody_goes_whose_bytes_a_relative_keeps() -> None:
     assert driver.loading.keys() == {"new"}
 
 
-def test_nobody_goes_for_bytes_that_the_newcomer_has_too() -> None:
-    """`a` is older, but all that it has stays for `b`: so `c` gives way."""
+def test_no_model_is_evicted_for_bytes_that_the_newcomer_has_too() -> None:
+    """`a` is older, but all that it has stays for `b`: so `c` is evicted."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=150))
     driver.add(program("a", tensors=BASE), program("c", weight_bytes=50))
     driver.add(tuned("b", 50), resident=False)
@@ -107,7 +107,7 @@ def test_nobody_goes_for_bytes_that_the_newcomer_has_too() -> None:
     assert driver.loading.keys() == {"b"}
 
 
-def test_work_gives_way_if_those_that_nobody_waits_for_have_only_what_the_newcomer_needs() -> None:
+def test_weights_with_work_are_evicted_if_idle_ones_have_only_what_the_newcomer_needs() -> None:
     """The idle relative looks like enough room and is none: less urgent work has to go."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=150, discipline="fifo"))
     driver.add(program("busy", weight_bytes=0), program("a", tensors=BASE), program("c", weight_bytes=50))
@@ -132,7 +132,7 @@ def test_twins_go_together_when_one_does_not_free_enough() -> None:
 
 
 def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> None:
-    """`new` needs what `a` and the executing `b` share: nobody goes before `b` has ended."""
+    """`new` needs what `a` and the executing `b` share: none is evicted before `b` has ended."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
     driver.add(program("new", weight_bytes=100), resident=False)
@@ -237,14 +237,14 @@ def test_shared_tensors_are_pinned_by_each_of_their_models() -> None:
     assert driver.scheduler.snapshot().pinned_bytes == 103
 
 
-# --- who gives way: a pure question ------------------------------------------------------------------------
+# --- the choice of victims: a pure function ------------------------------------------------------------------
 
 ranks = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Resident], set[int]]:
-    """Sizes of tensors, who has which, those of them that may go, and what stays for whoever comes."""
+    """Sizes of tensors, who has which, the evictable ones, and the tensors that stay for the newcomer."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     tensors = st.sets(st.integers(0, len(sizes) - 1))
     models = draw(st.lists(tensors, min_size=1, max_size=6))
@@ -276,7 +276,7 @@ def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str],
 def test_room_is_made_by_as_few_as_possible_in_order(
     crowd: tuple[dict[str, set[int]], list[int], list[Resident], set[int]], missing: int
 ) -> None:
-    """It frees enough; nobody goes in vain; those behind the last stay; None only if all are not enough."""
+    """It frees enough; none is evicted in vain; models behind the last stay; None only if all are not enough."""
     models, sizes, residents, keep = crowd
     kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
     order = [one.model for one in in_order(residents, 0.0, lru)]
@@ -293,7 +293,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     for spared in victims:
         assert freed(models, sizes, [one for one in victims if one != spared], keep) < missing
     assert victims == [one for one in order if one in victims]
-    # Without the last of them, all up to there would not be enough: nobody further behind had to go.
+    # Without the last of them, all up to there would not be enough: none further behind had to be evicted.
     before = order[: order.index(victims[-1])]
     assert freed(models, sizes, before, keep) < missing
 
@@ -345,7 +345,7 @@ class _Paced(Device):
 
 @pytest.mark.parametrize("expected", [0.0, 0.11])
 def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> None:
-    """Four share the base and room for two own tensors: nobody waits for as long as a whole load, let alone four."""
+    """Four share the base and room for two own tensors: none waits for as long as a whole load, let alone four."""
     device = _Paced(SchedulerSettings(weight_budget_bytes=102), validate_every=100)
     for name in "abcd":
         device.model(tuned(name, own=1), load=0.0, resident=False, expected=expected)
@@ -359,7 +359,7 @@ def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> 
 
 
 def test_who_only_ever_loaded_what_differs_knows_how_long_all_would_take() -> None:
-    """Nobody said so before; it is as long as its relative's bytes took, each."""
+    """The program did not say; it is as long as its relative's bytes took, each."""
     device = _Paced(SchedulerSettings(weight_budget_bytes=1000))
     for name in "ab":
         device.model(tuned(name), load=0.0, resident=False)

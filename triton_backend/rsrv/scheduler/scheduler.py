@@ -161,7 +161,6 @@ class Scheduler:
                 self._residency.weights.check_epoch(event.model, event.epoch)
 
     def _check_settings(self, settings: SchedulerSettings) -> None:
-        # The settings check everything else themselves.
         if settings.discipline not in self._disciplines:
             known = sorted(self._disciplines)
             raise CallerError(f"discipline must be one of {known}, not {settings.discipline!r}")
@@ -243,7 +242,7 @@ class Scheduler:
     def _arrive(self, event: RequestsArrived, now: float, out: list[Instruction]) -> None:
         full = self._queues.arrive(event.requests, now, out, on_demand=self.settings.on_demand)
         if full:
-            # One round of the device: the executions that run, then one batch of each model with work.
+            # Retry after one round of the device: the running executions, then a batch of each model with work.
             self._settle(now)
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
@@ -581,8 +580,7 @@ class Scheduler:
 
     def snapshot(self) -> SchedulerSnapshot:
         """Return statistics of all loaded and draining models."""
-        states = self._states()
-        totals = OutcomeCounts()
+        states, totals = self._states(), OutcomeCounts()
         for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)
         weights = self._residency.weights

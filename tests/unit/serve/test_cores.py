@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.serve.cores import Cores, Share, look, share
+from rsrv.serve.cores import Cores, CoreShare, look, share
 
 EIGHT = Cores(tuple(range(8)))
 LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
 ANY: frozenset[int] = frozenset()
 
 
-def cores(shares: list[Share]) -> list[tuple[int, ...]]:
+def cores(shares: list[CoreShare]) -> list[tuple[int, ...]]:
     return [one.cores for one in shares]
 
 
 def test_cores_are_shared_out_in_equal_parts() -> None:
     """Neighbours stay together, and threads are as many as cores."""
-    assert share(EIGHT, [ANY, ANY]) == [Share((0, 1, 2, 3), 4), Share((4, 5, 6, 7), 4)]
+    assert share(EIGHT, [ANY, ANY]) == [CoreShare((0, 1, 2, 3), 4), CoreShare((4, 5, 6, 7), 4)]
 
 
 def test_a_share_has_both_halves_of_a_physical_core() -> None:
@@ -54,8 +54,8 @@ def test_a_container_with_a_limit_on_time_is_not_pinned() -> None:
     """It may use any core, but not for long: threads are what is shared out."""
     limited = Cores(tuple(range(64)), quota=6.5)
 
-    assert share(limited, [ANY] * 2) == [Share((), 3)] * 2
-    assert share(limited, [ANY] * 10) == [Share((), 1)] * 10
+    assert share(limited, [ANY] * 2) == [CoreShare((), 3)] * 2
+    assert share(limited, [ANY] * 10) == [CoreShare((), 1)] * 10
     assert cores(share(Cores((0, 1), quota=2.0), [ANY] * 2)) == [(0,), (1,)]
 
 

@@ -8,38 +8,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.serve.devices import Device, Found, Gpu, choose
+from rsrv.serve.devices import Gpu, GpuInventory, WorkerDevice, choose
 from rsrv.serve.errors import NodeError
 
-TWO = Found(
+TWO = GpuInventory(
     (Gpu("GPU-aa11", "H100", frozenset({0, 1})), Gpu("GPU-bb22", "H100", frozenset({2, 3}))),
 )
 #: the first GPU is partitioned
-PARTED = Found((Gpu("GPU-aa11", "H100", instances=("MIG-1", "MIG-2")), Gpu("GPU-bb22", "H100")))
-NONE = Found(trouble="NVML says no driver")
+PARTED = GpuInventory((Gpu("GPU-aa11", "H100", instances=("MIG-1", "MIG-2")), Gpu("GPU-bb22", "H100")))
+NONE = GpuInventory(trouble="NVML says no driver")
 
 Wanted = Sequence[int | str] | int | None
 
 
 def selectors(
-    wanted: Wanted = None, visible: str | None = None, found: Found = TWO, cpu_workers: int = 0
+    wanted: Wanted = None, visible: str | None = None, found: GpuInventory = TWO, cpu_workers: int = 0
 ) -> list[str]:
     """What the workers get as CUDA_VISIBLE_DEVICES."""
     return [device.selector for device in choose(wanted, visible, lambda: found, cpu_workers)]
 
 
-def nobody_looks() -> Found:
+def nobody_looks() -> GpuInventory:
     raise AssertionError("GPUs were looked for")
 
 
 def test_workers_on_the_cpu_look_for_no_gpu() -> None:
     """NVML is not asked where the answer does not matter."""
-    assert choose(None, "0", nobody_looks, 3) == [Device("", "CPU")] * 3
+    assert choose(None, "0", nobody_looks, 3) == [WorkerDevice("", "CPU")] * 3
 
 
 def test_a_device_says_what_it_is_and_which_cores_are_close() -> None:
     """The selector is the UUID, which means the same in every order."""
-    assert choose(None, None, lambda: TWO, 0)[1] == Device("GPU-bb22", "H100 (GPU-bb22)", frozenset({2, 3}))
+    assert choose(None, None, lambda: TWO, 0)[1] == WorkerDevice(
+        "GPU-bb22", "H100 (GPU-bb22)", frozenset({2, 3})
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_a_device_says_what_it_is_and_which_cores_are_close() -> None:
     ],
 )
 def test_devices_are_chosen(
-    wanted: Wanted, visible: str | None, found: Found, expected: Sequence[str]
+    wanted: Wanted, visible: str | None, found: GpuInventory, expected: Sequence[str]
 ) -> None:
     """The setting chooses among what CUDA_VISIBLE_DEVICES lists, or what NVML finds."""
     assert selectors(wanted, visible, found) == expected
@@ -92,11 +94,17 @@ def test_devices_are_chosen(
         (0, None, TWO, 0, "node.gpus: none; node.cpu_workers (--cpu-workers N)"),
         ([], None, TWO, 0, "node.gpus: none; "),
         (None, None, NONE, 0, "no GPU was found: NVML says no driver; node.cpu_workers (--cpu-workers N)"),
-        (None, None, Found(), 0, "no GPU was found; "),
+        (None, None, GpuInventory(), 0, "no GPU was found; "),
         (None, "", TWO, 0, "CUDA_VISIBLE_DEVICES ('') names no GPU; node.cpu_workers"),
         (None, "-1", TWO, 0, "CUDA_VISIBLE_DEVICES ('-1') names no GPU; "),
         (None, "NoDevFiles", TWO, 0, "names no GPU"),
-        (None, None, Found((Gpu("GPU-a", "A100", instances=()),)), 0, "MIG mode and have no instances"),
+        (
+            None,
+            None,
+            GpuInventory((Gpu("GPU-a", "A100", instances=()),)),
+            0,
+            "MIG mode and have no instances",
+        ),
         (None, "0,2", TWO, 0, "CUDA_VISIBLE_DEVICES: 2: this machine has GPUs 0 to 1"),
         (3, None, TWO, 0, "node.gpus: 3 are wanted, and there are 2"),
         (2, "1", TWO, 0, "node.gpus: 2 are wanted, and there are 1"),
@@ -116,7 +124,7 @@ def test_devices_are_chosen(
     ],
 )
 def test_a_wrong_choice_is_refused(
-    wanted: Wanted, visible: str | None, found: Found, cpu_workers: int, message: str
+    wanted: Wanted, visible: str | None, found: GpuInventory, cpu_workers: int, message: str
 ) -> None:
     """The message names the setting and says what to do."""
     with pytest.raises(NodeError) as caught:
@@ -138,7 +146,7 @@ def test_a_wrong_choice_is_refused(
     cpu_workers=st.integers(0, 3),
 )
 def test_devices_are_some_and_none_twice(
-    wanted: Wanted, visible: str | None, found: Found, cpu_workers: int
+    wanted: Wanted, visible: str | None, found: GpuInventory, cpu_workers: int
 ) -> None:
     """Whatever is said, there is a device for each worker and each has its own, or a reason why not."""
     try:

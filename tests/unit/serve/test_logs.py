@@ -8,12 +8,12 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rsrv.serve.logs import Prefixer
+from rsrv.serve.child_process import LinePrefixer
 
 
 def test_lines_come_when_they_are_whole() -> None:
     """A part waits for its end."""
-    lines = Prefixer("worker0")
+    lines = LinePrefixer("worker0")
 
     assert lines.feed(b"one\ntw") == b"[worker0] one\n"
     assert lines.feed(b"o\n\n") == b"[worker0] two\n[worker0] \n"
@@ -22,7 +22,7 @@ def test_lines_come_when_they_are_whole() -> None:
 
 def test_what_is_json_stays_json() -> None:
     """As with logs.format: json; Triton's own lines between are as they are otherwise."""
-    lines = Prefixer("worker0")
+    lines = LinePrefixer("worker0")
 
     assert lines.feed(b'{"level": "info"}\nI1122 ...\n{}\n') == (
         b'{"process": "worker0", "level": "info"}\n[worker0] I1122 ...\n[worker0] {}\n'
@@ -31,7 +31,7 @@ def test_what_is_json_stays_json() -> None:
 
 def test_a_last_line_without_an_end_is_kept() -> None:
     """What a process says just before it is killed often has none."""
-    lines = Prefixer("gateway")
+    lines = LinePrefixer("gateway")
 
     assert lines.feed(b"I am ab") == b""
     assert lines.end() == b"[gateway] I am ab\n"
@@ -40,14 +40,14 @@ def test_a_last_line_without_an_end_is_kept() -> None:
 
 def test_a_line_without_an_end_is_cut_somewhere() -> None:
     """It would fill the memory otherwise."""
-    lines = Prefixer("w")
+    lines = LinePrefixer("w")
 
     assert lines.feed(b"x" * 2_000_000) == b"[w] " + b"x" * 2_000_000 + b"\n"
 
 
 def test_what_only_begins_like_json_is_text() -> None:
     """A piece of a line that was cut, or a set that a hook prints, is no object: a field would not make it one."""
-    lines = Prefixer("w")
+    lines = LinePrefixer("w")
     assert lines.feed(b'{"a", "b"}\n') == b'[w] {"a", "b"}\n'
     assert lines.feed(b'{"deep": ' + b"[" * 100_000 + b"\n").startswith(b'[w] {"deep"')
     long = b'{"message": "' + b"x" * 200_000
@@ -59,7 +59,7 @@ def test_what_only_begins_like_json_is_text() -> None:
 @given(text=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5))
 def test_it_does_not_matter_how_the_text_arrives(text: bytes, cuts: list[int]) -> None:
     """Nothing is lost, and every line has its name."""
-    lines = Prefixer("w")
+    lines = LinePrefixer("w")
     assume(b'{"' not in text)  # else some of it may be JSON
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out = b"".join(lines.feed(text[a:b]) for a, b in pairwise(edges)) + lines.end()

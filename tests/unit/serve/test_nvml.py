@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from rsrv.serve.devices import Found, Gpu
+from rsrv.serve.devices import Gpu, GpuInventory
 from rsrv.serve.nvml import look
 
 
@@ -63,7 +63,7 @@ def test_gpus_and_their_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     """With the cores that are close, where that is known; places without an instance are left out."""
     library = Library(monkeypatch)
 
-    assert look() == Found(
+    assert look() == GpuInventory(
         (
             Gpu("GPU-0", "NVIDIA H100", near=frozenset({0, 1, 3})),
             Gpu("GPU-1", "NVIDIA H100", instances=("MIG-1", "MIG-3")),
@@ -82,4 +82,4 @@ def test_a_library_that_fails_is_trouble(monkeypatch: pytest.MonkeyPatch, name: 
 
     monkeypatch.setattr(pynvml, name, fail)
 
-    assert look() == Found(trouble="NVML says GPU is lost")
+    assert look() == GpuInventory(trouble="NVML says GPU is lost")

@@ -9,33 +9,33 @@ import pytest
 
 from rsrv.address import Address
 from rsrv.explain import parse_yaml, read_yaml
-from rsrv.serve.cores import Share
-from rsrv.serve.devices import Device
+from rsrv.serve.cores import CoreShare
+from rsrv.serve.devices import WorkerDevice
 from rsrv.serve.errors import NodeError
-from rsrv.serve.plan import Plan, Ports, describe, needs_gateway, plan, workers_file
+from rsrv.serve.plan import NodePlan, Ports, describe, needs_gateway, plan, workers_file
 from rsrv.settings import load_settings
 from rsrv.settings_fleet import WorkerEntry
 
-CPU = Device("", "CPU")
-GPU = Device("GPU-aa11", "H100 (GPU-aa11)")
+CPU = WorkerDevice("", "CPU")
+GPU = WorkerDevice("GPU-aa11", "H100 (GPU-aa11)")
 
 
 def planned(
-    text: str = "", devices: Sequence[Device] = (CPU, CPU), environment: Mapping[str, str] | None = None
-) -> Plan:
+    text: str = "", devices: Sequence[WorkerDevice] = (CPU, CPU), environment: Mapping[str, str] | None = None
+) -> NodePlan:
     settings = load_settings(text)
     node = settings.node.model_copy(update={"directory": Path("/node")})
     return plan(
         settings.model_copy(update={"node": node}),
         devices,
-        [Share((2 * number, 2 * number + 1), 2) for number in range(len(devices))],
+        [CoreShare((2 * number, 2 * number + 1), 2) for number in range(len(devices))],
         environment or {},
         tritonserver="/bin/tritonserver",
         python="/bin/python3",
     )
 
 
-def addresses(plan: Plan) -> list[str]:
+def addresses(plan: NodePlan) -> list[str]:
     """Of each worker: HTTP, gRPC, metrics."""
     return [f"{worker.ports.http} {worker.ports.grpc} {worker.ports.metrics}" for worker in plan.workers]
 
@@ -232,7 +232,7 @@ def test_metrics_have_one_port_behind_a_gateway_and_else_one_each() -> None:
         ("node: {first_port: 65000}", [CPU] * 64, "node.first_port: 65000 leaves no ports for worker 54"),
     ],
 )
-def test_a_plan_that_cannot_work_is_refused(text: str, devices: Sequence[Device], message: str) -> None:
+def test_a_plan_that_cannot_work_is_refused(text: str, devices: Sequence[WorkerDevice], message: str) -> None:
     """Before anything is started."""
     with pytest.raises(NodeError) as caught:
         planned(text, devices)
@@ -287,7 +287,7 @@ def test_a_client_on_this_machine_finds_who_listens_everywhere() -> None:
     ],
 )
 def test_the_node_knows_where_its_live_page_is(
-    text: str, devices: Sequence[Device], pages: tuple[str, ...]
+    text: str, devices: Sequence[WorkerDevice], pages: tuple[str, ...]
 ) -> None:
     """The gateway's, or one worker's own; it is in the dry run, too."""
     found = planned(text, devices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.serve.restarts import Restarts
+from rsrv.serve.supervise import Restarts
 
 
 def test_pauses_double_up_to_half_a_minute() -> None:

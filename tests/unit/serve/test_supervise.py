@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from rsrv.serve.plan import Child
-from rsrv.serve.restarts import Restarts
-from rsrv.serve.supervise import Anew, House, Orders, supervise
+from rsrv.serve.plan import ChildSpec
+from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.wire.paths import start_time
 
 #: says who it is, waits to be told to end, and says that it does. Nobody ever writes to the fifo.
@@ -31,31 +30,33 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "fifo"
         os.mkfifo(self.fifo)
-        self.orders = Orders.none()
+        self.orders = StopSignals.none()
         self.lines: list[str] = []
         self.starts: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
         #: by child: to be set when it is to be started again
-        self.anew: dict[str, asyncio.Future[Anew]] = {}
+        self.anew: dict[str, asyncio.Future[RestartReason]] = {}
         #: those that were to end, and when the node may go on with that
         self.left: list[str] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
         self._more = asyncio.Event()
 
-    def child(self, name: str, script: str, **more: Any) -> Child:
+    def child(self, name: str, script: str, **more: Any) -> ChildSpec:
         """Run by a shell."""
-        return Child(name, ("/bin/sh", "-c", script.format(fifo=self.fifo)), {}, **more)
+        return ChildSpec(name, ("/bin/sh", "-c", script.format(fifo=self.fifo)), {}, **more)
 
     def run(
         self,
-        *workers: Child,
-        gateway: Child | None = None,
+        *workers: ChildSpec,
+        gateway: ChildSpec | None = None,
         most: int = 0,
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> asyncio.Task[int]:
-        house = House(self._write, self._started, rest or self._rest, 0.2, self._watch, self._leaves)
+        house = SupervisorHooks(
+            self._write, self._started, rest or self._rest, 0.2, self._watch, self._leaves
+        )
         return asyncio.create_task(supervise(workers, gateway, house, self.orders, lambda: Restarts(most)))
 
     async def line(self, start: str, count: int = 1) -> str:
@@ -74,7 +75,7 @@ class Scene:
         self.lines += data.decode().splitlines()
         self._more.set()
 
-    def _started(self, child: Child, pid: int) -> None:
+    def _started(self, child: ChildSpec, pid: int) -> None:
         self.starts.append(child.name)
         self.pids.append(pid)
         # On a busy machine it may have ended, but it is not reaped.
@@ -83,11 +84,11 @@ class Scene:
     async def _rest(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
-    async def _watch(self, child: Child) -> Anew:
+    async def _watch(self, child: ChildSpec) -> RestartReason:
         self.anew[child.name] = asyncio.get_running_loop().create_future()
         return await self.anew[child.name]
 
-    async def _leaves(self, child: Child) -> None:
+    async def _leaves(self, child: ChildSpec) -> None:
         self.left.append(child.name)
         await self.may_end.wait()
 
@@ -139,7 +140,7 @@ def test_a_child_that_hangs_is_killed_and_started_again(play: Callable[[Play], N
         node = scene.run(scene.child("a", STUBBORN, drain_s=60))
         first = await scene.pid("a")
 
-        scene.anew["a"].set_result(Anew("has not answered for 60 s"))
+        scene.anew["a"].set_result(RestartReason("has not answered for 60 s"))
 
         assert await scene.pid("a", 2) != first
         assert not is_alive(first)
@@ -160,7 +161,7 @@ def test_a_child_is_started_again_though_it_works(play: Callable[[Play], None]) 
         first = await scene.pid("a")
 
         for count in (2, 3):
-            scene.anew["a"].set_result(Anew("has got models", works=True))
+            scene.anew["a"].set_result(RestartReason("has got models", works=True))
             assert await scene.pid("a", count) != first
 
         assert scene.pauses == []
@@ -207,7 +208,7 @@ def test_a_program_that_is_not_there_is_given_up(play: Callable[[Play], None]) -
     """The reason is in the log."""
 
     async def scenario(scene: Scene) -> None:
-        node = scene.run(Child("a", ("/no/such/program",), {}), most=1)
+        node = scene.run(ChildSpec("a", ("/no/such/program",), {}), most=1)
 
         assert await node == 1
         assert scene.lines == ["[a] exec_bound: /no/such/program: No such file or directory"] * 2
@@ -272,16 +273,16 @@ def test_a_node_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     """The kernel ends its children, whatever they do with signals."""
     script = f"""
 import asyncio
-from rsrv.serve.plan import Child
-from rsrv.serve.restarts import Restarts
-from rsrv.serve.supervise import House, Orders, supervise
+from rsrv.serve.plan import ChildSpec
+from rsrv.serve.supervise import Restarts
+from rsrv.serve.supervise import SupervisorHooks, StopSignals, supervise
 
 def started(child, pid):
     print(pid, flush=True)
 
-child = Child("a", ("/bin/sh", "-c", {STUBBORN.format(fifo=tmp_path / "fifo")!r}), {{}})
-house = House(lambda lines: print(lines.decode(), end="", flush=True), started)
-asyncio.run(supervise([child], None, house, Orders.none(), lambda: Restarts(0)))
+child = ChildSpec("a", ("/bin/sh", "-c", {STUBBORN.format(fifo=tmp_path / "fifo")!r}), {{}})
+house = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started)
+asyncio.run(supervise([child], None, house, StopSignals.none(), lambda: Restarts(0)))
 """
     os.mkfifo(tmp_path / "fifo")
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as node:
@@ -303,7 +304,7 @@ def test_a_child_runs_on_its_cores_and_with_its_environment(play: Callable[[Play
 
     async def scenario(scene: Scene) -> None:
         script = "grep Cpus_allowed_list /proc/self/status; echo $COLOUR; exit"
-        child = Child("a", ("/bin/sh", "-c", script), {"COLOUR": "green"}, cores=(core,))
+        child = ChildSpec("a", ("/bin/sh", "-c", script), {"COLOUR": "green"}, cores=(core,))
         node = scene.run(child, most=1)
         await node
         assert scene.lines[:2] == [f"[a] Cpus_allowed_list:\t{core}", "[a] green"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rsrv.serve import node, view
 from rsrv.serve.errors import NodeError
-from rsrv.serve.plan import Worker
+from rsrv.serve.plan import NodeWorker
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
 
 LOG_FILE = "serve.log"
@@ -48,7 +48,7 @@ def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> 
             sys.stdout.buffer.write(lines)
             sys.stdout.flush()
 
-    async def follow(worker: Worker, pid: int, serving: node.Serving) -> None:
+    async def follow(worker: NodeWorker, pid: int, serving: node.Serving) -> None:
         await view.follow(worker, pid, serving, path, lambda line: print(line, flush=True))
 
     return node.Output(put, follow, lambda line: print(line, flush=True))

@@ -1,4 +1,4 @@
-"""Which cores each worker runs on."""
+"""Cores for each worker."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What this process may run on."""
+    """Cores that this process may use."""
 
-    #: logical cores, those of one physical core side by side, and those of one package
+    #: logical cores; those of one physical core are neighbours, and so are those of one package
     numbers: tuple[int, ...]
-    #: cores' worth of time that all may take together, where a container has less than all cores; None: no limit
+    #: CPU time per time for all workers, in cores, if a container has a limit; None: no limit
     quota: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One worker's part."""
+class CoreShare:
+    """Cores of one worker."""
 
-    #: it runs on these only; empty: on all
+    #: the only cores that it runs on; empty: all
     cores: tuple[int, ...]
-    #: threads that are worth having for work that keeps a core busy
+    #: useful number of compute threads
     threads: int
 
 
-def share(cores: Cores, near: Sequence[frozenset[int]]) -> list[Share]:
-    """A fair share for each worker, all of the same size where that can be; neighbours where it can't overlap.
+def share(cores: Cores, near: Sequence[frozenset[int]]) -> list[CoreShare]:
+    """Return a fair share for each worker, all of the same size if possible.
+
+    Neighbouring cores stay together unless workers must overlap.
 
     Args:
-        cores: what there is to share.
-        near: for each worker, the cores close to its device; empty: all are alike. Workers share what is close to
-            them if that leaves no core to two sides.
+        cores: the cores to share.
+        near: for each worker, the cores close to its device; empty: all are alike. Workers share the cores close to
+            their devices if no core then belongs to two sides.
     """
     count = len(near)
     if cores.quota is not None and cores.quota < len(cores.numbers):
-        # The limit is on time. Others in their containers are told the same: on cores of our own choice we would meet.
-        return [Share((), max(1, int(cores.quota / count)))] * count
+        # The limit is on time. Several containers with the same limit would choose the same cores.
+        return [CoreShare((), max(1, int(cores.quota / count)))] * count
     local = [tuple(n for n in cores.numbers if n in mine) or cores.numbers for mine in near]
     sides = set(local)
     if sum(map(len, sides)) > len(set().union(*sides)):
@@ -47,7 +49,7 @@ def share(cores: Cores, near: Sequence[frozenset[int]]) -> list[Share]:
     shares = []
     for index, side in enumerate(local):
         mine = _part(side, local[:index].count(side), local.count(side))
-        shares.append(Share(tuple(sorted(mine)), len(mine)))
+        shares.append(CoreShare(tuple(sorted(mine)), len(mine)))
     return shares
 
 
@@ -58,13 +60,13 @@ def _part(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
 
 
 def look(root: Path = Path("/")) -> Cores:
-    """Of this process, by the kernel's word."""
+    """Return the cores of this process as the kernel reports them."""
     allowed = os.sched_getaffinity(0)
     return Cores(tuple(sorted(allowed, key=lambda number: (*_place(root, number), number))), _quota(root))
 
 
 def _place(root: Path, number: int) -> tuple[int, int]:
-    """The package and the physical core of a logical one."""
+    """Return the package and the physical core of a logical core."""
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
     try:
         package, core = ((topology / name).read_text() for name in ("physical_package_id", "core_id"))
@@ -74,7 +76,7 @@ def _place(root: Path, number: int) -> tuple[int, int]:
 
 
 def _quota(root: Path) -> float | None:
-    """Of the container: inside of one, its control group is the root."""
+    """Return the container's quota; inside a container, its control group is the root."""
     groups = root / "sys/fs/cgroup"
     try:
         quota, period = (groups / "cpu.max").read_text().split()

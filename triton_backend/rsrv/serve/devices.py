@@ -1,4 +1,4 @@
-"""Which devices a node uses. Pure: what there is comes from whoever asks."""
+"""Choice of a node's devices. Pure: the caller supplies the GPUs."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ class Gpu:
     """A GPU of this machine."""
 
     uuid: str
-    #: what it is sold as
+    #: product name
     name: str
-    #: cores that are close to it; empty: not known
+    #: cores close to it; empty: unknown
     near: frozenset[int] = frozenset()
-    #: UUIDs of its MIG instances; None: it is not partitioned
+    #: UUIDs of its MIG instances; None: not partitioned
     instances: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The GPUs of this machine, in the order in which nvidia-smi numbers them."""
+class GpuInventory:
+    """GPUs of this machine, in nvidia-smi's order."""
 
     gpus: tuple[Gpu, ...] = ()
-    #: why they are not known; empty: they are
+    #: why they are unknown; empty: they are known
     trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """What one worker has to itself."""
+class WorkerDevice:
+    """WorkerDevice of one worker."""
 
-    #: what CUDA_VISIBLE_DEVICES says to the worker; empty: it runs on the CPU
+    #: value of the worker's CUDA_VISIBLE_DEVICES; empty: it runs on the CPU
     selector: str
-    #: for people
+    #: name for operators
     name: str
-    #: cores that are close to it; empty: all are alike
+    #: cores close to it; empty: all are alike
     near: frozenset[int] = frozenset()
 
 
 def choose(
     wanted: Sequence[int | str] | int | None,
     visible: str | None,
-    look: Callable[[], Found],
+    look: Callable[[], GpuInventory],
     cpu_workers: int,
-) -> list[Device]:
-    """The devices, one for each worker: at least one, none twice. Raises NodeError.
+) -> list[WorkerDevice]:
+    """Return the devices, one for each worker: at least one, none twice. Raises NodeError.
 
     Args:
-        wanted: `node.gpus`. Numbers count what `visible` lists, as they do for CUDA itself.
-        visible: CUDA_VISIBLE_DEVICES; None: it is not set. Numbers in it are nvidia-smi's.
-        look: asked only when the answer matters.
+        wanted: `node.gpus`. Numbers are positions in `visible`, as for CUDA itself.
+        visible: CUDA_VISIBLE_DEVICES; None: unset. Its numbers are nvidia-smi's.
+        look: returns the GPUs; called only if needed.
         cpu_workers: `node.cpu_workers`.
     """
     if cpu_workers:
@@ -63,7 +63,7 @@ def choose(
             raise NodeError(
                 "node.gpus and node.cpu_workers: a node runs on GPUs or on the CPU; set one of them"
             )
-        return [Device("", "CPU")] * cpu_workers
+        return [WorkerDevice("", "CPU")] * cpu_workers
     if wanted == 0 or wanted == []:
         raise NodeError(f"node.gpus: none; {_CPU_HINT}")
     for one in wanted if isinstance(wanted, Sequence) else (wanted,):
@@ -76,7 +76,7 @@ def choose(
     if isinstance(wanted, int) and not here and visible is None:
         chosen = [
             _named(number, found, "node.gpus") for number in range(wanted)
-        ]  # their number is all there is
+        ]  # only their number is known
     elif isinstance(wanted, int):
         if wanted > sum(map(len, here)):
             raise NodeError(f"node.gpus: {wanted} are wanted, and there are {sum(map(len, here))}")
@@ -96,21 +96,23 @@ def choose(
     return devices
 
 
-def _here(visible: str | None, found: Found) -> list[list[Device]]:
-    """What there is to choose from, GPU by GPU: several devices of a GPU that is partitioned."""
+def _here(visible: str | None, found: GpuInventory) -> list[list[WorkerDevice]]:
+    """Return the visible devices, grouped by GPU: a partitioned GPU has several."""
     if visible is None:
         return [_of(gpu) for gpu in found.gpus]
     here = []
     for word in (word.strip() for word in visible.split(",")):
-        # CUDA itself takes anything else, -1 or NoDevFiles, for the end of the list.
+        # CUDA ends the list at any other word, such as -1 or NoDevFiles.
         if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
             break
         here.append(_named(int(word) if word.isdecimal() else word, found, "CUDA_VISIBLE_DEVICES"))
     return here
 
 
-def _wanted(one: int | str, here: Sequence[list[Device]], visible: str | None, found: Found) -> list[Device]:
-    """What an entry of `node.gpus` means."""
+def _wanted(
+    one: int | str, here: Sequence[list[WorkerDevice]], visible: str | None, found: GpuInventory
+) -> list[WorkerDevice]:
+    """Return the devices of an entry of `node.gpus`."""
     if isinstance(one, str) and one.isdecimal():
         one = int(one)
     if isinstance(one, str):
@@ -118,7 +120,7 @@ def _wanted(one: int | str, here: Sequence[list[Device]], visible: str | None, f
             raise NodeError(f"node.gpus: {one!r} is neither a number nor a UUID (GPU-... or MIG-...)")
         devices = _named(one, found, "node.gpus")
         known = {device.selector for group in here for device in group}
-        # Names that nobody can look up may be different ones of one device.
+        # Without NVML, different names may mean one device.
         if visible is not None and found.gpus and not {device.selector for device in devices} <= known:
             raise NodeError(f"node.gpus: {one} is not in CUDA_VISIBLE_DEVICES ({visible})")
         return devices
@@ -130,10 +132,10 @@ def _wanted(one: int | str, here: Sequence[list[Device]], visible: str | None, f
     return here[one]
 
 
-def _named(name: int | str, found: Found, said: str) -> list[Device]:
-    """The devices of a number of nvidia-smi's, or of a UUID or its beginning. Raises NodeError."""
+def _named(name: int | str, found: GpuInventory, said: str) -> list[WorkerDevice]:
+    """Return the devices of nvidia-smi's number, or of a UUID or its beginning. Raises NodeError."""
     if not found.gpus:
-        return [Device(str(name), f"GPU {name}" if isinstance(name, int) else name)]
+        return [WorkerDevice(str(name), f"GPU {name}" if isinstance(name, int) else name)]
     if isinstance(name, int):
         if not 0 <= name < len(found.gpus):
             raise NodeError(f"{said}: {name}: this machine has {_range(len(found.gpus))}")
@@ -149,23 +151,23 @@ def _named(name: int | str, found: Found, said: str) -> list[Device]:
     if groups:
         return groups[0]
     if name.startswith("MIG-GPU-"):
-        return [Device(name, name)]  # drivers before 470 called instances so; NVML has other names
+        return [WorkerDevice(name, name)]  # names of instances for drivers before 470; NVML has others
     known = ", ".join(device.selector for gpu in found.gpus for device in _of(gpu))
     raise NodeError(f"{said}: {name}: this machine has {known}")
 
 
-def _of(gpu: Gpu) -> list[Device]:
-    """A GPU, or its instances: CUDA gives a partitioned one to nobody as a whole."""
+def _of(gpu: Gpu) -> list[WorkerDevice]:
+    """Return a GPU or its instances: CUDA never uses a partitioned GPU as a whole."""
     if gpu.instances is None:
-        return [Device(gpu.uuid, f"{gpu.name} ({gpu.uuid})", gpu.near)]
-    return [Device(uuid, f"{gpu.name} ({uuid})", gpu.near) for uuid in gpu.instances]
+        return [WorkerDevice(gpu.uuid, f"{gpu.name} ({gpu.uuid})", gpu.near)]
+    return [WorkerDevice(uuid, f"{gpu.name} ({uuid})", gpu.near) for uuid in gpu.instances]
 
 
 def _range(count: int) -> str:
     return {0: "no GPU", 1: "one GPU, number 0"}.get(count, f"GPUs 0 to {count - 1}")
 
 
-def _nothing(visible: str | None, found: Found) -> str:
+def _nothing(visible: str | None, found: GpuInventory) -> str:
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES ({visible!r}) names no GPU; {_CPU_HINT}"
     if any(gpu.instances is not None for gpu in found.gpus):

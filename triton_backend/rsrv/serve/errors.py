@@ -1,5 +1,5 @@
-"""What is wrong with what a node was told to do."""
+"""Error of a node that cannot start."""
 
 
 class NodeError(Exception):
-    """The node cannot start; the message names the setting and says what to do."""
+    """The node cannot start; the message names the setting and the remedy."""

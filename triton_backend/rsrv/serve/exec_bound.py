@@ -1,11 +1,11 @@
-"""Becomes another program that can't outlive the process that started it.
+"""Program that binds itself to its parent's life and to some cores, and then becomes another program.
 
     python exec_bound.py PARENT_PID CORES PROGRAM ARGUMENTS...
 
 CORES are numbers with commas between them, the only cores that the program runs on; empty: all.
 
-A program of its own because the kernel must be asked from within the child, before it becomes the other program:
-a hook in Popen would fork a process that may hold the locks of other threads.
+The kernel must be asked from within the child, before it becomes the other program; a hook in Popen would
+fork a process that may hold the locks of other threads.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Asks for SIGKILL when the parent ends, then runs the program in this process."""
+    """Ask for SIGKILL at the parent's end, then run the program in this process."""
     parent, cores, command = int(arguments[0]), arguments[1], arguments[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

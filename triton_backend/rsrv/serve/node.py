@@ -1,4 +1,4 @@
-"""A node, from its settings to its end: devices, repositories, processes."""
+"""Life of a node: its settings, devices, repositories and processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from typing import Any
 
 import rsrv
 from rsrv import logs
-from rsrv.serve import cores, nvml, repositories, starting
+from rsrv.serve import cores, nvml, repositories
+from rsrv.serve.child_probes import log_progress, wait_for_hang
+from rsrv.serve.child_process import LinePrefixer
 from rsrv.serve.devices import choose
 from rsrv.serve.errors import NodeError
-from rsrv.serve.logs import Prefixer
-from rsrv.serve.plan import WORKERS_FILE, Child, Plan, Worker, describe, plan
-from rsrv.serve.pulse import hangs
-from rsrv.serve.restarts import Restarts
-from rsrv.serve.roll import Roll, write
-from rsrv.serve.supervise import Anew, House, Orders, supervise
+from rsrv.serve.plan import WORKERS_FILE, ChildSpec, NodePlan, NodeWorker, describe, plan
+from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
+from rsrv.serve.workers_file import WorkersFile, write
 from rsrv.settings import Settings, SettingsError, load_settings
 
 log = logging.getLogger("rsrv.node")
@@ -46,19 +45,19 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the words of a node and its children go."""
+    """Destination of the logs of a node and its children."""
 
-    #: takes whole lines of the log
+    #: writes whole lines of the log
     put: Callable[[bytes], None]
-    #: follows a worker from its start on, given its pid; cancelled when it has ended
-    follow: Callable[[Worker, int, Serving], Coroutine[Any, Any, None]]
-    #: takes a line for the operator
+    #: follows a worker from its start, given its pid; cancelled at its end
+    follow: Callable[[NodeWorker, int, Serving], Coroutine[Any, Any, None]]
+    #: prints a line for the operator
     say: Callable[[str], None]
 
 
 def run(options: Namespace, output: Output | None = None) -> int:
-    """Do what the command line says. Return the exit status. Without `output`, the log goes to standard output."""
-    output = output or Output(_put, lambda worker, pid, _: starting.tell(worker, pid), lambda line: None)
+    """Run the command and return the exit status. Without `output`, the log goes to standard output."""
+    output = output or Output(_put, lambda worker, pid, _: log_progress(worker, pid), lambda line: None)
     try:
         settings = _settings(options)
         program = options.tritonserver or "tritonserver"
@@ -83,7 +82,7 @@ def run(options: Namespace, output: Output | None = None) -> int:
 
 
 def _settings(options: Namespace) -> Settings:
-    """Of the file and the environment; what the command line says wins."""
+    """Return the settings of the file and the environment; the command line takes precedence."""
     text = options.config.read_text(encoding="utf-8") if options.config else ""
     settings = load_settings(text, str(options.config or "rsrv.yaml"))
     changes: dict[str, object] = {} if options.directory is None else {"directory": options.directory}
@@ -101,7 +100,7 @@ def _settings(options: Namespace) -> Settings:
     return repositories.watched(settings, options.bundles)
 
 
-def _plan(settings: Settings, program: str, or_cpu: bool) -> Plan:
+def _plan(settings: Settings, program: str, or_cpu: bool) -> NodePlan:
     node = settings.node
     if or_cpu and not node.gpus and not node.cpu_workers and not nvml.look().gpus:
         node = node.model_copy(update={"cpu_workers": 1})
@@ -123,8 +122,8 @@ def _plan(settings: Settings, program: str, or_cpu: bool) -> Plan:
     )
 
 
-def _check_free(planned: Plan) -> None:
-    """Raise NodeError if another process has a port of a worker: Triton would end, and be started again in vain."""
+def _check_free(planned: NodePlan) -> None:
+    """Raise NodeError if another process has a port of a worker; Triton would restart in vain."""
     for worker in planned.workers:
         for kind, address in worker.ports.each():
             family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -141,7 +140,7 @@ def _check_free(planned: Plan) -> None:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """The node's directory for this process only. Raises NodeError, OSError."""
+    """Lock the node's directory for this process. Raises NodeError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -153,7 +152,7 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _generate(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
+def _generate(planned: NodePlan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
     """Write the repositories. Return the names of broken bundles, each with the reason."""
     sources, problems = repositories.find(bundles)
     for worker in planned.workers:
@@ -164,10 +163,10 @@ def _generate(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> dic
     return {name: "; ".join(lines) for name, lines in sources.broken.items()}
 
 
-async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], output: Output) -> int:
+async def _serve(planned: NodePlan, serving: Serving, bundles: Sequence[Path], output: Output) -> int:
     settings = serving.settings
     loop = asyncio.get_running_loop()
-    orders = Orders.none()
+    orders = StopSignals.none()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, orders.once_more)
     for note in planned.notes:
@@ -176,13 +175,13 @@ async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], outpu
         log.info("%s on %s, %s", worker.child.name, worker.device.name, worker.ports)
     for page in planned.pages:
         log.info("live page: %s", page)
-    # The node's own gateway has ended by the time that its workers do.
+    # The node's own gateway ends before its workers.
     elsewhere = settings.gateway.grpc is None and settings.gateway.http is None
-    roll = Roll(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
+    roll = WorkersFile(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
     workers = {worker.child.name: worker for worker in planned.workers}
     telling: dict[str, asyncio.Future[None]] = {}
 
-    def started(child: Child, pid: int) -> None:
+    def started(child: ChildSpec, pid: int) -> None:
         roll.started(child, pid)
         if child.name in telling:
             telling.pop(child.name).cancel()
@@ -204,7 +203,7 @@ async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], outpu
         status = await supervise(
             [worker.child for worker in planned.workers],
             planned.gateway,
-            House(
+            SupervisorHooks(
                 output.put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
             ),
             orders,
@@ -218,10 +217,10 @@ async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], outpu
     return status
 
 
-async def _first_bundles(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> None:
-    """Returns when all repositories have models.
+async def _first_bundles(planned: NodePlan, settings: Settings, bundles: Sequence[Path]) -> None:
+    """Return when all repositories have models.
 
-    Afterwards the workers' control processes watch for more; a server without a model has no such process.
+    Then the workers' control processes watch for more; a server without a model has no control process.
     """
     pause = settings.lifecycle.poll_s
     log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)
@@ -231,29 +230,29 @@ async def _first_bundles(planned: Plan, settings: Settings, bundles: Sequence[Pa
             _generate(planned, settings, bundles)
 
 
-def _is_waiting(planned: Plan) -> bool:
-    """For the first bundle."""
+def _is_waiting(planned: NodePlan) -> bool:
+    """Return true while a repository waits for its first bundle."""
     return any(repositories.is_empty(worker.repository) for worker in planned.workers)
 
 
 def _watch(
     workers: Collection[str], hang_s: float, first: asyncio.Future[None] | None
-) -> Callable[[Child], Awaitable[Anew]]:
-    """When a child is to be started again: it hangs, or it is a worker and `first`, the coming of bundles, is done."""
+) -> Callable[[ChildSpec], Awaitable[RestartReason]]:
+    """Return a function that waits for a reason to restart a child: it hangs, or `first` is done and it is a worker."""
 
-    async def hung(child: Child) -> Anew:
+    async def hung(child: ChildSpec) -> RestartReason:
         if child.pulse is None or not hang_s:
             await asyncio.Event().wait()
         else:
-            await hangs(*child.pulse, hang_s)
-        return Anew(f"has not answered for {hang_s:g} s")
+            await wait_for_hang(*child.pulse, hang_s)
+        return RestartReason(f"has not answered for {hang_s:g} s")
 
-    async def fed(coming: asyncio.Future[None]) -> Anew:
+    async def fed(coming: asyncio.Future[None]) -> RestartReason:
         await asyncio.shield(coming)
-        # It has nothing to finish, and yet might take all its time for that.
-        return Anew("has got models", works=True)
+        # A server without models has nothing to drain, yet might use its whole drain time.
+        return RestartReason("has got models", works=True)
 
-    async def watch(child: Child) -> Anew:
+    async def watch(child: ChildSpec) -> RestartReason:
         reasons = [asyncio.ensure_future(hung(child))]
         if child.name in workers and first is not None and not first.done():
             reasons.append(asyncio.ensure_future(fed(first)))
@@ -268,25 +267,25 @@ def _watch(
 
 
 def _put(lines: bytes) -> None:
-    """To the node's own output; who has closed that does not want to know."""
+    """Write to standard output, which the reader may have closed."""
     with suppress(OSError):
         logs.write(sys.stdout.fileno(), lines)
 
 
-class _Lines(logging.Handler):
-    """The node's own lines among those of its children."""
+class _NodeLogHandler(logging.Handler):
+    """Writes the node's own log lines among those of its children."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         super().__init__()
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._put(Prefixer("node").feed(f"{self.format(record)}\n".encode()))
+        self._put(LinePrefixer("node").feed(f"{self.format(record)}\n".encode()))
 
 
 def _log_to_output(format: logs.Format, put: Callable[[bytes], None]) -> None:
-    log.handlers = [handler for handler in log.handlers if not isinstance(handler, _Lines)]
-    handler = _Lines(put)
+    log.handlers = [handler for handler in log.handlers if not isinstance(handler, _NodeLogHandler)]
+    handler = _NodeLogHandler(put)
     handler.setFormatter(logs.formatter(format))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The command rsrv-node. Light until it knows what it is to do."""
+"""Command rsrv-node. Imports nothing heavy before the arguments are parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ processes has used up its restarts, with 2 for a wrong command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
+    """Run the command."""
     options = parser().parse_args(argv)
     from rsrv.serve import node
 

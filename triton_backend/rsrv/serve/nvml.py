@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as NVIDIA's management library has them."""
+"""GPUs of this machine, from NVIDIA's management library."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 
 import pynvml
 
-from rsrv.serve.devices import Found, Gpu
+from rsrv.serve.devices import Gpu, GpuInventory
 
 #: bits of a word in NVML's masks of cores
 _WORD = 64
 
 
-def look() -> Found:
-    """All GPUs that this process may see; nobody's memory is touched."""
+def look() -> GpuInventory:
+    """Return all GPUs visible to this process, without using their memory."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Found(trouble=f"NVML says {error}")
+        return GpuInventory(trouble=f"NVML says {error}")
     try:
         count = pynvml.nvmlDeviceGetCount()
-        return Found(tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)))
+        return GpuInventory(tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)))
     except pynvml.NVMLError as error:
-        return Found(trouble=f"NVML says {error}")
+        return GpuInventory(trouble=f"NVML says {error}")
     finally:
         pynvml.nvmlShutdown()
 
@@ -65,5 +65,5 @@ def _instances(handle: object) -> tuple[str, ...] | None:
 
 
 def _text(value: str | bytes) -> str:
-    """Releases before 11.515 gave bytes."""
+    """Decode a text: releases before 11.515 return bytes."""
     return value.decode() if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""What a node runs: the processes, and the files that they read. Pure."""
+"""NodePlan of a node: its processes, and the files that they read. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rsrv.address import LOOPBACK, Address, parse_address
-from rsrv.serve.cores import Share
-from rsrv.serve.devices import Device
+from rsrv.serve.cores import CoreShare
+from rsrv.serve.devices import WorkerDevice
 from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
 
 GATEWAY = "gateway"
-#: in the node's directory: what the gateway is told of the workers, and its settings
+#: in the node's directory: the gateway's list of workers, and its settings
 WORKERS_FILE = "workers.yaml"
 GATEWAY_FILE = "rsrv.yaml"
 #: in a worker's directory
 REPOSITORY = "models"
 
 _PORTS_EACH = 10
-#: libraries that would otherwise start a thread for each core of the machine
+#: thread counts of libraries that otherwise start a thread for each core of the machine
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of one tritonserver."""
+    """Ports of one tritonserver."""
 
     http: Address
     grpc: Address
@@ -43,64 +43,64 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class ChildSpec:
     """A process that the node keeps running."""
 
     name: str
     argv: tuple[str, ...]
-    #: what its environment has beside the node's own
+    #: additions to the node's environment
     environment: Mapping[str, str]
     #: the only cores that it runs on; empty: all
     cores: tuple[int, ...] = ()
-    #: seconds that it may take to end when it is told to
+    #: seconds to drain before it is killed
     drain_s: float = 0.0
-    #: where it answers HTTP as long as it lives: the address, and the path; None: nowhere
+    #: address and path that it always answers over HTTP; None: none
     pulse: tuple[Address, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class NodeWorker:
     """A tritonserver with a device to itself."""
 
-    child: Child
-    device: Device
+    child: ChildSpec
+    device: WorkerDevice
     ports: Ports
     #: its model repository
     repository: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All that a node runs."""
+class NodePlan:
+    """All processes of a node."""
 
-    workers: tuple[Worker, ...]
-    gateway: Child | None
-    #: what the gateway reads, beside what the node writes of the workers as they start
+    workers: tuple[NodeWorker, ...]
+    gateway: ChildSpec | None
+    #: files for the gateway, beside the list of workers
     files: Mapping[Path, str]
-    #: what the operator may want to know
+    #: notes for the operator
     notes: tuple[str, ...]
-    #: where live pages are
+    #: addresses of live pages
     pages: tuple[str, ...] = ()
 
 
 def plan(
     settings: Settings,
-    devices: Sequence[Device],
-    shares: Sequence[Share],
+    devices: Sequence[WorkerDevice],
+    shares: Sequence[CoreShare],
     environment: Mapping[str, str],
     *,
     tritonserver: str,
     python: str,
-) -> Plan:
-    """Plan the processes on these devices. Raises NodeError.
+) -> NodePlan:
+    """Return the processes for these devices. Raises NodeError.
 
     Args:
         settings: all of rsrv.yaml; `node.directory` is absolute.
-        devices: one worker each.
-        shares: of the cores, one for each device.
+        devices: one for each worker.
+        shares: cores for each device.
         environment: the node's own.
         tritonserver: path of the server.
-        python: path of the interpreter that the gateway runs on.
+        python: path of the gateway's interpreter.
     """
     node, directory = settings.node, settings.node.directory
     _check_platform(settings, devices)
@@ -110,7 +110,7 @@ def plan(
         name = f"worker{number}"
         repository = directory / name / REPOSITORY
         ports = _private(node.first_port, number) if fronted or not _public(settings) else _only(settings)
-        child = Child(
+        child = ChildSpec(
             name,
             (tritonserver, *_flags(repository, ports, node.drain_s), *node.arguments),
             _environment(settings, device, share, number, environment, fronted=fronted),
@@ -118,21 +118,21 @@ def plan(
             node.drain_s,
             (ports.http, "/v2/health/live"),
         )
-        workers.append(Worker(child, device, ports, repository))
+        workers.append(NodeWorker(child, device, ports, repository))
     if not fronted:
-        return Plan(
+        return NodePlan(
             tuple(workers), None, {}, tuple(_notes(settings, workers)), _pages(settings, len(workers))
         )
     _check_ports(settings, workers)
     file, admin = directory / GATEWAY_FILE, settings.gateway.admin
-    gateway = Child(
+    gateway = ChildSpec(
         GATEWAY,
         (python, "-P", "-m", "rsrv_gateway", "--config", str(file)),
         {},
         drain_s=settings.gateway.drain_s,
         pulse=None if admin is None else (_address("gateway.admin", admin), "/healthz"),
     )
-    return Plan(
+    return NodePlan(
         tuple(workers),
         gateway,
         {file: _gateway_settings(settings)},
@@ -142,15 +142,15 @@ def plan(
 
 
 def needs_gateway(settings: Settings, workers: int) -> bool:
-    """Whether there is one: several servers to choose from, or something at the door that Triton has not."""
+    """Return true if a gateway is needed: for several servers, or for TLS or a token, which Triton lacks."""
     gateway = settings.gateway
     others = gateway.workers or gateway.workers_dns or gateway.workers_file
     guarded = gateway.tls_certificate or gateway.token_file
     return _public(settings) and (workers > 1 or bool(others) or bool(guarded))
 
 
-def workers_file(plan: Plan, controls: Mapping[str, str], gone: Container[str] = ()) -> str:
-    """Return the text of `gateway.workers_file`: all workers but the `gone` ones, with their control services."""
+def workers_file(plan: NodePlan, controls: Mapping[str, str], gone: Container[str] = ()) -> str:
+    """Return the text of `gateway.workers_file`: all workers except `gone`, with the control services in `controls`."""
     entries = [
         {
             "name": worker.child.name,
@@ -163,12 +163,12 @@ def workers_file(plan: Plan, controls: Mapping[str, str], gone: Container[str] =
         for worker in plan.workers
         if worker.child.name not in gone
     ]
-    # JSON is YAML. Nothing at all would be a file that is being written.
+    # JSON is YAML. An empty file would mean one that is being written.
     return "".join(f"- {json.dumps(entry)}\n" for entry in entries) or "[]\n"
 
 
-def describe(plan: Plan) -> str:
-    """The plan for people, with commands that a shell would take."""
+def describe(plan: NodePlan) -> str:
+    """Return the plan as text, with commands for a shell."""
     lines = []
     for worker in plan.workers:
         lines += [
@@ -181,7 +181,7 @@ def describe(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)]) + "\n"
 
 
-def _command(child: Child) -> str:
+def _command(child: ChildSpec) -> str:
     words = ["env", *(f"{key}={value}" for key, value in sorted(child.environment.items()))]
     if child.cores:
         words += ["taskset", "-c", ",".join(map(str, child.cores))]
@@ -189,7 +189,7 @@ def _command(child: Child) -> str:
 
 
 def _public(settings: Settings) -> bool:
-    """Whether clients are served here at all: without, the workers are for a gateway elsewhere."""
+    """Return true if clients are served here; otherwise the workers are for a gateway elsewhere."""
     return settings.gateway.grpc is not None or settings.gateway.http is not None
 
 
@@ -202,7 +202,7 @@ def _private(first_port: int, number: int) -> Ports:
 
 
 def _only(settings: Settings) -> Ports:
-    """One worker has the ports that the gateway would have. What is for nobody stays on this machine."""
+    """Return the ports of a single worker: the gateway's, and private ones for those that are off."""
     private = _private(settings.node.first_port, 0)
     gateway = settings.gateway
     return Ports(
@@ -222,10 +222,10 @@ def _address(key: str, text: str) -> Address:
 def _flags(repository: Path, ports: Ports, drain_s: float) -> list[str]:
     return [
         f"--model-repository={repository}",
-        # Without these two the control process can't exchange models.
+        # The control process needs these two to exchange models.
         "--model-control-mode=explicit",
         "--load-model=*",
-        # One model that fails is no reason not to serve the others, nor is one that loads.
+        # A failed model must not stop the others, nor must a loading one.
         "--exit-on-error=false",
         "--strict-readiness=false",
         # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
@@ -240,24 +240,24 @@ def _flags(repository: Path, ports: Ports, drain_s: float) -> list[str]:
 
 def _environment(
     settings: Settings,
-    device: Device,
-    share: Share,
+    device: WorkerDevice,
+    share: CoreShare,
     number: int,
     environment: Mapping[str, str],
     *,
     fronted: bool,
 ) -> dict[str, str]:
-    """What differs from the node's own, which wins where it says how many threads."""
+    """Return the additions to the node's environment; thread counts set there stay."""
     own = {name: str(share.threads) for name in _THREADS if name not in environment}
     own["CUDA_VISIBLE_DEVICES"] = device.selector
-    # Numbers are nvidia-smi's; to CUDA they are by speed otherwise.
+    # nvidia-smi's numbering; CUDA's own order is by speed.
     own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     own["RSRV_RUNTIME__PLATFORM"] = "cuda" if device.selector else "cpu"
     if settings.control.listen is not None:
         first = _address("control.listen", settings.control.listen)
         own["RSRV_CONTROL__LISTEN"] = str(Address(first.host, first.port + number))
     if fronted:
-        # The gateway serves those of all workers.
+        # The gateway serves all workers' metrics.
         own["RSRV_METRICS__LISTEN"] = "null"
     elif settings.metrics.listen is not None:
         own["RSRV_METRICS__LISTEN"] = str(_metrics(settings.metrics.listen, number))
@@ -270,7 +270,7 @@ def _metrics(listen: str, number: int) -> Address:
 
 
 def _pages(settings: Settings, workers: int) -> tuple[str, ...]:
-    """Of workers without a gateway: each has its own."""
+    """Return the live pages of workers without a gateway."""
     listen = settings.metrics.listen if settings.control.enabled else None
     return () if listen is None else tuple(_page(_metrics(listen, number)) for number in range(workers))
 
@@ -279,7 +279,7 @@ def _page(address: Address) -> str:
     return f"http://{Address(address.local, address.port)}/"
 
 
-def _check_platform(settings: Settings, devices: Sequence[Device]) -> None:
+def _check_platform(settings: Settings, devices: Sequence[WorkerDevice]) -> None:
     platform, on_gpu = settings.runtime.platform, bool(devices[0].selector)
     if platform != "auto" and (platform == "cuda") != on_gpu:
         what = "GPUs" if on_gpu else "the CPU"
@@ -289,8 +289,8 @@ def _check_platform(settings: Settings, devices: Sequence[Device]) -> None:
         )
 
 
-def _check_ports(settings: Settings, workers: Sequence[Worker]) -> None:
-    """The gateway's ports are no worker's."""
+def _check_ports(settings: Settings, workers: Sequence[NodeWorker]) -> None:
+    """Check that no worker has a port of the gateway."""
     taken = {address.port: (worker, kind) for worker in workers for kind, address in worker.ports.each()}
     gateway = settings.gateway
     for key, text in (("grpc", gateway.grpc), ("http", gateway.http), ("admin", gateway.admin)):
@@ -310,13 +310,13 @@ def _gateway_settings(settings: Settings) -> str:
         )
     update: dict[str, object] = {"workers_file": settings.node.directory / WORKERS_FILE}
     if settings.control.enabled and "mode" not in settings.gateway.model_fields_set:
-        # The workers' control services tell the costs and places that packing needs.
+        # The workers' control services report the costs and places that packing needs.
         update["mode"] = "lpt_packing"
     gateway = settings.gateway.model_copy(update=update)
     return dump_settings(settings.model_copy(update={"gateway": gateway}))
 
 
-def _notes(settings: Settings, workers: Sequence[Worker]) -> list[str]:
+def _notes(settings: Settings, workers: Sequence[NodeWorker]) -> list[str]:
     notes = []
     if len(workers) > 1 and not settings.runtime.shared_host_weights:
         notes.append(

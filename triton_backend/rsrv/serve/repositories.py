@@ -1,4 +1,4 @@
-"""The workers' model repositories, each made of the same bundles."""
+"""Model repositories of the workers, made from the same bundles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rsrv_gen.write import RepositoryWriter, open_repository
 
 
 def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
-    """What is to be served, and a line for each bundle that cannot be."""
+    """Return the bundles to serve, and a line for each one that cannot be served."""
     sources = read_sources(bundles)
     problems = [*sources.unusable]
     problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
@@ -22,7 +22,7 @@ def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
 
 
 def check(bundles: Sequence[Path], settings: Settings) -> None:
-    """Raises NodeError if there will never be anything to serve."""
+    """Raise NodeError if no bundle will ever be served."""
     sources, problems = find(bundles)
     if sources.good:
         return
@@ -30,19 +30,19 @@ def check(bundles: Sequence[Path], settings: Settings) -> None:
         raise NodeError("\n".join([*problems, "there is no such directory"]))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
-            "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) nobody "
+            "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "
             "watches for one: put one there first"
         )
         raise NodeError("\n".join(problems))
 
 
 def is_empty(repository: Path) -> bool:
-    """Whether a server would find no model there."""
+    """Return true if a server would find no model there."""
     return not any(entry.is_dir() for entry in repository.iterdir())
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
-    """The settings with where the bundles are, unless they say it: the control process of each worker watches these."""
+    """Return the settings with the bundles' folders, unless already set: the workers' control processes watch these."""
     if settings.lifecycle.bundles:
         return settings
     places = [Path(os.path.abspath(place)) for place in bundles]
@@ -51,8 +51,8 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
 
 
 def generate(repository: Path, sources: Sources, settings: Settings) -> list[str]:
-    """Makes a repository what the bundles say; a line for each model for which that failed. Raises OSError."""
-    # What has no bundle any more goes, unless some bundles are out of sight: then it may be one of them.
+    """Generate a repository; return a line for each model that failed. Raises OSError."""
+    # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
     with open_repository(repository, settings.lifecycle.link) as writer:

@@ -1,4 +1,4 @@
-"""Keeps a node's processes running, and ends them in their order."""
+"""Supervision of a node's processes: restarts with pauses, and an orderly end."""
 
 from __future__ import annotations
 
@@ -8,88 +8,115 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rsrv.serve.plan import Child
-from rsrv.serve.restarts import Restarts
-from rsrv.serve.spawn import Process
+from rsrv.serve.child_process import Process
+from rsrv.serve.plan import ChildSpec
+
+#: seconds of life after which earlier restarts no longer count
+STABLE_S = 60.0
+#: longest pause, seconds
+_LONGEST = 30.0
+
+
+class Restarts:
+    """Restarts of one process.
+
+    Args:
+        most: restarts in a row after which the process is given up; 0: no limit.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        #: in a row
+        self.count = 0
+
+    def ended(self, lived_s: float) -> float | None:
+        """Return the seconds until the restart: 1, 2, 4, and so on, at most 30; None: its restarts are used up."""
+        if lived_s >= STABLE_S:
+            self.count = 0
+        self.count += 1
+        if self._most and self.count > self._most:
+            return None
+        return float(min(2.0 ** min(self.count - 1, 10), _LONGEST))
+
 
 log = logging.getLogger("rsrv.node")
 
-#: seconds beyond its own time for a child to end
+#: seconds after a child's drain time until it is killed
 _GRACE = 5.0
 
 
-class GaveUp(Exception):
-    """A process has used up its restarts; the message says which."""
+class RestartsExhausted(Exception):
+    """A process has used up its restarts; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What the operator wants, as signals say it."""
+class StopSignals:
+    """Events that stop the node, set by signals."""
 
-    #: to end: who is under way is given the time that the settings say
+    #: stop; requests in flight have the configured time
     end: asyncio.Event
-    #: to end at once
+    #: stop at once
     hurry: asyncio.Event
 
     @classmethod
-    def none(cls) -> Orders:
+    def none(cls) -> StopSignals:
         return cls(asyncio.Event(), asyncio.Event())
 
     def once_more(self) -> None:
-        """A signal to end: the second one is not to be kept waiting."""
+        """Handle a signal: the first one stops the node, the second one stops it at once."""
         (self.hurry if self.end.is_set() else self.end).set()
 
 
 @dataclass(frozen=True, slots=True)
-class Anew:
-    """Why a child that runs is to be killed, and started again."""
+class RestartReason:
+    """Reason to kill a running child and start it again."""
 
     reason: str
-    #: it did what it should; otherwise it counts as one that failed
+    #: the child did not fail, so this is not a failed life
     works: bool = False
 
 
-async def _content(_: Child) -> Anew:
+async def _content(_: ChildSpec) -> RestartReason:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def _at_once(_: Child) -> None:
+async def _at_once(_: ChildSpec) -> None:
     return
 
 
 @dataclass(frozen=True, slots=True)
-class House:
-    """What supervising needs of the world."""
+class SupervisorHooks:
+    """Effects of supervising: the log, the clock and callbacks."""
 
-    #: where the children's lines go
+    #: writes the children's lines
     write: Callable[[bytes], None]
-    #: told of each start, with the pid
-    started: Callable[[Child, int], None]
-    #: waits for so many seconds
+    #: called at each start, with the pid
+    started: Callable[[ChildSpec, int], None]
+    #: waits for a number of seconds
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: seconds for what a child has started to follow it
+    #: seconds for a child's own children to end after it
     follow_s: float = 5.0
-    #: looks at a child that runs, and returns when it is to be started again
-    watch: Callable[[Child], Awaitable[Anew]] = _content
-    #: told of a child before it is told to end; returns when it may be
-    leaves: Callable[[Child], Awaitable[None]] = _at_once
+    #: returns a reason to restart a running child
+    watch: Callable[[ChildSpec], Awaitable[RestartReason]] = _content
+    #: called before a child is stopped; returns when that may happen
+    leaves: Callable[[ChildSpec], Awaitable[None]] = _at_once
 
 
 async def supervise(
-    workers: Sequence[Child],
-    gateway: Child | None,
-    house: House,
-    orders: Orders,
+    workers: Sequence[ChildSpec],
+    gateway: ChildSpec | None,
+    house: SupervisorHooks,
+    orders: StopSignals,
     restarts: Callable[[], Restarts],
 ) -> int:
-    """Runs them all until `orders.end`, or until one has used up its restarts. Returns the node's exit status.
+    """Run all children until a signal, or until one has used up its restarts. Return the node's exit status.
 
-    The gateway starts after the workers and ends before them: it has somewhere to send what it has taken. When this
-    returns, nothing that was started is left.
+    The gateway starts after the workers and ends before them, so that it can deliver its requests. At the end
+    no child and none of their children is left.
     """
-    keepers = [Keeper(child, house, restarts()) for child in workers]
-    door = None if gateway is None else Keeper(gateway, house, restarts())
+    keepers = [ChildSupervisor(child, house, restarts()) for child in workers]
+    door = None if gateway is None else ChildSupervisor(gateway, house, restarts())
     everybody = [*keepers, *([] if door is None else [door])]
     running = [asyncio.ensure_future(keeper.run()) for keeper in everybody]
     ending = asyncio.ensure_future(orders.end.wait())
@@ -102,7 +129,7 @@ async def supervise(
             await door.end(orders.hurry)
         await asyncio.gather(*(keeper.end(orders.hurry) for keeper in keepers))
         for end in await asyncio.gather(*running, return_exceptions=True):
-            if isinstance(end, GaveUp):
+            if isinstance(end, RestartsExhausted):
                 log.error("%s; the node ends", end)
             elif isinstance(end, BaseException):
                 raise end
@@ -111,10 +138,10 @@ async def supervise(
     return status
 
 
-class Keeper:
-    """Starts one child again and again."""
+class ChildSupervisor:
+    """Starts one child repeatedly."""
 
-    def __init__(self, child: Child, house: House, restarts: Restarts) -> None:
+    def __init__(self, child: ChildSpec, house: SupervisorHooks, restarts: Restarts) -> None:
         self._child = child
         self._house = house
         self._restarts = restarts
@@ -123,7 +150,7 @@ class Keeper:
         self._done = asyncio.Event()
 
     async def run(self) -> None:
-        """Until `end`. Raises GaveUp."""
+        """Run until `end`. Raises RestartsExhausted."""
         try:
             while not self._enough.is_set():
                 lived, said, failed = await self._live()
@@ -133,7 +160,7 @@ class Keeper:
                     continue
                 pause = self._restarts.ended(lived)
                 if pause is None:
-                    raise GaveUp(
+                    raise RestartsExhausted(
                         f"{self._child.name} {said}, and its {self._restarts.count - 1} restarts are used up"
                     )
                 log.error(
@@ -144,7 +171,7 @@ class Keeper:
             self._done.set()
 
     async def end(self, hurry: asyncio.Event) -> None:
-        """Has the child end, in its own time unless there is hurry, and waits until nothing is left of it."""
+        """End the child, within its own time unless `hurry` is set, and wait until none of its processes is left."""
         self._enough.set()
         process = self._process
         if process is not None:
@@ -157,7 +184,7 @@ class Keeper:
         await self._done.wait()
 
     async def _live(self) -> tuple[float, str, bool]:
-        """One life: how long it was, seconds, how it ended, and whether that was a failure."""
+        """Run the child once; return its life in seconds, the words for its end, and true for a failure."""
         clock = asyncio.get_running_loop().time
         born = clock()
         try:
@@ -165,7 +192,7 @@ class Keeper:
         except OSError as error:
             return 0.0, f"cannot be started: {error}", True
         self._house.started(self._child, process.pid)
-        anew = await self._watched(process)
+        restart = await self._watched(process)
         await process.over()
         lived = clock() - born
         status, killed = await process.bury(self._house.follow_s)
@@ -175,28 +202,28 @@ class Keeper:
                 "%s left processes, which were killed: %s", self._child.name, ", ".join(map(str, killed))
             )
         said = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        if anew is not None:
-            said = f"{anew.reason} and {said}"
+        if restart is not None:
+            said = f"{restart.reason} and {said}"
         if self._enough.is_set():
             log.info("%s %s", self._child.name, said)
-        return lived, said, anew is None or not anew.works
+        return lived, said, restart is None or not restart.works
 
-    async def _watched(self, process: Process) -> Anew | None:
-        """Until it has ended by itself, or was made to: why."""
+    async def _watched(self, process: Process) -> RestartReason | None:
+        """Wait for the end of the child; return the reason if it was restarted on purpose."""
         watch = asyncio.ensure_future(self._house.watch(self._child))
         await _first(process.over(), asyncio.shield(watch))
         if not watch.done():
             watch.cancel()
             return None
-        anew = watch.result()
-        if anew.works:
-            log.info("%s %s: it is started again", self._child.name, anew.reason)
+        restart = watch.result()
+        if restart.works:
+            log.info("%s %s: it is started again", self._child.name, restart.reason)
         process.send(signal.SIGKILL)
-        return anew
+        return restart
 
 
 async def _first(*waits: Awaitable[object]) -> None:
-    """Returns when one of these does."""
+    """Return when one of these is done."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

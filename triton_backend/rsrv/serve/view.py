@@ -12,10 +12,10 @@ import grpc
 from rsrv.address import Address, parse_address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.serve.child_probes import listens
 from rsrv.serve.node import Serving
-from rsrv.serve.plan import Worker
+from rsrv.serve.plan import NodeWorker
 from rsrv.serve.repositories import is_empty
-from rsrv.serve.starting import listens
 from rsrv.settings import Settings
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
@@ -96,7 +96,9 @@ def _local(listen: str) -> str:
     return str(Address(host, address.port))
 
 
-async def follow(worker: Worker, pid: int, serving: Serving, log: Path, say: Callable[[str], None]) -> None:
+async def follow(
+    worker: NodeWorker, pid: int, serving: Serving, log: Path, say: Callable[[str], None]
+) -> None:
     """Show how a tritonserver starts, and then what changes, until cancelled."""
     began = time.monotonic()
     changes, serves, patience = Changes(serving.broken), False, CONTROL_S

@@ -1,4 +1,4 @@
-"""The list of workers, for gateways, kept as workers start and end."""
+"""The file with the list of workers for gateways, updated as workers start and end."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from rsrv.serve.plan import Child, Plan, workers_file
+from rsrv.serve.plan import ChildSpec, NodePlan, workers_file
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
 log = logging.getLogger("rsrv.node")
 
-#: how a stub names the device of its runtime: each worker has but one
+#: a stub's name for the device of its runtime: each worker has only one
 _GPU = "0"
 #: seconds for gateways to read the list
 _NOTICE = 1.0
 
 
-class Roll:
-    """Who has died stays on the list, as it comes back; who is told to end leaves it before.
+class WorkersFile:
+    """A crashed worker stays in the list, as it is restarted; a worker that is stopped leaves it before.
 
     Args:
-        file: where it is written.
-        controls: whether workers have a control service.
-        elsewhere: whether gateways that the node does not end itself go by it, and are given the time to read it.
+        plan: the node's plan.
+        file: path of the list.
+        controls: the workers have control services.
+        elsewhere: gateways of other owners use the list, and need time to read it.
     """
 
-    def __init__(self, plan: Plan, file: Path, controls: bool, elsewhere: bool) -> None:
+    def __init__(self, plan: NodePlan, file: Path, controls: bool, elsewhere: bool) -> None:
         self.names: Collection[str] = {worker.child.name for worker in plan.workers}
         self._plan = plan
         self._file = file
@@ -37,8 +38,8 @@ class Roll:
         self._gone: set[str] = set()
         self._write()
 
-    def started(self, child: Child, pid: int) -> None:
-        """Its control service is another one now."""
+    def started(self, child: ChildSpec, pid: int) -> None:
+        """Update the address of its control service."""
         log.info("%s is process %d", child.name, pid)
         if child.name in self.names:
             if self._has_controls:
@@ -46,8 +47,8 @@ class Roll:
             self._gone.discard(child.name)
             self._write()
 
-    async def leaves(self, child: Child) -> None:
-        """Returns when gateways have read that it is gone: while it ends it says of its models that they are not there."""
+    async def leaves(self, child: ChildSpec) -> None:
+        """Return when gateways have read that it is gone: a server that ends reports its models as missing."""
         if child.name in self.names:
             self._gone.add(child.name)
             self._write()
@@ -58,7 +59,7 @@ class Roll:
 
 
 def write(file: Path, text: str) -> None:
-    """In one step: who watches it never sees a part."""
+    """Replace the file in one step, so that no reader sees a part."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(file)

@@ -1,4 +1,8 @@
-"""How far the start of a worker is: until it answers, its runtime alone knows how many of its models are ready."""
+"""Probes of a child: how many models are ready while it starts, and whether it hangs later.
+
+Until a server answers, only its runtime knows how many of its models are ready. A process that hangs still accepts
+connections, because the kernel does that for it, and answers nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,19 @@ from typing import Any
 
 from rsrv.address import Address
 from rsrv.logs import fields
-from rsrv.serve.plan import Worker
+from rsrv.serve.plan import NodeWorker
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import Closed, read_status
 
 log = logging.getLogger("rsrv.node")
 
-#: seconds between two looks, and for each
+#: seconds between two checks, and for an answer
 _EVERY = 1.0
 _PATIENCE = 5.0
 
 
-async def tell(
-    worker: Worker,
+async def log_progress(
+    worker: NodeWorker,
     pid: int,
     *,
     ready: Callable[[int, Path], Awaitable[tuple[int, int]]] | None = None,
@@ -31,16 +35,16 @@ async def tell(
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
     clock: Callable[[], float] | None = None,
 ) -> None:
-    """A line of the log whenever there are more models ready, until the worker serves.
+    """Log the number of ready models whenever it rises, until the worker serves.
 
-    `ready` says how many models of a repository are, and how many there are; `serves` whether somebody listens.
+    `ready` returns the ready models of a repository and their total number; `serves` tells if a port is open.
     """
     ready, serves = ready or look, serves or listens
     clock = clock or asyncio.get_running_loop().time
     name, began, told, done = worker.child.name, clock(), 0, False
     while not done:
         await rest(_EVERY)
-        # First: what is ready by then is counted.
+        # Checked first, so that the models ready by then are counted.
         done = await serves(worker.ports.http)
         count, of = await ready(pid, worker.repository)
         if not of:
@@ -63,7 +67,7 @@ async def tell(
 
 
 async def listens(address: Address) -> bool:
-    """A tritonserver does when it has loaded all that it can."""
+    """Return true if the port is open: tritonserver opens it after loading."""
     try:
         _, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:
@@ -73,7 +77,7 @@ async def listens(address: Address) -> bool:
 
 
 async def look(pid: int, repository: Path) -> tuple[int, int]:
-    """Models of the repository that the runtime of this tritonserver has ready, and all."""
+    """Return the number of models that this tritonserver's runtime has ready, and the total of the repository."""
     return await asyncio.to_thread(_look, pid, repository)
 
 
@@ -82,11 +86,45 @@ def _look(pid: int, repository: Path) -> tuple[int, int]:
     try:
         said = read_status(pid, timeout=_PATIENCE)
     except (OSError, Closed, ProtocolError):
-        return 0, len(names)  # there is none yet
+        return 0, len(names)  # the runtime has not started
     return len(names & _ready(said)), len(names)
 
 
 def _ready(said: dict[str, Any]) -> set[str]:
-    """Names. A meta model is as ready as those that it calls."""
+    """Return the names of ready models; a meta model is ready with all models that it calls."""
     models = {name for name, model in said["models"].items() if model["state"] == "ready"}
     return models | {name for name, meta in said["metas"].items() if models.issuperset(meta["models"])}
+
+
+#: unanswered requests in a row: a single one may meet a busy thread, or a suspended node
+_QUESTIONS = 6
+
+
+async def wait_for_hang(address: Address, path: str, patience_s: float) -> None:
+    """Return when the process has answered nothing for so many seconds. Refused connections mean starting or ending."""
+    pause = patience_s / _QUESTIONS
+    silent = 0
+    while silent < _QUESTIONS:
+        try:
+            async with asyncio.timeout(pause):
+                await _ask(address, path)
+        except TimeoutError:
+            silent += 1
+        else:
+            silent = 0
+            await asyncio.sleep(pause)
+
+
+async def _ask(address: Address, path: str) -> None:
+    """Return with the first byte of an answer, or its end."""
+    try:
+        reader, writer = await asyncio.open_connection(address.local, address.port)
+    except OSError:
+        return
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        await reader.read(1)
+    except OSError:
+        return
+    finally:
+        writer.close()

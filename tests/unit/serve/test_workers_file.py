@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from rsrv.explain import parse_yaml
-from rsrv.serve.plan import Child
-from rsrv.serve.roll import Roll
+from rsrv.serve.plan import ChildSpec
+from rsrv.serve.workers_file import WorkersFile
 from tests.unit.serve.test_plan import planned
 
 
@@ -20,10 +20,10 @@ def names(file: Path) -> list[str]:
 def test_a_worker_leaves_the_list_before_it_is_told_to_end(tmp_path: Path) -> None:
     """And is back with its next start; the gateway is in nobody's list."""
     plan, file = planned(), tmp_path / "workers.yaml"
-    roll = Roll(plan, file, controls=True, elsewhere=False)
+    roll = WorkersFile(plan, file, controls=True, elsewhere=False)
     first, second = (worker.child for worker in plan.workers)
     roll.started(first, 17)
-    roll.started(Child("gateway", (), {}), 18)
+    roll.started(ChildSpec("gateway", (), {}), 18)
     assert names(file) == ["worker0", "worker1"]
 
     asyncio.run(roll.leaves(first))

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from rsrv.address import Address
-from rsrv.serve.devices import Device
-from rsrv.serve.plan import Child, Ports, Worker
-from rsrv.serve.starting import listens, look, tell
+from rsrv.serve.child_probes import listens, log_progress, look
+from rsrv.serve.devices import WorkerDevice
+from rsrv.serve.plan import ChildSpec, NodeWorker, Ports
 
 HERE = Address("127.0.0.1", 1)
-WORKER = Worker(Child("worker0", (), {}), Device("cpu", ""), Ports(HERE, HERE, HERE), Path("models"))
+WORKER = NodeWorker(
+    ChildSpec("worker0", (), {}), WorkerDevice("cpu", ""), Ports(HERE, HERE, HERE), Path("models")
+)
 
 
 def told(ready: Sequence[int], of: int, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -35,7 +37,7 @@ def told(ready: Sequence[int], of: int, caplog: pytest.LogCaptureFixture) -> lis
         return int(now) == len(ready)
 
     with caplog.at_level(logging.INFO, "rsrv.node"):
-        asyncio.run(tell(WORKER, 17, ready=count, serves=serves, rest=rest, clock=lambda: now))
+        asyncio.run(log_progress(WORKER, 17, ready=count, serves=serves, rest=rest, clock=lambda: now))
     return [record.getMessage() for record in caplog.records]
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from rsrv.address import Address
-from rsrv.serve.pulse import hangs
+from rsrv.serve.child_probes import wait_for_hang
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -25,7 +25,7 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as stopped:
-            await hangs(Address("127.0.0.1", stopped.getsockname()[1]), "/v2/health/live", SHORT)
+            await wait_for_hang(Address("127.0.0.1", stopped.getsockname()[1]), "/v2/health/live", SHORT)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -50,7 +50,7 @@ def test_any_answer_is_one() -> None:
 
         server, address = await serving(answer)
         async with server:
-            waiting = asyncio.ensure_future(hangs(address, "/healthz", SHORT))
+            waiting = asyncio.ensure_future(wait_for_hang(address, "/healthz", SHORT))
             await enough.wait()
             assert not waiting.done()
             waiting.cancel()
@@ -65,7 +65,7 @@ def test_a_server_that_takes_no_connections_does_not_hang() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        waiting = asyncio.ensure_future(hangs(Address("127.0.0.1", port), "/healthz", 0.001))
+        waiting = asyncio.ensure_future(wait_for_hang(Address("127.0.0.1", port), "/healthz", 0.001))
         await asyncio.wait([waiting], timeout=0.1)
         assert not waiting.done()
         waiting.cancel()

@@ -1,8 +1,9 @@
-"""Child processes: started, waited for, and what they started cleared away when they have ended."""
+"""ChildSpec processes: their start, their log and their end, including what they started themselves."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,35 +13,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rsrv.serve.logs import Prefixer
-from rsrv.serve.plan import Child
+from rsrv.serve.plan import ChildSpec
 
 _EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
 
 
 class Process:
-    """One child, from its start on. Belongs to the running event loop, and to the thread that started it.
+    """One child, from its start. Belongs to the event loop and to the thread that started it.
 
-    It gets SIGKILL when that thread ends, in whatever way. Who writes to the pipe that it logs to is taken for one of
-    its own: so a server's stubs and its runtime are known, wherever they have gone.
+    The kernel kills it with SIGKILL when that thread ends. Every process that writes to its log's pipe counts
+    as started by it, which finds a server's stubs and its runtime in any process group.
     """
 
     def __init__(
-        self, child: Child, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None]
+        self, child: ChildSpec, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None]
     ) -> None:
         self.child = child
         self._popen = popen
         self._log = log
         self._pipe = os.readlink(f"/proc/self/fd/{log}")
         self._write = write
-        self._prefixer = Prefixer(child.name)
+        self._prefixer = LinePrefixer(child.name)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(log, self._read)
         self._over = asyncio.ensure_future(_over(popen.pid))
 
     @classmethod
-    def start(cls, child: Child, write: Callable[[bytes], None]) -> Self:
-        """Starts it; `write` gets its lines. Raises OSError."""
+    def start(cls, child: ChildSpec, write: Callable[[bytes], None]) -> Self:
+        """Start a child; `write` gets its lines. Raises OSError."""
         cores = ",".join(map(str, child.cores))
         log, theirs = os.pipe2(os.O_CLOEXEC)
         try:
@@ -50,7 +50,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,
-                # A Ctrl-C is for the node, which ends its children in their order.
+                # Ctrl-C is for the node, which ends its children in order.
                 start_new_session=True,
             )
         except BaseException:
@@ -66,18 +66,18 @@ class Process:
         return self._popen.pid
 
     async def over(self) -> None:
-        """Returns when it has ended."""
+        """Return when it has ended."""
         await asyncio.shield(self._over)
 
     def send(self, number: signal.Signals) -> None:
-        """A signal, unless it has been buried: its number may be another one's then."""
+        """Send a signal, unless it is reaped: another process may have its pid then."""
         if self._popen.returncode is None:
             os.kill(self.pid, number)
 
     async def bury(self, patience: float) -> tuple[int, list[int]]:
-        """When it has ended: its status, as subprocess has it, and the pids of those that had to be killed.
+        """Reap the ended child; return its status, as in subprocess, and the pids of killed processes.
 
-        These are what it started and left, and what has not ended after so many seconds. Then its log is complete.
+        These are its own children that did not end within `patience` seconds. Afterwards its log is complete.
         """
         left = {pid: asyncio.ensure_future(_over(pid)) for pid in _writers(self._pipe)}
         if left:
@@ -86,7 +86,7 @@ class Process:
         for pid in killed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # As long as it is not reaped, its group is nobody else's.
+        # Until it is reaped, no other process group can have its number.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if killed:
@@ -98,13 +98,13 @@ class Process:
         return self._popen.wait(), killed
 
     def _read(self) -> bool:
-        """Passes on some of the log; False: there is no more for now."""
+        """Pass on a part of the log; return false if there is no more for now."""
         try:
             data = os.read(self._log, 65536)
         except BlockingIOError:
             return False
         if not data:
-            # The end, but `bury` says the last word: until then the number is kept.
+            # End of the log; `bury` closes the descriptor.
             self._loop.remove_reader(self._log)
             return False
         self._pass_on(self._prefixer.feed(data))
@@ -123,7 +123,7 @@ class Process:
 
 
 async def _over(pid: int) -> None:
-    """Returns when a process has ended, reaped or not."""
+    """Return when a process has ended, reaped or not."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -139,13 +139,13 @@ async def _over(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
-    """To the first process of a container, orphans come as its children."""
+    """Reap an orphan: in a container, orphans become children of the first process."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
 def _writers(pipe: str) -> Iterator[int]:
-    """Processes of this user whose output or errors go to a pipe."""
+    """Yield this user's processes whose output or errors go to a pipe."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and any(_target(entry / "fd" / number) == pipe for number in ("1", "2")):
             yield int(entry.name)
@@ -156,3 +156,47 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+#: longest buffered line, bytes; longer ones are cut. rsrv's own lines are shorter
+_LONGEST = 1 << 20
+
+
+class LinePrefixer:
+    """Puts a name before each line of one process.
+
+    It returns whole lines, so that writing them at once keeps lines of other processes out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._prefix = f"[{name}] ".encode()
+        self._field = f'{{"process": {json.dumps(name)}, '.encode()
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines completed by `data`, each with prefix and line break."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            lines.append(self._rest)
+            self._rest = b""
+        return b"".join(self._named(line) for line in lines)
+
+    def end(self) -> bytes:
+        """Return the incomplete last line."""
+        rest, self._rest = self._rest, b""
+        return self._named(rest) if rest else b""
+
+    def _named(self, line: bytes) -> bytes:
+        """Prefix a line; a JSON line stays JSON and gets a field with the name."""
+        if line.startswith(b'{"') and _is_json(line):
+            return self._field + line[1:] + b"\n"
+        return self._prefix + line + b"\n"
+
+
+def _is_json(line: bytes) -> bool:
+    """Return true for a whole JSON text."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

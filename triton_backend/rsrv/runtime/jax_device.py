@@ -50,14 +50,14 @@ _UNREAD = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True, eq=False)
-class _Execution:
+class _LaunchedExecution:
     """What `Launched` is to a `JaxDevice`."""
 
     started: float
     outputs: Sequence[Any]
     unread: Collection[int]
     #: the one launched before, until this one is read
-    previous: "_Execution | None" = None
+    previous: "_LaunchedExecution | None" = None
     #: when it was done, as far as anyone has noticed
     ready: float | None = None
 
@@ -130,7 +130,7 @@ class JaxDevice:
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self.launcher: int | None = None
         self._lock = Lock()
-        self._latest: _Execution | None = None
+        self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
         self._cuda: Driver | None = None
         #: for weights, unless jax has them
@@ -306,8 +306,8 @@ class JaxDevice:
             if not self.asynchronous:
                 for out in outputs:
                     out.block_until_ready()
-                return Launched(_Execution(started, outputs, unread, ready=time.perf_counter()))
-            execution = self._latest = _Execution(started, outputs, unread, self._latest)
+                return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
+            execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
             for index, out in enumerate(outputs):
                 if index not in unread:
                     # So that copying them to the host waits for this execution and not for the next one.
@@ -315,7 +315,7 @@ class JaxDevice:
             return Launched(execution)
 
     def keep(self, launched: Launched, index: int) -> Buffer:
-        assert isinstance(launched, _Execution)
+        assert isinstance(launched, _LaunchedExecution)
         return Buffer(launched.outputs[index])
 
     def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
@@ -335,7 +335,7 @@ class JaxDevice:
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         execution = launched
-        assert isinstance(execution, _Execution)
+        assert isinstance(execution, _LaunchedExecution)
         previous = execution.previous
         try:
             ready = self._wait(execution)
@@ -362,7 +362,7 @@ class JaxDevice:
     def stop_profile(self) -> None:
         self._jax.profiler.stop_trace()
 
-    def _wait(self, execution: _Execution) -> float:
+    def _wait(self, execution: _LaunchedExecution) -> float:
         """When the execution was done; noticed for its predecessors first, or they would seem to end after it.
 
         Several threads may wait for one: a model that is built warms up between executions of others. Whether

@@ -24,7 +24,7 @@ log = logging.getLogger("rsrv.tiers")
 
 
 @dataclass(slots=True)
-class _DeviceTensor:
+class _ResidentTensor:
     buffer: Buffer
     nbytes: int
     #: models that it was loaded for
@@ -40,7 +40,7 @@ class DeviceWeights:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._tensors: dict[TensorKey, _DeviceTensor] = {}
+        self._tensors: dict[TensorKey, _ResidentTensor] = {}
         #: bytes on the device, each tensor once; any thread may read it
         self.nbytes = 0
 
@@ -65,7 +65,7 @@ class DeviceWeights:
             raise
         for (key, index), buffer in zip(absent.items(), buffers, strict=True):
             nbytes = weights.tensors[index].nbytes
-            self._tensors[key] = _DeviceTensor(buffer, nbytes, 0)
+            self._tensors[key] = _ResidentTensor(buffer, nbytes, 0)
             self.nbytes += nbytes
         for key in weights.distinct:
             self._tensors[key].users += 1

@@ -92,12 +92,13 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["--jax", ":with_examples"], "2 modules, 1 weights, 24 bytes, at most 0 from the model"),
         (["--nnx", ":nnx_net"], "2 modules, 2 weights, 32 bytes"),
         (["--equinox", ":equinox_net"], "2 modules, 2 weights, 32 bytes"),
-        (
+        pytest.param(
             [
                 *("--torch", ":torch_net", "--input", "input=f32[5,h,w]", "--output-names", "mean"),
                 *("--input-shape", "h=4,w=4", "--input-shape", "h=2,w=6", "--description", "Means."),
             ],
             "4 modules, 0 weights, 0 bytes",
+            marks=pytest.mark.long,
         ),
     ],
 )

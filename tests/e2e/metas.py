@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle.export import export_bundle
+from tests import builders
 
 #: columns of every tensor here
 COLUMNS = 8
@@ -41,20 +43,14 @@ def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str
     return path
 
 
-def write_meta(path: Path, body: str, calls: Sequence[str], external: Sequence[str] = ()) -> Path:
-    """A meta model from x to y, both rows of COLUMNS f32; `body` is its model.py."""
-    path.mkdir(parents=True)
-    (path / "manifest.yaml").write_text(
-        dedent(f"""
-        format_version: "3.0"
-        kind: meta
-        meta: {{calls: [{", ".join(calls)}], external: [{", ".join(external)}]}}
-        client_inputs: [{{name: x, dtype: f32, shape: na, dims: {{a: {COLUMNS}}}}}]
-        client_outputs: [{{name: y, dtype: f32, shape: na, dims: {{a: {COLUMNS}}}}}]
-        """)
-    )
-    (path / "model.py").write_text(dedent(body))
-    return path
+#: write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py
+write_meta = partial(
+    builders.write_meta,
+    client="".join(
+        f"client_{kind}: [{{name: {name}, dtype: f32, shape: na, dims: {{a: {COLUMNS}}}}}]\n"
+        for kind, name in (("inputs", "x"), ("outputs", "y"))
+    ),
+)
 
 
 def plain_model(repository: Path, name: str, body: str) -> None:

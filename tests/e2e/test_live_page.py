@@ -69,7 +69,7 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
         asyncio.run(look(url))
 
 
-class FakeSource:
+class FakeEvents:
     """Tells what comes into `told`; steering is noted."""
 
     def __init__(self) -> None:
@@ -150,11 +150,11 @@ def spans(second: int, models: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeSource, str]]:
+async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeEvents, str]]:
     async def nothing() -> str:
         return ""
 
-    source = FakeSource()
+    source = FakeEvents()
     server = HttpServer(nothing, Served(source, token))
     port = await server.start("127.0.0.1:0")
     try:

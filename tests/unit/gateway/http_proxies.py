@@ -33,7 +33,7 @@ class Got:
     body: bytes
 
 
-class FakeWorker:
+class FakeHttpWorker:
     """Does with each request what `does` says for its path, or else for any; and remembers it."""
 
     def __init__(self, name: str) -> None:
@@ -132,13 +132,13 @@ class House:
 
     proxy: Proxy
     brain: FakeBrain
-    workers: list[FakeWorker]
+    workers: list[FakeHttpWorker]
     client: ClientSession
     scheme: str = "http"
     #: of the client's every request
     tls: ssl.SSLContext | None = field(default=None)
 
-    async def apply(self, table: Mapping[str, Routes], workers: list[FakeWorker] | None = None) -> None:
+    async def apply(self, table: Mapping[str, Routes], workers: list[FakeHttpWorker] | None = None) -> None:
         known = self.workers if workers is None else workers
         await self.proxy.apply({worker.name: worker.worker for worker in known}, table)
 
@@ -174,7 +174,7 @@ async def serving(
     defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_s": 15}
     section = GatewaySection(**{**defaults, **settings})
     brain = FakeBrain()
-    workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
+    workers = [FakeHttpWorker("abcdefgh"[number]) for number in range(count)]
     async with AsyncExitStack() as ends:
         for worker in workers:
             await worker.start(worker_tls)

@@ -21,7 +21,7 @@ from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool
 from rsrv_gateway.upload import SMALL_BODY_BYTES
-from tests.unit.gateway.http_proxies import INFER, FakeWorker, House, serving
+from tests.unit.gateway.http_proxies import INFER, FakeHttpWorker, House, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
@@ -542,7 +542,7 @@ async def test_a_client_that_does_not_read() -> None:
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
     """A stream goes on at a worker that is given up in the middle of it, and its connections end with it."""
-    worker = FakeWorker("a")
+    worker = FakeHttpWorker("a")
     await worker.start()
     more = asyncio.Event()
 

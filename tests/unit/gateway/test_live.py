@@ -15,7 +15,7 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.routes import PageError
 from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.live import Event, Workers
-from tests.unit.gateway.workers import FakeControl, FakeTriton, serving
+from tests.unit.gateway.workers import FakeControl, FakeServer, serving
 from tests.unit.gateway.worlds import World
 from tests.waiting import looped
 
@@ -61,7 +61,7 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
     world = World(None, **dict.fromkeys((*names, "bare"), "m"))
     async with AsyncExitStack() as stack:
         for name, control in controls.items():
-            port = await stack.enter_async_context(serving(FakeTriton(), control))
+            port = await stack.enter_async_context(serving(FakeServer(), control))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
             stub = control_pb2_grpc.ControlStub(channel)
             world.controls[f"{name}:8001"] = ControlClient(stub, (("authorization", f"Bearer {name}"),))
@@ -72,7 +72,7 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
 @looped
 async def test_a_connection_that_is_closed_is_told_and_opened_anew() -> None:
     """As probes do when a worker does not answer in time. While it is closed nothing can be asked either."""
-    async with fleet() as (world, workers, _), serving(FakeTriton(), PageControl()) as port:
+    async with fleet() as (world, workers, _), serving(FakeServer(), PageControl()) as port:
 
         def connect() -> Any:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -26,7 +26,7 @@ from rsrv_gateway.members import MembersError
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.test_admin import get
-from tests.unit.gateway.workers import FakeTriton, serving
+from tests.unit.gateway.workers import FakeServer, serving
 from tests.unit.junk import throw_junk
 from tests.waiting import looped
 
@@ -194,7 +194,7 @@ async def test_it_carries_requests_and_ends_when_they_have(
 ) -> None:
     """After SIGTERM the one under way is answered; metrics know of it, and nothing is left. Its log is as it was asked for."""
     monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
-    triton = FakeTriton()
+    triton = FakeServer()
     async with (
         serving(triton) as port,
         gateway(tmp_path, port) as running,
@@ -225,7 +225,7 @@ async def test_it_may_open_as_many_files_as_can_be(tmp_path: Path) -> None:
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
     try:
-        async with serving(FakeTriton()) as port, gateway(tmp_path, port) as running:
+        async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
             limits = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
@@ -239,7 +239,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> 
     secret.write_text("secret")
     secret.chmod(0o600)
     async with (
-        serving(FakeTriton()) as port,
+        serving(FakeServer()) as port,
         gateway(tmp_path, port, settings=f"token_file: {secret}") as running,
     ):
         ports = [int(address.rpartition(":")[2]) for address in (running.http, running.admin)]
@@ -252,7 +252,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> 
 @looped
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     """Whatever is under way."""
-    triton = FakeTriton()
+    triton = FakeServer()
     async with serving(triton) as port, gateway(tmp_path, port) as running:
         triton.gate.clear()
         waiting = asyncio.ensure_future(running.infer())
@@ -271,7 +271,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 @looped
 async def test_a_worker_that_dies_takes_no_request_with_it_that_another_can_answer(tmp_path: Path) -> None:
     """Long before it would be probed: by the first request that fails there, which the other worker answers."""
-    one, other = FakeTriton(), FakeTriton()
+    one, other = FakeServer(), FakeServer()
     settings = "mode: round_robin, probe_s: 60"
     async with AsyncExitStack() as stack:
         second = await stack.enter_async_context(serving(other))
@@ -299,7 +299,7 @@ async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path)
     """In its private directory; what a dead one left there is removed by the next."""
     left = base / "gateway-1-1"
     left.mkdir()
-    async with serving(FakeTriton()) as port, gateway(tmp_path, port) as running:
+    async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
         assert not left.exists()
         (socket,) = base.glob(f"gateway-{running.process.pid}-*/control.sock")
         async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
@@ -316,7 +316,7 @@ async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path)
 @looped
 async def test_a_port_that_is_taken_ends_it(tmp_path: Path) -> None:
     """With status 1 and the setting in the message."""
-    async with serving(FakeTriton()) as port:
+    async with serving(FakeServer()) as port:
         for setting in ("grpc", "admin"):
             ports = {
                 key: f"127.0.0.1:{free}"

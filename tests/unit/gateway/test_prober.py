@@ -12,7 +12,7 @@ from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerV
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory, CredentialsError
 from rsrv_gateway.probes import DEAD, ActError, GrpcProber
-from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, serving
+from tests.unit.gateway.workers import FakeControl, FakeServer, Relay, serving
 from tests.waiting import looped
 
 LOAD = pb.GetLoadResponse(
@@ -50,7 +50,7 @@ def prober(port: int, *, control: bool = False, timeout: float = 10.0, **setting
 @looped
 async def test_a_worker_without_control_tells_what_is_ready() -> None:
     """Only that; models that are not ready are not in it."""
-    triton = FakeTriton()
+    triton = FakeServer()
     triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
     async with serving(triton) as port:
         one = prober(port)
@@ -65,7 +65,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
     """By model what it holds, costs and has done; a model whose rows no input tells has no items."""
     control = FakeControl()
     control.load = LOAD
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
         assert await one.look() == WorkerView(
             alive=True,
@@ -86,7 +86,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 async def test_metrics_of_a_control_service_are_there_or_not() -> None:
     """One that has them, an older one, one that is gone, and a worker that has none."""
     control = FakeControl()
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one, bare = prober(port, control=True), prober(port)
         assert await one.metrics() is None
         control.metrics = "rsrv_runtime_up 1\n"
@@ -102,7 +102,7 @@ async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
     """Triton answers, and says which models are ready."""
     control = FakeControl()
     control.load = None
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
         assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
         await one.close()
@@ -111,7 +111,7 @@ async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
 @looped
 async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
     """It answers, and refuses requests."""
-    triton = FakeTriton()
+    triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
         triton.ready = False
@@ -122,7 +122,7 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
 @looped
 async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> None:
     """While it loads others, for example."""
-    triton = FakeTriton()
+    triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port, timeout=0.3)
         seen = await one.look()
@@ -134,7 +134,7 @@ async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> 
 @looped
 async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() -> None:
     """Whoever listens there next."""
-    triton = FakeTriton()
+    triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
         assert (await one.look()).alive
@@ -149,7 +149,7 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
 async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
     """The worker is dead for one look, which takes as long as it may, and found by the next."""
     control = FakeControl()
-    async with serving(FakeTriton(), control) as port, Relay(port).running() as relay:
+    async with serving(FakeServer(), control) as port, Relay(port).running() as relay:
         one = prober(relay.port, control=True, timeout=0.5)
         assert (await one.look()).alive
         relay.stick()
@@ -163,7 +163,7 @@ async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
 async def test_steps_go_to_the_control_service() -> None:
     """What it refuses is an error with its reason."""
     control = FakeControl()
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
         await one.act(Act.PREFETCH, "a")
         await one.act(Act.EVICT, "b")
@@ -178,7 +178,7 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
     """Of the control services: Triton itself knows none."""
     (tmp_path / "token").write_text("secret\n")
     control = FakeControl()
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one = prober(port, control=True, worker_token_file=tmp_path / "token")
         await one.look()
         assert control.token == "Bearer secret"
@@ -197,7 +197,7 @@ def value(tmp_path: Path) -> Path:
 @looped
 async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> None:
     """The gateway brings KEY and VALUE along, as tritonserver's flag has them."""
-    triton = FakeTriton()
+    triton = FakeServer()
     triton.restricted = ("admin-key", "sesame=1")
     async with serving(triton) as port:
         one = prober(port, worker_repository_key="admin-key", worker_repository_value_file=value)
@@ -208,7 +208,7 @@ async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> No
 @looped
 async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """Why a worker that answers gets no requests, and what to do; again only after it was open."""
-    triton = FakeTriton()
+    triton = FakeServer()
     triton.restricted = ("admin-key", "sesame")
     async with serving(triton) as port:
         one = prober(port)
@@ -229,7 +229,7 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
 @looped
 async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """It has no index yet, and nobody has to do anything."""
-    triton = FakeTriton()
+    triton = FakeServer()
     triton.ready = False
     async with serving(triton) as port:
         one = prober(port)
@@ -310,7 +310,7 @@ async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -
     """The worker serves as one that has no control service: its figures would spoil those of all."""
     control = FakeControl()
     control.load = pb.GetLoadResponse(instance="1", models=[pb.ModelLoad(name="m", **figures)])
-    async with serving(FakeTriton(), control) as port:
+    async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
         assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
         await one.close()

@@ -12,7 +12,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 
 
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Has the models in `index`, by name with their state."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 
 @asynccontextmanager
 async def serving(
-    triton: FakeTriton, control: FakeControl | None = None, port: int = 0
+    triton: FakeServer, control: FakeControl | None = None, port: int = 0
 ) -> AsyncIterator[int]:
     """Both services on one port, which is given."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

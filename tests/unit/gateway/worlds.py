@@ -74,7 +74,7 @@ class FakePlane(Proxy):
         self.log.append("stop")
 
 
-class FakeProber:
+class WorldProber:
     def __init__(self, world: "World", worker: Worker) -> None:
         self._world = world
         self._name = worker.name
@@ -126,7 +126,7 @@ class World:
 
         self.gateway = GatewayLoop(
             Members(section, resolve),
-            lambda seen: Probes(lambda worker: FakeProber(self, worker), section.probe_s, seen),
+            lambda seen: Probes(lambda worker: WorldProber(self, worker), section.probe_s, seen),
             self.planner,
             lambda brain: self.proxy,
             pause=section.probe_s,

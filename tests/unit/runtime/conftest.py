@@ -34,8 +34,9 @@ from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Look, check_signatures, signature_of
+from tests.builders import CLIENT, write_meta
 from tests.fakes import Compute, FakeDevice, FakePbUtils
-from tests.unit.runtime.metas import CLIENT, Run, meta_engine, write_meta
+from tests.unit.runtime.metas import Run, meta_engine
 from tests.waiting import wait_until
 
 

@@ -8,12 +8,11 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,32 +34,14 @@ if TYPE_CHECKING:
 
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
 #: x and y of 3 columns, as a manifest has them
-CLIENT = """
-client_inputs: [{name: x, dtype: f32, shape: na, dims: {a: 3}}]
-client_outputs: [{name: y, dtype: f32, shape: na, dims: {a: 3}}]
-"""
 #: seconds; for what should happen at once
 SOON = 20.0
 
 Run = Callable[[dict[str, Array], Any], Any]
 
 
-def write_meta(
-    path: Path, body: str, calls: Sequence[str], external: Sequence[str] = (), client: str = CLIENT
-) -> Path:
-    """A bundle of kind meta whose model.py is `body`."""
-    path.mkdir(parents=True)
-    (path / "manifest.yaml").write_text(
-        'format_version: "3.0"\n'
-        "kind: meta\n"
-        f"meta: {{calls: [{', '.join(calls)}], external: [{', '.join(external)}]}}\n" + client
-    )
-    (path / "model.py").write_text(dedent(body))
-    return path
-
-
 @dataclass
-class FakeTriton:
+class FakeCallees:
     """Stands for BLS: models outside of the runtime, as functions of their inputs; and stubs of models in it."""
 
     models: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
@@ -140,12 +121,12 @@ def meta_engine(
     *,
     run: Run | None = None,
     hooks: Mapping[str, Hooks] | None = None,
-    triton: FakeTriton | None = None,
+    triton: FakeCallees | None = None,
     outputs: tuple[WireTensor, ...] = OUTPUTS,
     batched: bool = True,
 ) -> Iterator[MetaEngine]:
     """The engine of a meta model's stub, connected to `runtime`. `run` and `hooks` stand for those of the bundles."""
-    bls: Any = triton or FakeTriton()
+    bls: Any = triton or FakeCallees()
     engine = MetaEngine(
         Tensors(FakePbUtils),
         Responses(FakePbUtils),

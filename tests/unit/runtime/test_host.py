@@ -28,7 +28,7 @@ from rsrv.runtime.host_weights import (
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.unit.bundle.forge import make_bundle
-from tests.unit.runtime.weights import Array, large, small, write_bundle
+from tests.unit.runtime.weights import Array, bundle_of, large, small
 
 MakeBundle = Callable[..., Bundle]
 
@@ -39,7 +39,7 @@ def make(tmp_path: Path) -> MakeBundle:
     count = iter(range(1000))
 
     def make_one(version: Literal["2.0", "3.0", "3.1"] = "3.0", **arrays: Array) -> Bundle:
-        return write_bundle(tmp_path, arrays, f"bundle_{next(count)}", version)
+        return bundle_of(tmp_path, arrays, f"bundle_{next(count)}", version)
 
     return make_one
 

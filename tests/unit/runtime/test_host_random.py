@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rsrv.runtime.allocation import LARGE
 from rsrv.runtime.host_weights import HostStore, HostWeights, SharedMemory
 from tests.builders import FEW_EXAMPLES
-from tests.unit.runtime.weights import Array, large, small, write_bundle
+from tests.unit.runtime.weights import Array, bundle_of, large, small
 
 
 class Runtimes(RuleBasedStateMachine):
@@ -32,7 +32,7 @@ class Runtimes(RuleBasedStateMachine):
             [pool[1], pool[3], pool[4]],
         ]
         self.files = [
-            write_bundle(self.path, {f"w{i}": array for i, array in enumerate(arrays)}, f"b{index}")
+            bundle_of(self.path, {f"w{i}": array for i, array in enumerate(arrays)}, f"b{index}")
             for index, arrays in enumerate(self.arrays)
         ]
         self.stores = [self.start(), self.start()]

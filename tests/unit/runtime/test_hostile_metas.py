@@ -17,8 +17,8 @@ from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed, read_status
+from tests.builders import write_meta
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.metas import write_meta
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
-    FakeTriton,
+    FakeCallees,
     Pause,
     Run,
     answer_of,
@@ -42,7 +42,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime(load_settings("meta: {transport: bls}"))
 
 
-StartThrough = Callable[..., tuple[MetaEngine, FakeTriton]]
+StartThrough = Callable[..., tuple[MetaEngine, FakeCallees]]
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, 
 
     def start(
         run: Run, calls: str = "ab", *, hooks: dict[str, Hooks] | None = None
-    ) -> tuple[MetaEngine, FakeTriton]:
+    ) -> tuple[MetaEngine, FakeCallees]:
         engines = {
             name: model_engine(runtime, doublings[name], (hooks or {}).get(name), internal=True)
             for name in calls
         }
-        triton = FakeTriton(engines=engines)
+        triton = FakeCallees(engines=engines)
         return start_meta(runtime, run, calls, triton=triton), triton
 
     return start
@@ -155,7 +155,7 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
         lambda _, call: call("a", inputs, keep_on_device=keep),
         "a",
         hooks={"a": hooks} if hooks else None,
-        triton=FakeTriton(engines=engines),
+        triton=FakeCallees(engines=engines),
     )
     (answer,) = ask(engine, request())
     assert_fails(answer, code, text)

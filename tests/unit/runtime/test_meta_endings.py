@@ -15,9 +15,10 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.direct import DirectRun
 from rsrv.wire.socket import read_status
+from tests.builders import write_meta
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.metas import ask, meta_engine, rows, send, write_meta
+from tests.unit.runtime.metas import ask, meta_engine, rows, send
 
 #: model `a` makes 2 x + 1, `b` 2 x + 2, ...
 CHAIN = """

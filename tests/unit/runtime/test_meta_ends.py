@@ -15,7 +15,7 @@ from rsrv.wire.frames import Status
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
 from tests.unit.runtime.metas import (
-    FakeTriton,
+    FakeCallees,
     Pause,
     Run,
     answer_of,
@@ -230,7 +230,7 @@ def test_external_models_are_called_through_triton(runtime: Runtime, start_meta:
         second, third = call.many([(name, {"x": first}), ("b", {"x": first})])
         return {"y": second["y"] + third["y"]}
 
-    triton = FakeTriton({"ocr": lambda inputs: {"y": inputs["x"] * 100}, "gone": lambda inputs: {}})
+    triton = FakeCallees({"ocr": lambda inputs: {"y": inputs["x"] * 100}, "gone": lambda inputs: {}})
     engine = start_meta(runtime, run, triton=triton)
     assert isinstance(triton.models, dict)
     del triton.models["gone"]

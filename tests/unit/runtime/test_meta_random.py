@@ -23,7 +23,7 @@ from rsrv.wire.frames import Status
 from rsrv.wire.socket import read_status
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double, nothing_is_under_way
-from tests.unit.runtime.metas import FakeTriton, answer_of, assert_fails, assert_y, memory_of, model_engine
+from tests.unit.runtime.metas import FakeCallees, answer_of, assert_fails, assert_y, memory_of, model_engine
 from tests.waiting import wait_until
 
 #: model -> what it adds to twice its input
@@ -226,7 +226,7 @@ class House:
         self.engines: list[MetaEngine] = []
         for n in range(3):
             internal = {name: model_engine(runtime, doublings[name], internal=True) for name in MODELS}
-            triton = FakeTriton(engines=internal if bls else {})
+            triton = FakeCallees(engines=internal if bls else {})
             if not bls:
                 for engine in internal.values():
                     engine.close()

@@ -1,7 +1,6 @@
 """Meta models come and go with those that they call, in every order."""
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -15,10 +14,10 @@ from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.calls import Call, Entrance, Spot, Where, pack_entrances
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import read_status, send
+from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakeRequest
-from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta
+from tests.unit.runtime.metas import ask, meta_engine, rows
 from tests.waiting import wait_until
 
 CHAIN = """
@@ -48,14 +47,6 @@ def register(runtime: Runtime, lanes: ExitStack, meta: Path, calls: Mapping[str,
     return body
 
 
-def broken(path: Path, good: Path) -> Path:
-    """A bundle that can be read, and not built."""
-    shutil.copytree(good, path)
-    for module in path.glob("*.mlir"):
-        module.write_bytes(b"nonsense")
-    return seal(path)
-
-
 def models() -> dict[str, Any]:
     found: dict[str, Any] = read_status(os.getpid())["models"]
     return found
@@ -68,7 +59,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
     """All that wait for it hear why; what they shared with another meta model stays, and the rest leaves."""
     both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b", "c"])
-    calls = {n: broken(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
+    calls = {n: broken_bundle(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
     with meta_engine(runtime, other, {n: doublings[n] for n in "bc"}):
         reasons: list[str] = []
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.socket import read_status
+from tests.builders import write_meta
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.metas import write_meta
 
 
 def test_a_meta_model_shows_while_those_that_it_calls_are_built(

@@ -9,9 +9,10 @@ import pytest
 
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.socket import read_status
+from tests.builders import write_meta
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta
+from tests.unit.runtime.metas import ask, meta_engine, rows
 
 #: model `a` makes 2 x + 1, `b` 2 x + 2, ...
 

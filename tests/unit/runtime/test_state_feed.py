@@ -1,7 +1,6 @@
 """What watchers are told: every change, once, in order, and nothing that is not so."""
 
 import os
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,15 @@ from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, send
 from rsrv_bundle import read_bundle
-from tests.builders import FEW_EXAMPLES
+from tests.builders import FEW_EXAMPLES, broken_bundle, write_meta
 from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
-from tests.unit.runtime.metas import write_meta
 from tests.unit.runtime.test_residency import answered, ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator, Watcher
 
 #: of a model of `doublings`
 _BYTES = 12
-
-
-def broken(path: Path, good: Path) -> Path:
-    """A bundle that can be read, and not built."""
-    shutil.copytree(good, path)
-    for module in path.glob("*.mlir"):
-        module.write_bytes(b"nonsense")
-    return path
 
 
 def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
@@ -116,7 +106,7 @@ def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
     with Watcher(runtime) as watcher:
         for name in "ab":
             with pytest.raises(Rejected) as caught:
-                register(runtime, name, broken(tmp_path / name, doublings[name]))
+                register(runtime, name, broken_bundle(tmp_path / name, doublings[name]))
             watcher.until(lambda name=name: watcher.is_(name, state="failed"))  # type: ignore[misc]
             assert watcher.is_(name, error=str(caught.value), stubs=[], weights="absent")
             assert watcher.history(name, "state") == ["loading", "failed"]
@@ -184,7 +174,7 @@ def test_a_meta_model_fails_with_what_it_calls(
 ) -> None:
     """Both say why; what it shares with nobody leaves."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
-    calls = {"a": str(doublings["a"]), "b": str(broken(tmp_path / "b", doublings["b"]))}
+    calls = {"a": str(doublings["a"]), "b": str(broken_bundle(tmp_path / "b", doublings["b"]))}
     with Watcher(runtime) as watcher:
         lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected) as caught:
@@ -297,7 +287,7 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
 ) -> None:
     """After any step, while models come, fail, move and go, are paused and pinned."""
     folder = tmp_path_factory.mktemp("models")
-    bundles = {**doublings, "x": broken(folder / "x", doublings["a"])}
+    bundles = {**doublings, "x": broken_bundle(folder / "x", doublings["a"])}
     runtime = start_runtime(load_settings(f"runtime: {{weight_budget_bytes: {_BYTES}}}"))
     lanes: list[RuntimeConnection] = []
     with ExitStack() as stack:

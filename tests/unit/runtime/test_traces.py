@@ -22,10 +22,11 @@ from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.calls import Call
 from rsrv.wire.traces import Attributes, Mark, Span
+from tests.builders import write_meta
 from tests.fakes import FakeRequest
 from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
-from tests.unit.runtime.metas import FakeTriton, meta_engine, model_engine, write_meta
+from tests.unit.runtime.metas import FakeCallees, meta_engine, model_engine
 from tests.unit.runtime.metas import ask as ask_meta
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
 from tests.waiting import wait_until
@@ -326,7 +327,7 @@ def test_calls_through_triton_are_parts_as_well(
 ) -> None:
     """The called model's stub learns from a parameter whose part its request is."""
     runtime = start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}\nmeta: {transport: bls}"))
-    triton = FakeTriton(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
+    triton = FakeCallees(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
     meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
     with meta_engine(runtime, meta, {"a": doublings["a"]}, triton=triton) as engine:
         (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))

@@ -26,10 +26,11 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.socket import read_status
 from rsrv_bundle.weights import WeightsFile
+from tests.builders import write_meta
 from tests.fakes import FakeError
 from tests.runtime_commands import Refused, compact, configure, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
-from tests.unit.runtime.metas import meta_engine, write_meta
+from tests.unit.runtime.metas import meta_engine
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 from tests.waiting import wait_until

@@ -23,7 +23,7 @@ def small(value: int) -> Array:
     return np.full(3, value, np.float32)
 
 
-def write_bundle(
+def bundle_of(
     parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0", "3.1"] = "3.0"
 ) -> Bundle:
     """A bundle whose modules take these arrays, in this order."""

@@ -62,7 +62,7 @@ class PickyTensor(FakeTensor):
         super().__init__(name, array)
 
 
-class FakeTriton(FakePbUtils):
+class FakeBls(FakePbUtils):
     TRITONSERVER_MEMORY_CPU = "cpu"
     Tensor = PickyTensor
 
@@ -98,14 +98,14 @@ class Held:
 
 
 @pytest.fixture
-def triton() -> FakeTriton:
-    made = FakeTriton()
+def triton() -> FakeBls:
+    made = FakeBls()
     made.models["echo"] = lambda call: call.arrays
     return made
 
 
 @pytest.fixture
-def held(triton: FakeTriton) -> Iterator[Held]:
+def held(triton: FakeBls) -> Iterator[Held]:
     made = Held()
     triton.models["held"] = made
     yield made
@@ -113,7 +113,7 @@ def held(triton: FakeTriton) -> Iterator[Held]:
 
 
 @pytest.fixture
-def make(triton: FakeTriton) -> Iterator[Callable[..., Bls]]:
+def make(triton: FakeBls) -> Iterator[Callable[..., Bls]]:
     """Objects under test, closed in the end."""
     made = []
 
@@ -139,7 +139,7 @@ def in_ns(seconds: float) -> int:
 # --- one call -----------------------------------------------------------------------------------------------------
 
 
-def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Callable[..., Bls]) -> None:
     """In that order; all that there are if none were named."""
     triton.models["two"] = lambda call: {"y": X, "z": -X}
 
@@ -151,7 +151,7 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeTriton, make: 
     np.testing.assert_array_equal(asked["z"], -X)
 
 
-def test_a_call_says_what_it_has_to(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -> None:
     """The run's token as text, since integers there are signed; the time left; where answers belong."""
     seen: list[dict[str, Any]] = []
 
@@ -189,7 +189,7 @@ def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls
 
 
 def test_a_call_that_raises_tells_the_log_why(
-    triton: FakeTriton, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
+    triton: FakeBls, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client does not get it."""
 
@@ -403,7 +403,7 @@ def test_triton_messages_become_statuses(message: str, status: Status, text: str
     assert (found.status, found.text) == (status, text)
 
 
-def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeBls, make: Callable[..., Bls]) -> None:
     """Code and text of a model of ours come through."""
     triton.models["full"] = lambda call: tag_failure(Status.QUEUE_FULL, "retry after 5 ms")
 

@@ -24,7 +24,7 @@ signal.pause()
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    path = Path(f"{child_processes._REGION}_test_{os.getpid()}")
+    path = Path(f"{child_processes._REGION_PREFIX}_test_{os.getpid()}")
     yield path
     path.unlink(missing_ok=True)
 
@@ -42,7 +42,7 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
     region: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it stays."""
-    monkeypatch.setattr(child_processes, "_PATIENCE", 0.05)
+    monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
     process = start(_HOLDS_A_REGION, str(region))
     stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None

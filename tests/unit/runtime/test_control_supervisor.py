@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.child_processes import control_command, next_pause, steer
+from rsrv.runtime.child_processes import control_command, next_delay, supervise
 from rsrv.wire.paths import CONTROL_LOCK, remove
 
 
@@ -47,7 +47,7 @@ def test_one_that_ends_is_started_again_later_and_later(
     rests = Rests(8)
 
     with pytest.raises(Over):
-        steer(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
+        supervise(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
 
     assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
     # Sessions of earlier tests may still look for their runtimes, and say so.
@@ -61,7 +61,7 @@ def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:
     rests = Rests(4)
 
     with pytest.raises(Over):
-        steer(python(""), tmp_path, rests, clock=lambda: next(times))
+        supervise(python(""), tmp_path, rests, clock=lambda: next(times))
 
     assert rests.seconds == [1, 2, 1, 2]
 
@@ -69,7 +69,7 @@ def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:
 def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And is tried again all the same."""
     with pytest.raises(Over):
-        steer([str(tmp_path / "nothing")], tmp_path, Rests(2))
+        supervise([str(tmp_path / "nothing")], tmp_path, Rests(2))
 
     assert len(caplog.messages) == 2
     assert "cannot be started" in caplog.messages[0]
@@ -84,7 +84,7 @@ def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -
 
     def run() -> None:
         with pytest.raises(Over):
-            steer(python(f"open({str(started)!r}, 'w')"), tmp_path, Rests(1))
+            supervise(python(f"open({str(started)!r}, 'w')"), tmp_path, Rests(1))
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
@@ -105,7 +105,7 @@ open({str(said)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.rea
 """
 
     with pytest.raises(Over):
-        steer(python(code), tmp_path, Rests(1))
+        supervise(python(code), tmp_path, Rests(1))
 
     assert said.read_text() == "True ''"
 
@@ -116,7 +116,7 @@ def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "control.sock").touch()
 
-    steer(python(""), directory, Rests(1, then=lambda: remove(directory)))
+    supervise(python(""), directory, Rests(1, then=lambda: remove(directory)))
 
     assert not directory.exists()
 
@@ -132,5 +132,5 @@ def test_it_is_told_whom_it_serves(tmp_path: Path) -> None:
 @given(st.floats(0, 1e9))
 def test_pauses_stay_between_a_second_and_a_minute(pause: float) -> None:
     """Each at least as long as the one before, until that is too long."""
-    assert min(pause, 60) <= next_pause(pause) <= 60
-    assert next_pause(pause) >= 1
+    assert min(pause, 60) <= next_delay(pause) <= 60
+    assert next_delay(pause) >= 1

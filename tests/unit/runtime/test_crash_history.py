@@ -103,7 +103,7 @@ def test_a_verdict_says_what_happened_and_what_helps() -> None:
     """How often, when, doing what; and three ways to have it tried again. No path: clients are told, too."""
     assert verdict(deaths("crashed", "hung"), 1.7e9) == (
         "the model has ended the runtime 2 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
-        "tried again until its bundle changes, the server starts anew, or deaths.json in the runtime's private "
+        "loaded again until its bundle changes, the server restarts, or deaths.json in the runtime's private "
         "directory is removed"
     )
 
@@ -176,7 +176,7 @@ def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
     activity = Activity(BlackBox(tmp_path).memory)
     activity.build.begin(Phase.BUILDING, "b@1")
     activity.round.begin(Phase.LOOPING, "")
-    activity.round.hangs()
+    activity.round.mark_hung()
 
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
 
@@ -341,7 +341,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     assert runtime.device.gate.waiting.wait(10)
     place = runtime.loop.activity.front(runtime.loop.launcher)
     assert place is not None
-    place.hangs()
+    place.mark_hung()
     # As if the process ended now: what this one still writes is not seen there.
     after = tmp_path / "after"
     after.mkdir()

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.activity import Activity, ActivitySlot, Phase, Task
+from rsrv.runtime.activity import Activity, ActivitySlot, Phase, Task, Watchdog, describe
 from rsrv.runtime.device import Array
 from rsrv.runtime.host_weights import HostWeights
 from rsrv.runtime.models import warm_up
-from rsrv.runtime.watchdog import Watchdog, describe
 from rsrv.settings import load_settings
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
@@ -37,10 +36,10 @@ class Watch:
     def passes(self, seconds: float, looks: int | None = None) -> list[str]:
         """Who is found within so much time, in as many looks as it has, or as are said."""
         self.found.clear()
-        count = round(seconds / self._dog.pause) if looks is None else looks
+        count = round(seconds / self._dog.interval_s) if looks is None else looks
         for _ in range(count):
             self.now += seconds / count
-            self._dog.look()
+            self._dog.check()
         return [task.key or "the loop" for task, _ in self.found]
 
 

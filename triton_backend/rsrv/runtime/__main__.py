@@ -1,4 +1,4 @@
-"""`python -m rsrv.runtime`: the process that owns one device. Stubs start it; nobody else needs to."""
+"""`python -m rsrv.runtime`: the process that owns one device. Stubs start it."""
 
 import argparse
 import faulthandler
@@ -19,10 +19,10 @@ from rsrv.runtime.allocation import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
 
-#: how the process ends when the watchdog ends it
-_HUNG = 75
-#: seconds that saying what hangs may take
-_LAST_WORDS = 10.0
+#: exit status if the watchdog ends the process, and if the loop failed
+_EXIT_HUNG, _EXIT_FAILED = 75, 70
+#: the process ends after this time even if the log about a hang cannot be written
+_HANG_REPORT_S = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,28 +35,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
 
-    # The limit of a stub's memory is for its hooks.
+    # A stub limits its memory because of its hooks, which do not run here.
     raise_limit(resource.RLIMIT_DATA)
-    # The stub that starts this process must not be its parent: it may be unloaded at any time, and would
-    # keep a zombie if we died first.
+    # The stub that starts this process must not be its parent: Triton may unload the stub at any time, and if this
+    # process ended first, it would stay a zombie of the stub.
     if os.fork():
         return 0
     os.setsid()
     use_one_arena()
-    # Loads of weights are told as they come: they must not wait for the log.
+    # Each load of weights is logged, and must not wait for the log to be written.
     logs.setup(aside=True)
-    # A warning is a line of the log, whatever the environment wants warnings to be.
+    # Warnings are lines of the log, regardless of PYTHONWARNINGS.
     warnings.simplefilter("default")
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
-        # Only now are the heavy modules loaded: a broken installation is reported to who waits.
-        from rsrv.runtime.activity import ActivitySlot, Task
-        from rsrv.runtime.child_processes import control_command, end_orphans, keep_steering
+        # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
+        from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
+        from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
-        from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.settings import load_settings
         from rsrv_bundle.inspection import Inspector
 
@@ -64,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         settings = load_settings(text, str(options.settings))
         logs.setup(settings.logs.format)
         if paths.hold(options.directory) is None:
-            # Its starter died before it could say so: the other stubs will find it.
+            # Another runtime serves already; the stub that started it died. The other stubs connect to it.
             _say(options.ready_fd, "ready")
             return 0
         paths.sweep(options.directory.parent)
-        # The customary 1024 open files would be too few for hundreds of models.
+        # The usual limit of 1024 open files is too low for hundreds of models.
         raise_limit(resource.RLIMIT_NOFILE)
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
@@ -76,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         box.catch_signals()
     except Exception as error:
         if not paths.start_time(options.server_pid):
-            # The server ended meanwhile, and its stubs with it: nobody else will clear away.
+            # The server and its stubs have ended meanwhile, so no other process removes the directory.
             paths.remove(options.directory)
             return 1
         log.exception("the runtime cannot start")
@@ -84,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     _say(options.ready_fd, "ready")
 
-    # The scheduler's threads hand over often and hold the interpreter briefly.
+    # The runtime's threads hand over often and hold the interpreter briefly.
     sys.setswitchinterval(0.0005)
     log.info("runtime %d serves tritonserver %d in %s", os.getpid(), options.server_pid, options.directory)
     loop = Loop(
@@ -109,51 +108,51 @@ def main(argv: list[str] | None = None) -> int:
         paths.remove(options.directory)
         stubs = {}
         for pid, fd in list(loop.stubs.items()):
-            with suppress(OSError):  # ended just now
+            with suppress(OSError):  # the stub has just ended
                 stubs[pid] = os.dup(fd)
         end_orphans(stubs)
-        with suppress(Exception):  # the loop still runs, and may be in the midst of it
+        with suppress(Exception):  # the loop still runs, and may change its state meanwhile
             loop.clear()
-        # Again: whoever steers may have looked for the control process meanwhile, and left its lock.
+        # Remove it again: the control supervisor may have created its lock file meanwhile.
         paths.remove(options.directory)
-        logging.shutdown()  # what was logged is to be written
+        logging.shutdown()  # write the lines that are still queued
         os._exit(0)
 
-    def end_what_hangs(slot: ActivitySlot, task: Task, seconds: float) -> None:
-        slot.hangs()
-        # Should whoever hangs hold the log, too.
-        late = threading.Timer(_LAST_WORDS, os._exit, (_HUNG,))
-        late.daemon = True
-        late.start()
+    def end_after_hang(slot: ActivitySlot, task: Task, seconds: float) -> None:
+        slot.mark_hung()
+        # The thread that hangs may hold the log's lock.
+        timer = threading.Timer(_HANG_REPORT_S, os._exit, (_EXIT_HUNG,))
+        timer.daemon = True
+        timer.start()
         log.critical("%s; the runtime ends, and the stubs start another", describe(task, seconds))
         faulthandler.dump_traceback(all_threads=True)
-        os._exit(_HUNG)
+        os._exit(_EXIT_HUNG)
 
     if settings.runtime.watchdog_s is not None:
-        Watchdog(loop.activity, settings.runtime.watchdog_s, lambda: loop.launcher, end_what_hangs).start()
-    # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
+        Watchdog(loop.activity, settings.runtime.watchdog_s, lambda: loop.launcher, end_after_hang).start()
+    # The server's end is watched on another thread: an execution on the loop may never end.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
     if settings.control.enabled:
-        keep_steering(
+        start_supervisor(
             control_command(options.directory, options.server_pid, options.settings), options.directory
         )
-    # A batch is hundreds of short-lived objects: collect after many batches, not after each.
+    # A batch makes hundreds of short-lived objects: collect garbage after many batches, not after each.
     gc.set_threshold(20_000, 20, 20)
     try:
         loop.run()
     except BaseException:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
-        # Whatever is being built now is not why.
+        # The loop failed: no model that is being built is to blame.
         box.clear()
-    # Never through the interpreter's own end, which waits for threads: the stubs would wait as long.
+    # The interpreter's own exit waits for threads, and the stubs would wait as long.
     (options.directory / paths.SOCKET).unlink(missing_ok=True)
     with suppress(Exception):
         loop.clear()
-    os._exit(70)
+    os._exit(_EXIT_FAILED)
 
 
 def _say(fd: int, text: str) -> None:
-    """To the stub that waits. It may have died: that is no reason to leave a socket behind, or other stubs without."""
+    """Report to the stub that waits. If it has died, this process goes on: other stubs need it."""
     with suppress(BrokenPipeError):
         os.write(fd, text.encode()[:4000])
     os.close(fd)

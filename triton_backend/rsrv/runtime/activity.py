@@ -1,17 +1,22 @@
-"""What is under way on the runtime's threads: for the watchdog, and, should the process die, for the next one."""
+"""Current task of each thread of the runtime, and the watchdog, which finds a task that hangs.
+
+The threads wait without a limit, so no other part notices a hang. The slots lie in memory that outlives the process: if
+it dies, the next runtime reads them.
+"""
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from mmap import mmap
 from struct import Struct
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import NamedTuple
 
 
 class Phase(IntEnum):
-    """What a thread does with a model, or, LOOPING, without one."""
+    """Work of a thread on a model; LOOPING needs no model."""
 
     BUILDING = 1
     WARMING = 2
@@ -34,37 +39,37 @@ _TEXTS = {
 
 
 class Task(NamedTuple):
-    """One thing that a thread does."""
+    """Work of one thread, from its beginning to its end."""
 
     phase: Phase
-    #: the model's
+    #: of the model
     key: str
-    #: rows, or, of a load, the bytes of its largest tensor
+    #: rows; of a load, the bytes of its largest tensor
     size: int
-    #: seconds that it should take; 0: not known
+    #: expected duration in seconds; 0: unknown
     expected: float
-    #: rises from one task to the next
+    #: increases with each task
     number: int
 
 
-#: bytes of the black box for one slot: the phase, whether it hung, how often something has ended well there with that
-#: model (the power of two below it, or the very number), and the model's key, which a zero byte ends
+#: bytes of the black box for one slot: the phase, 1 if it hung, the number of the model's tasks that ended well there
+#: (exact, or rounded down to a power of two), and the model's key with a zero byte at its end
 SLOT_BYTES = 512
 ENDED = Struct("<Q")
 ENDED_AT, KEY_AT = 2, 2 + ENDED.size
 _LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
 SLOTS = 7
-#: keys whose counts a slot has at most, before it starts anew: those of models that are gone are among them
-_REMEMBERED = 10_000
+#: models that a slot counts at most, removed ones included; then it drops all counts
+_MAX_COUNTED_MODELS = 10_000
 
-#: bytes that survive the process, or not
+#: a mapped file, which survives the process, or private memory
 Memory = mmap | bytearray
 
 
 class ActivitySlot:
-    """What one thread does now: it alone writes, the watchdog reads.
+    """Current task of one thread. Only that thread writes; the watchdog reads.
 
-    An execution that takes microseconds comes by here twice, so that is a few stores and no more.
+    An execution that takes microseconds passes here twice, so each pass is only a few stores.
     """
 
     __slots__ = (
@@ -89,14 +94,14 @@ class ActivitySlot:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._phase = Phase.LOOPING
         self._key = ""
-        #: how often something has ended here, with this key; and with others, when they were here last
+        #: tasks of this key that ended here; and those of other keys
         self._ended = 0
         self._before: dict[str, int] = {}
         self._size = 0
         self._expected = 0.0
-        #: 0: nothing is under way
+        #: 0: the thread is idle
         self._number = 0
-        #: 0: not known yet
+        #: 0: not yet known
         self.thread = 0
 
     @property
@@ -108,10 +113,10 @@ class ActivitySlot:
         return None
 
     def begin(self, phase: Phase, key: str, size: int = 0, expected: float = 0.0, number: int = 0) -> int:
-        """Returns the task's number; `number` is that of a task that another thread has begun."""
+        """Begin a task and return its number. `number`: continue the task that another thread began."""
         self._number = 0
         if key != self._key:
-            if len(self._before) == _REMEMBERED:
+            if len(self._before) == _MAX_COUNTED_MODELS:
                 self._before.clear()
             self._before[self._key] = self._ended
             self._key, self._ended = key, self._before.get(key, 0)
@@ -127,7 +132,7 @@ class ActivitySlot:
         return number
 
     def rest(self) -> None:
-        """Nothing is under way, but nothing has ended either: it goes on with the next `begin`."""
+        """Become idle without counting a task as ended: the next `begin` continues it."""
         self._number = 0
         self._memory[self._at] = 0
 
@@ -135,7 +140,7 @@ class ActivitySlot:
         self.rest()
         self._ended = ended = self._ended + 1
         if not ended & (ended - 1):
-            # Near enough, and far cheaper than each time.
+            # Powers of two are exact enough, and far cheaper than a store for each task.
             ENDED.pack_into(self._memory, self._at + ENDED_AT, ended)
 
     @contextmanager
@@ -146,13 +151,13 @@ class ActivitySlot:
         finally:
             self.end()
 
-    def hangs(self) -> None:
-        """Note for the next process that this slot is why there is one."""
+    def mark_hung(self) -> None:
+        """Record for the next runtime that this slot's task hung."""
         self._memory[self._at + 1] = 1
 
 
 class Activity:
-    """All slots: `memory` has SLOT_BYTES for each of SLOTS."""
+    """Slots of all threads, in `memory` of SLOT_BYTES for each of SLOTS."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         memory = bytearray(SLOT_BYTES * SLOTS) if memory is None else memory
@@ -161,9 +166,9 @@ class Activity:
         self.build, self.warm_up, self.weights, self.short, self.launch, self.read, self.round = slots
 
     def front(self, launcher: int | None) -> ActivitySlot | None:
-        """Whose work the device has; what others want of it waits for that.
+        """Return the slot of the task that the device executes; other tasks for the device wait for it.
 
-        `launcher`: the thread that the device works for, or worked for last, if it says so.
+        `launcher`: the thread that the device executes for, or executed for last; None: unknown.
         """
         busy = {
             task.number: slot
@@ -174,3 +179,93 @@ class Activity:
             if slot.thread == launcher:
                 return slot
         return busy[min(busy)] if busy else None
+
+
+#: a task hangs if it takes this many times its expected duration
+_HANG_FACTOR = 100.0
+#: checks within the limit, and bounds of the interval between two checks
+_CHECKS_PER_LIMIT, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 4, 0.05, 5.0
+#: intervals that count at most between two checks: a stopped process does not hang
+_MAX_COUNTED_INTERVALS = 2
+
+
+def advance_ages(
+    ages: Mapping[int, float], front: Task | None, others: tuple[Task | None, ...], elapsed: float
+) -> dict[int, float]:
+    """Return the seconds for which each task has been seen, by its number, `elapsed` seconds after `ages`.
+
+    `front` is the task that the device executes. While it stays the same, the others may wait for it and do not age.
+    """
+    stands = front is not None and front.number in ages
+    grown = {
+        task.number: ages[task.number] + (0.0 if stands else elapsed) if task.number in ages else 0.0
+        for task in others
+        if task is not None
+    }
+    if front is not None:
+        grown[front.number] = ages[front.number] + elapsed if stands else 0.0
+    return grown
+
+
+def hangs(task: Task | None, ages: Mapping[int, float], limit_s: float) -> bool:
+    """Return whether a task exceeds its limit: `limit_s`, or a multiple of its expected duration if that is longer."""
+    return task is not None and ages[task.number] > max(limit_s, _HANG_FACTOR * task.expected)
+
+
+class Watchdog:
+    """Thread that checks the slots and calls `found(slot, task, seconds)` for a task that hangs.
+
+    `launcher` returns that of the device. Time counts only while this thread runs: a process that was stopped, or a
+    machine that was suspended, does not hang.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        limit_s: float,
+        launcher: Callable[[], int | None],
+        found: Callable[[ActivitySlot, Task, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._activity = activity
+        self._limit_s = limit_s
+        self._launcher = launcher
+        self._found = found
+        self._clock = clock
+        self.interval_s = min(max(limit_s / _CHECKS_PER_LIMIT, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
+        self._checked = clock()
+        self._ages: dict[int, float] = {}
+
+    def start(self) -> None:
+        Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self.interval_s)
+            self.check()
+
+    def check(self) -> None:
+        now = self._clock()
+        elapsed = min(now - self._checked, _MAX_COUNTED_INTERVALS * self.interval_s)
+        self._checked = now
+        device = self._activity.front(self._launcher())
+        others = (self._activity.weights, self._activity.round)
+        front = None if device is None else device.task
+        seen = tuple(slot.task for slot in others)
+        self._ages = advance_ages(self._ages, front, seen, elapsed)
+        # The device comes first: the loop may be the thread that executes.
+        for slot, task in ((device, front), *zip(others, seen, strict=True)):
+            if slot is not None and task is not None and hangs(task, self._ages, self._limit_s):
+                self._found(slot, task, self._ages[task.number])
+                return
+
+
+def describe(task: Task, seconds: float) -> str:
+    """Describe a task that hangs, for the log."""
+    if task.phase is Phase.LOOPING:
+        return f"the loop has not come round for {seconds:.1f} s"
+    unit = "bytes in its largest tensor" if task.phase is Phase.LOADING else "rows"
+    return (
+        f"{task.key} hangs: it has been {task.phase.text} for {seconds:.1f} s "
+        f"({task.size} {unit}, expected to take {task.expected:.3g} s)"
+    )

@@ -1,4 +1,4 @@
-"""Processes beside the runtime: stubs of a dead server, and the control process."""
+"""Processes beside the runtime: the stubs of a server that ended, and the control process."""
 
 import fcntl
 import logging
@@ -16,10 +16,10 @@ from rsrv.wire.paths import CONTROL_LOCK
 
 log = logging.getLogger("rsrv.runtime")
 
-#: seconds in which a healthy stub has followed its server (0.3 s as a rule)
-_PATIENCE = 0.8
-#: how Triton names its shared memory, unless told otherwise
-_REGION = "/dev/shm/triton_python_backend_shm_region"
+#: a healthy stub ends within this time after its server (usually 0.3 s)
+_STUB_EXIT_S = 0.8
+#: Triton's default prefix of shared memory names
+_REGION_PREFIX = "/dev/shm/triton_python_backend_shm_region"
 
 
 def end_orphans(stubs: Mapping[int, int]) -> None:
@@ -29,7 +29,7 @@ def end_orphans(stubs: Mapping[int, int]) -> None:
     left = {fd: pid for pid, fd in stubs.items()}
     for fd in left:
         poll.register(fd, select.POLLIN)
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _STUB_EXIT_S
     while left and (remaining := until - time.monotonic()) > 0:
         for fd, _ in poll.poll(remaining * 1e3):
             poll.unregister(fd)
@@ -42,12 +42,12 @@ def end_orphans(stubs: Mapping[int, int]) -> None:
 
 
 def open_stub(pid: int, server: int) -> int | None:
-    """A pidfd of a process if the server is its parent; None for tools that only ask for the status."""
+    """Return a pidfd of a stub of the server; None for other processes, such as tools that ask for the status."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-    # Asked after it was opened: now the number cannot be another process's.
+    # Check the parent after opening: from then on the pid cannot be reused.
     if _parent(pid) == server:
         return fd
     os.close(fd)
@@ -66,21 +66,19 @@ def _regions(pid: int) -> set[Path]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
-    names = (line.partition(_REGION)[1:] for line in lines)
+    names = (line.partition(_REGION_PREFIX)[1:] for line in lines)
     return {Path("".join(name).removesuffix(" (deleted)")) for name in names if name[0]}
 
 
-log = logging.getLogger("rsrv.runtime")
-
-#: seconds until it is started again, doubling with each time that it lived for less than the longest
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: seconds before a restart; they double while the control process runs for less than the longest
+_MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 1.0, 60.0
 
 
 def control_command(directory: Path, server_pid: int, settings: Path | None) -> list[str]:
-    """How to start it, as this process was started."""
+    """Return the control process's command line, with the settings of this process."""
     chosen = [] if settings is None else ["--settings", str(settings)]
     return [
-        # -P: whatever lies in the server's working directory is no module of ours.
+        # -P: do not import modules from the server's working directory.
         sys.executable, "-P", "-m", "rsrv.control",
         "--directory", str(directory),
         "--server-pid", str(server_pid),
@@ -88,52 +86,59 @@ def control_command(directory: Path, server_pid: int, settings: Path | None) -> 
     ]  # fmt: skip
 
 
-def keep_steering(command: Sequence[str], directory: Path) -> None:
-    """See on a thread that there is a control process, for as long as this process lives."""
-    threading.Thread(target=steer, args=(command, directory), name="steering", daemon=True).start()
+def start_supervisor(command: Sequence[str], directory: Path) -> None:
+    """Supervise the control process on a thread, as long as this process lives."""
+    threading.Thread(target=supervise, args=(command, directory), name="steering", daemon=True).start()
 
 
-def steer(
+def supervise(
     command: Sequence[str],
     directory: Path,
     rest: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Start it whenever there is none, until the directory is gone. `rest` waits for so many seconds."""
-    pause = 0.0
+    """Start the control process whenever none runs, until the directory is removed.
+
+    `rest` sleeps for a number of seconds.
+    """
+    delay = 0.0
     while True:
         try:
             wait_until_free(directory / CONTROL_LOCK)
         except FileNotFoundError:
-            return  # with the server
+            return  # the server has ended
         except OSError as error:
-            pause = next_pause(pause)
-            log.error("whether there is a control process cannot be seen: %s", error)
-            rest(pause)
+            delay = next_delay(delay)
+            log.error(
+                "the control process's lock cannot be checked, so none is started for %.0f s: %s",
+                delay,
+                error,
+            )
+            rest(delay)
             continue
         started = clock()
         try:
-            # A session of its own: what ends this process's ends nothing else.
+            # A new session: a signal to this process's group does not end the control process.
             status = subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
         except OSError as error:
             ended = f"cannot be started: {error}"
         else:
             ended = f"ended with status {status.returncode}"
-        pause = _FIRST_PAUSE if clock() - started >= _LONGEST_PAUSE else next_pause(pause)
-        log.error("the control process %s; starting it again in %.0f s", ended, pause)
-        rest(pause)
+        delay = _MIN_RESTART_DELAY_S if clock() - started >= _MAX_RESTART_DELAY_S else next_delay(delay)
+        log.error("the control process %s; starting it again in %.0f s", ended, delay)
+        rest(delay)
 
 
-def next_pause(pause: float) -> float:
-    """After one of so many seconds; 0.0: there was none."""
-    return min(max(_FIRST_PAUSE, 2 * pause), _LONGEST_PAUSE)
+def next_delay(delay: float) -> float:
+    """Return the delay that follows `delay`, in seconds; 0.0: the first."""
+    return min(max(_MIN_RESTART_DELAY_S, 2 * delay), _MAX_RESTART_DELAY_S)
 
 
 def wait_until_free(lock: Path) -> None:
-    """Return when nobody holds the lock. Raises FileNotFoundError: its directory is gone."""
+    """Wait until no process holds the lock. Raises FileNotFoundError if its directory is removed."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
     finally:
-        # Given back at once: the process that is started next takes it.
+        # Release it at once, for the control process that is started next.
         os.close(fd)

@@ -1,9 +1,9 @@
-"""The black box: what a runtime did when it died, for the next one, which does not try for ever.
+"""Black box of a runtime, and the crash history of its server, which keeps a model from crashing runtimes for ever.
 
-A file that the runtime maps: what each thread does with which model is written there with plain stores, and what a
-deadly signal found behind that. The next runtime of the same server reads it, and keeps account of who ended how
-many. No process can tell what became of another that is not its child; so a kill -9 looks like the kernel's
-out-of-memory killer, and counts only against a model that was being built or warmed up.
+The black box is a file that the runtime maps. The threads store there what they do with which model; a fatal signal
+appends their stacks. The next runtime of the same server reads it and counts crashes by model. A process cannot learn
+how one ended that is not its child: a kill -9 looks like the kernel's out-of-memory killer, and counts only against a
+model that was being built or warmed up.
 """
 
 import faulthandler
@@ -24,40 +24,40 @@ from rsrv.wire import paths
 log = logging.getLogger("rsrv.blackbox")
 
 _BYTES = SLOT_BYTES * SLOTS
-#: shares of deaths that add up to a model's not being tried any more: three deaths that are its own, or nearly so
-_TOO_MANY = 2.5
-#: seconds after which one does not count any more
-_LAPSE = 3600.0
-#: what a success shows to be no fault of the model's
+#: sum of a model's shares of deaths from which it is not loaded: three deaths, nearly all of them its own
+_MAX_SHARES = 2.5
+#: after this time a death does not count any more, unless the model hung
+_DEATH_COUNTS_S = 3600.0
+#: phases whose deaths a later success clears
 _BEFORE_SERVING = ("BUILDING", "WARMING")
 
 How = Literal["hung", "crashed", "killed"]
 
 
 class Death(NamedTuple):
-    """How a runtime died, as far as a model is concerned."""
+    """Death of a runtime for which a model is blamed."""
 
-    #: Phase's name
+    #: name of a Phase
     phase: str
     how: How
     #: seconds since 1970
     at: float
-    #: of the blame
+    #: this model's part of the blame, up to 1
     share: float = 1.0
 
 
 class UnfinishedTask(NamedTuple):
-    """What was under way when a runtime died."""
+    """Task that had not ended when a runtime died."""
 
     phase: Phase
     hung: bool
     key: str
-    #: how often the same had ended well in that runtime
+    #: tasks of the same model that had ended well in that thread
     ended: int = 0
 
 
 def read_slots(content: bytes) -> list[UnfinishedTask]:
-    """What a black box says; whatever it cannot have said is left out. Nothing, if it was the loop that hung."""
+    """Read a black box, without invalid records. If the loop hung, no task is to blame, and the result is empty."""
     found: list[UnfinishedTask] = []
     if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT_BYTES)):
         return found
@@ -71,12 +71,12 @@ def read_slots(content: bytes) -> list[UnfinishedTask]:
 
 
 def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
-    """Whose fault a death probably is, by key.
+    """Return the models that a death is probably due to, by key.
 
-    The one that hung, if one did. Else what was being built or warmed up, which is untried code. Else, if it was a
-    crash, what executed or loaded, in shares: who has done the same n times before and lived is 1 / (n + 1) as
-    suspect as who has never. So a model that is always busy is not charged with what others do. Somebody's kill -9
-    is not theirs.
+    In order of precedence: the model that hung; models that were being built or warmed up, which are untried code; after
+    a crash, models that executed or loaded, each with a share. A model whose task has ended well n times is 1 / (n + 1)
+    as suspect as one whose task never has, so a model that is always busy is not blamed for the others. A kill -9 from
+    outside is not blamed on models that executed or loaded.
     """
     found = list(found)
     hung = [one for one in found if one.hung]
@@ -84,7 +84,7 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
     if hung or untried or not crashed:
         how: How = "hung" if hung else "crashed" if crashed else "killed"
         return {one.key: Death(one.phase.name, how, now) for one in hung or untried}
-    # A model may be in two slots: the one in which it has done more says more of it.
+    # A model may be in two slots: the one with more ended tasks is the better evidence.
     suspects = {one.key: one for one in sorted(found, key=lambda one: one.ended)}
     doubts = {key: 1.0 / (one.ended + 1) for key, one in suspects.items()}
     whole = sum(doubts.values())
@@ -92,11 +92,11 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
 
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
-    """Why a model is not tried any more; None: it is."""
-    deaths = [death for death in deaths if death.how == "hung" or now - death.at < _LAPSE]
+    """Return why a model is not loaded any more; None: it may be."""
+    deaths = [death for death in deaths if death.how == "hung" or now - death.at < _DEATH_COUNTS_S]
     hung = [death for death in deaths if death.how == "hung"]
     shares = sum(death.share for death in deaths)
-    if not hung and shares < _TOO_MANY:
+    if not hung and shares < _MAX_SHARES:
         return None
     last = (hung or deaths)[-1]
     did = {"hung": "it hung", "crashed": "it crashed", "killed": "it was killed"}[last.how]
@@ -104,7 +104,7 @@ def verdict(deaths: Iterable[Death], now: float) -> str | None:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.at))
     return (
         f"the model has ended the runtime {times}: at {when} {did} while {Phase[last.phase].text}. It is not "
-        f"tried again until its bundle changes, the server starts anew, or {paths.DEATHS} in the runtime's private "
+        f"loaded again until its bundle changes, the server restarts, or {paths.DEATHS} in the runtime's private "
         "directory is removed"
     )
 
@@ -114,16 +114,19 @@ def _read_death(phase: str, how: How, at: float, share: float) -> Death:
 
 
 class CrashHistory:
-    """Who has ended runtimes of this server. In a file, which is read anew each time: removing it is a pardon."""
+    """Deaths of this server's runtimes, by the model to blame.
+
+    They lie in a file that is read each time: deleting the file clears the record.
+    """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """None: nobody has."""
+        """`path` None: keep no record."""
         self._path = path
         self._clock = clock
         self._lock = Lock()
 
     def verdict(self, key: str) -> str | None:
-        """Why a model is not tried any more; None: it is."""
+        """Return why a model is not loaded any more; None: it may be."""
         return verdict(self._read().get(key, ()), self._clock())
 
     def add(self, key: str, death: Death) -> None:
@@ -133,7 +136,7 @@ class CrashHistory:
             self._write(deaths)
 
     def survived(self, key: str) -> None:
-        """A model was built and warmed up: whatever happened there before was not its fault."""
+        """Clear the deaths during builds and warm-ups of a model that is now built and warmed up."""
         with self._lock:
             deaths = self._read()
             if key in deaths:
@@ -147,7 +150,7 @@ class CrashHistory:
             deaths = json.loads(self._path.read_text())
             return {key: [_read_death(**death) for death in some] for key, some in deaths.items()}
         except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-            log.warning("%s: cannot be read, so nobody is to blame: %s", self._path, error)
+            log.warning("%s: cannot be read, so no model is blamed: %s", self._path, error)
             return {}
 
     def _write(self, deaths: dict[str, list[Death]]) -> None:
@@ -161,10 +164,10 @@ class CrashHistory:
 
 
 class BlackBox:
-    """A runtime's own, in its private directory; of no directory it lasts as long as the process."""
+    """Black box of this runtime, in its private directory. Without a directory, it lasts as long as the process."""
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Reads what the runtime before left, and starts anew."""
+        """Read what the previous runtime left, and begin a new black box."""
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
         self.memory: Memory = bytearray(_BYTES)
         self._fd = -1
@@ -174,31 +177,31 @@ class BlackBox:
         try:
             with suppress(FileNotFoundError):
                 self._take(path.read_bytes(), clock())
-            # Another file in its place: should the one before still end, it does not write here.
+            # A new file: if the previous runtime is still ending, it does not write into this one.
             path.unlink(missing_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Written rather than left as a hole: on a full disk that is an error here, and the process's death later.
+            # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.
             if os.write(self._fd, bytes(_BYTES)) == _BYTES:
                 self.memory = mmap.mmap(self._fd, _BYTES)
         except OSError as error:
             log.warning("%s: no black box: %s", path, error)
 
     def catch_signals(self) -> None:
-        """Have a deadly signal leave the threads' stacks behind what is mapped."""
+        """Have a fatal signal write the threads' stacks to the file, after the slots."""
         if self._fd >= 0:
             faulthandler.enable(self._fd, all_threads=True)
 
     def clear(self) -> None:
-        """Blame nobody for the end that follows."""
+        """Clear the slots, so that the next runtime blames no model for the end that follows."""
         self.memory[:] = bytes(_BYTES)
 
     def _take(self, content: bytes, now: float) -> None:
         crash = content[_BYTES:].decode(errors="replace")
         found = read_slots(content)
         for one in found:
-            log.error("the runtime before this one died while %s was %s", one.key, one.phase.text)
+            log.error("the previous runtime died while %s was %s", one.key, one.phase.text)
         if crash:
-            log.error("it crashed:\n%s", crash)
+            log.error("the previous runtime crashed:\n%s", crash)
         for key, death in blame(found, crashed=bool(crash), now=now).items():
             self.history.add(key, death)
             reason = self.history.verdict(key)

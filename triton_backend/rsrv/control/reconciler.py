@@ -37,7 +37,7 @@ log = logging.getLogger("rsrv.control")
 STARTUP_POLL_S = 0.5
 #: Seconds without an answer from a starting tritonserver after which the log says so.
 _STARTUP_WARNING_S = 120.0
-#: Seconds until a broken or hidden bundle is read again although it seems unchanged: the disk may have been at fault.
+#: Seconds until a broken bundle is read again although it seems unchanged: the disk may have been at fault.
 _BROKEN_CHECK_S = 60.0
 #: Seconds between an unexpected error and the next attempt.
 _ERROR_PAUSE_S = 5.0

@@ -303,8 +303,11 @@ def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> No
         rule = "is missing; format 3.1 has the SHA-256 of the weights and of every module: export the bundle again"
         problems.add(manifest_file.FILE, f"sha256.{name}", rule)
     for name in sorted(manifest.sha256.keys() - names):
-        rule = "is neither a module nor the weights of this bundle; export the bundle again"
-        problems.add(manifest_file.FILE, f"sha256.{name}", rule)
+        if name == weights_file.FILE:
+            problems.add(name, "", "is missing: copy the whole bundle again, or export it again")
+        elif not any(line.startswith(f"{name}: is missing") for line in problems.lines):
+            rule = "is neither a module nor the weights of this bundle; export the bundle again"
+            problems.add(manifest_file.FILE, f"sha256.{name}", rule)
 
 
 def _digest(files: Mapping[str, Path], known: Mapping[str, str]) -> str:

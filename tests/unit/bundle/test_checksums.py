@@ -161,6 +161,23 @@ def test_checksums_are_those_of_the_weights_and_of_every_module(
     assert any(problem in line for line in problems_of(made))
 
 
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        (
+            "weights.safetensors",
+            "weights.safetensors: is missing: copy the whole bundle again, or export it again",
+        ),
+        ("model.b4.mlir", "model.b4.mlir: is missing, but batching.compiled_batch_sizes declares 4"),
+    ],
+)
+def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem: str) -> None:
+    """The message names the file and what to do, and its checksum adds no second one."""
+    made = seal(make_bundle(tmp_path, weights=one_weight()))
+    (made / file).unlink()
+    assert problems_of(made) == (problem,)
+
+
 @pytest.mark.parametrize("manifest", [GOOD, VARIANTS, META])
 def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
     """Every kind of bundle can be of format 3.1; a meta model has nothing to sum."""

@@ -1,7 +1,7 @@
-"""Frames of meta models: their runs come and go, and call other models with tensors where they already lie.
+"""Frames of meta models: begin and end of their runs, and their sub-calls.
 
-A plain request's tensors lie in two blocks (`layout`). A sub-call's come from anywhere: earlier results, buffers of
-the meta model's own, or the device. So a CALL says for each tensor where it is.
+A plain request's tensors lie in two blocks (`layout`). A sub-call's tensors may lie in earlier results, in buffers of
+the meta model, or on the device. So a CALL names the place of each tensor.
 """
 
 import struct
@@ -13,31 +13,31 @@ from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, Status
 
 
 class Entrance(NamedTuple):
-    """A run wants to call models: DONE with `Status.OK` lets it in, any other status ends it."""
+    """Request of a run for admission: DONE with `Status.OK` admits it, any other status ends it."""
 
     request: int  # unique on this connection, as that of a submission
-    run: int  # the token: random, so that nobody else can name it; not 0
+    run: int  # the token: random, so that no other client can name it; not 0
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
     priority: int  # as a submission's
-    tag: int = 0  # likewise
+    tag: int = 0  # as a submission's
 
 
 _ENTRANCE = struct.Struct("<QQqH6xQ")
 
 
 class Where(IntEnum):
-    """What a `Spot` means."""
+    """Kind of place that a `Spot` names."""
 
     #: in shared memory, row-major: `at` bytes into `segment`
     MEMORY = 0
     #: on the device, as the tensor number `at` that the run keeps there
     DEVICE = 1
-    #: an output that nobody wants
+    #: an output that the caller does not want
     NOWHERE = 2
 
 
 class Spot(NamedTuple):
-    """Where one tensor of a sub-call is, or is wanted."""
+    """Place of one input of a sub-call, or wanted place of an output."""
 
     where: int
     segment: int = 0
@@ -63,7 +63,7 @@ _CALL = struct.Struct("<QQHHIHH4x")
 
 
 class RunExit(NamedTuple):
-    """A run is over: what it keeps on the device goes."""
+    """End of a run: its tensors on the device are freed."""
 
     run: int
     status: Status  # how it ended, for the statistics
@@ -73,7 +73,7 @@ _LEAVING = struct.Struct("<QQ")
 
 
 class Release(NamedTuple):
-    """A run needs one tensor on the device no longer."""
+    """Release of one tensor that a run keeps on the device."""
 
     run: int
     number: int
@@ -83,7 +83,7 @@ _RELEASE = struct.Struct("<QQ")
 
 
 def pack_entrances(entrances: Sequence[Entrance]) -> bytes:
-    """One ENTER frame; at most frames.MAX_ENTRIES entries."""
+    """Return one ENTER frame; at most frames.MAX_ENTRIES entries."""
     return _pack(Kind.ENTER, _ENTRANCE, entrances)
 
 
@@ -92,7 +92,7 @@ def unpack_entrances(frame: bytes | memoryview, count: int) -> list[Entrance]:
 
 
 def pack_leavings(leavings: Sequence[RunExit]) -> bytes:
-    """One LEAVE frame; at most frames.MAX_ENTRIES entries."""
+    """Return one LEAVE frame; at most frames.MAX_ENTRIES entries."""
     return _pack(Kind.LEAVE, _LEAVING, leavings)
 
 
@@ -104,7 +104,7 @@ def unpack_leavings(frame: bytes | memoryview, count: int) -> list[RunExit]:
 
 
 def pack_releases(releases: Sequence[Release]) -> bytes:
-    """One RELEASE frame; at most frames.MAX_ENTRIES entries."""
+    """Return one RELEASE frame; at most frames.MAX_ENTRIES entries."""
     return _pack(Kind.RELEASE, _RELEASE, releases)
 
 
@@ -113,7 +113,7 @@ def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
 
 
 def pack_calls(calls: Sequence[Call]) -> list[bytes]:
-    """CALL frames for all of these, as few as fit. Raises ProtocolError for a call that no frame holds."""
+    """Return the fewest CALL frames that hold these calls. Raises ProtocolError for a call that exceeds a frame."""
     packed: list[bytes] = []
     entries: list[bytes] = []
     size = HEADER.size

@@ -1,8 +1,8 @@
-"""Frames: what one message on the socket holds. Language-neutral; docs/protocol.md is the specification.
+"""Frames: the messages on the socket. Language-neutral; docs/protocol.md is the specification.
 
 A frame is one SEQPACKET message: an 8-byte header (kind u16, reserved u16, count u32; little endian) and
-a body. Rare frames carry one JSON object; the hot ones, SUBMIT and DONE, carry `count` fixed-size
-entries. Tensors never travel in frames, only their places in shared memory.
+a body. Rare frames carry one JSON object; frequent ones, SUBMIT and DONE, carry `count` fixed-size
+entries. Frames carry the places of tensors in shared memory, never the tensors.
 """
 
 import json
@@ -38,9 +38,9 @@ class Kind(IntEnum):
     LEAVE = 11
     CALL = 12
     RELEASE = 13
-    # of whoever follows what changes: snapshot first, then every change
+    # subscribes to changes: a snapshot first, then every change
     WATCH = 14
-    # of whoever answers clients: what it has measured
+    # measurements of the stub
     REPORT = 15
     # of requests that are traced (`traces`)
     TRACE = 25
@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class Status(IntEnum):
-    """How a request ended. The stub turns it into one of Triton's codes (design: errors at the border)."""
+    """Outcome of a request. The stub turns it into one of Triton's codes."""
 
     OK = 0
     INVALID = 1
@@ -73,11 +73,11 @@ class Status(IntEnum):
 
 
 class ProtocolError(Exception):
-    """The peer sent something that no correct peer sends: close the connection."""
+    """The peer broke the protocol: close the connection."""
 
 
 class Submission(NamedTuple):
-    """One request. Its inputs lie at `inputs_at` of the segment, its outputs are wanted at `outputs_at`."""
+    """One request. Its inputs lie at `inputs_at` of the segment; its outputs go to `outputs_at`."""
 
     request: int  # unique on this connection
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
@@ -87,19 +87,19 @@ class Submission(NamedTuple):
     segment: int
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
-    run: int = 0  # token of the meta model's run that it is a sub-call of; 0: none
-    tag: int = 0  # `request_tag` of the client's id for it, by which it can be aborted; 0: it has none
+    run: int = 0  # token of the meta model's run that makes this sub-call; 0: none
+    tag: int = 0  # `request_tag` of the client's id, by which the request can be aborted; 0: none
 
 
 _SUBMISSION = struct.Struct("<QqIHHI4xQQQQ")
 
 
 class Completion(NamedTuple):
-    """One request is over. With `Status.OK` its outputs are in place; else `text` says why, for the client."""
+    """End of one request. With `Status.OK` its outputs are in place; otherwise `text` tells the client the reason."""
 
     request: int
     status: Status
-    size: int = 0  # the compiled size it ran at
+    size: int = 0  # the compiled batch size of its execution
     rows: int = 0  # useful rows in that execution
     execute_ns: int = 0  # duration of that execution
     text: str = ""
@@ -112,15 +112,15 @@ MAX_ENTRIES = 1024
 
 
 def request_tag(id: str) -> int:
-    """What stands for a client's request id in frames; 0 for none."""
+    """Return the number that stands for a client's request id in frames; 0 for none."""
     if not id:
         return 0
-    # An id that is no proper text is somebody's all the same.
+    # Clients may send ids with lone surrogates.
     return int.from_bytes(blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def pack_submissions(submissions: Sequence[Submission]) -> bytes:
-    """One SUBMIT frame; at most MAX_ENTRIES entries."""
+    """Return one SUBMIT frame; at most MAX_ENTRIES entries."""
     frame = bytearray(HEADER.size + _SUBMISSION.size * len(submissions))
     HEADER.pack_into(frame, 0, Kind.SUBMIT, 0, len(submissions))
     at = HEADER.size
@@ -131,7 +131,7 @@ def pack_submissions(submissions: Sequence[Submission]) -> bytes:
 
 
 def unpack_submissions(frame: bytes | memoryview, count: int) -> Iterator[tuple[int, ...]]:
-    """The fields of each `Submission`, in its order; plain tuples, for this is the hottest loop of the runtime."""
+    """Return the fields of each `Submission`, as plain tuples: this is the runtime's most frequent loop."""
     body = memoryview(frame)[HEADER.size :]
     if len(body) != count * _SUBMISSION.size:
         raise ProtocolError(f"SUBMIT of {count} requests has {len(body)} bytes")
@@ -139,7 +139,7 @@ def unpack_submissions(frame: bytes | memoryview, count: int) -> Iterator[tuple[
 
 
 def pack_completions(completions: Sequence[Completion]) -> list[bytes]:
-    """DONE frames for all of these, as few as fit."""
+    """Return the fewest DONE frames that hold these completions."""
     frames: list[bytes] = []
     entries: list[bytes] = []
     texts: list[bytes] = []
@@ -194,7 +194,7 @@ def _status(value: int) -> Status:
 
 
 def pack_ids(kind: Kind, ids: Iterable[int]) -> bytes:
-    """CANCEL (request ids) and DROP_SEGMENT (segment ids)."""
+    """Return a CANCEL (request ids) or DROP_SEGMENT (segment ids) frame."""
     values = list(ids)
     return HEADER.pack(kind, 0, len(values)) + struct.pack(f"<{len(values)}Q", *values)
 
@@ -224,7 +224,7 @@ def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:
 
 
 def read_header(frame: bytes | memoryview) -> tuple[Kind, int]:
-    """Kind and count of a frame."""
+    """Return kind and count of a frame."""
     if len(frame) < HEADER.size:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no header")
     kind, _, count = HEADER.unpack_from(frame)
@@ -239,7 +239,7 @@ def hello() -> bytes:
 
 
 def check_hello(frame: bytes | memoryview) -> None:
-    """The first frame of a connection, both ways. Raises ProtocolError with both versions named."""
+    """Check the first frame of a connection, in either direction. Raises ProtocolError with both versions named."""
     kind, _ = read_header(frame)
     body = unpack_json(frame) if kind in (Kind.HELLO, Kind.WELCOME) else {}
     if body.get("magic") != MAGIC:

@@ -1,7 +1,7 @@
-"""Where the tensors of one request lie in shared memory: the one rule that both ends apply.
+"""Layout of the tensors of one request in shared memory, for both ends.
 
 A request's inputs form one block, its outputs another: the tensors in the order of registration, each
-row-major and at a multiple of ALIGNMENT. So a place and a number of rows say all; nothing else is sent.
+row-major and at a multiple of ALIGNMENT. So a place and a number of rows suffice; nothing else is sent.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-#: bytes; a cache line, and what XLA wants to read a buffer in place.
+#: bytes; a cache line, and the alignment of buffers that XLA reads in place.
 ALIGNMENT = 64
 
-#: token -> bytes per element, for every dtype that can travel. bf16 has no numpy type of its own: its bits travel.
+#: token -> bytes per element, for every dtype that can be sent.
 ITEMSIZE = {
     "bool": 1, "i8": 1, "u8": 1, "f8_e5m2": 1, "f8_e4m3": 1,
     "i16": 2, "u16": 2, "f16": 2, "bf16": 2,
@@ -22,7 +22,7 @@ ITEMSIZE = {
     "i64": 8, "u64": 8, "f64": 8,
 }  # fmt: skip
 
-#: token -> numpy's dtype; the types that plain numpy lacks travel as their bits.
+#: token -> numpy's dtype; types that numpy lacks are sent as their bits.
 NUMPY = {token: np.dtype(name) for token, name in {
     "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
     "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
@@ -65,7 +65,7 @@ class Block:
     _cache: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, repr=False, compare=False)
 
     def places(self, rows: int) -> tuple[tuple[int, ...], int]:
-        """(offset of each tensor, bytes of the whole block), in bytes from the block's start."""
+        """Return the offset of each tensor in the block, and the size of the whole block, in bytes."""
         known = self._cache.get(rows)
         if known is None:
             offsets, at = [], 0
@@ -89,7 +89,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Interface:
-    """What a stub learns at registration: the executable side of a model."""
+    """Executable side of a model, as a stub gets it at registration."""
 
     variants: tuple[Variant, ...]
     #: rows must equal a compiled size: some output has no batch axis, so padding would change it

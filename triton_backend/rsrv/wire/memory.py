@@ -1,8 +1,8 @@
 """Shared memory between a stub and the runtime.
 
-The stub owns all of it: it makes segments (memfd, sealed against resizing), hands their descriptors to
-the runtime, and places both the inputs and the outputs of its requests. The runtime only maps what it is
-given and checks every offset against the segment's size. Nothing has a name, so nothing is left behind.
+The stub owns it: the stub makes segments (memfd, sealed against resizing), sends their descriptors to
+the runtime, and places both the inputs and the outputs of its requests. The runtime maps these segments and
+checks every offset against the segment's size. Segments have no names: the kernel frees them with the processes.
 """
 
 import errno
@@ -26,7 +26,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Bytes = npt.NDArray[np.uint8]
 
 
-#: bytes; a status of thousands of models
+#: bytes; suffices for the status of thousands of models
 _MAX_DOCUMENT = 64 << 20
 
 
@@ -35,7 +35,7 @@ class SharedMemoryError(Exception):
 
 
 def create_sealed(nbytes: int, name: str) -> int:
-    """A memfd of this size; pages come when they are touched. Raises OSError."""
+    """Return a memfd of this size; its pages are allocated when they are touched. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -60,7 +60,7 @@ def _map_foreign(fd: int, access: int, most: int) -> mmap.mmap:
 
 
 def map_segment(fd: int, most: int) -> Bytes:
-    """Map what a stub sent. Raises SharedMemoryError if the stub could still shrink it under us, or at more than `most` bytes."""
+    """Map a stub's segment. Raises SharedMemoryError if the stub could still shrink it, or beyond `most` bytes."""
     return np.frombuffer(_map_foreign(fd, mmap.PROT_READ | mmap.PROT_WRITE, most), np.uint8)
 
 
@@ -110,11 +110,11 @@ class _Segment:
 
 
 class Arena:
-    """Segments that grow with need. First fit; whole idle segments go back beyond `keep` bytes.
+    """Allocator of a stub's shared memory. First fit; beyond `keep` bytes, idle segments are freed.
 
-    Not thread-safe: its lane guards it. `fresh` and `dropped` tell the lane what the runtime must be told.
-    `spare` says how many bytes the machine has left: pages come when they are touched, and if there are none then,
-    this process is killed, or another one.
+    Not thread-safe: the connection that owns it guards it, and tells the runtime of `fresh` and `dropped`.
+    `spare` returns the bytes that the machine has left. Pages are allocated when they are touched; if none is
+    left then, the kernel kills this process or another one.
     """
 
     def __init__(
@@ -126,12 +126,13 @@ class Arena:
         self._segments: dict[int, _Segment] = {}
         self._next = 0
         self._closed = False
-        #: (segment id, descriptor) of what the runtime does not know yet; see `announced`
+        #: (segment id, descriptor) of segments that the runtime does not know yet; see `announced`
         self.fresh: list[tuple[int, int]] = []
+        #: ids of freed segments that the runtime still maps
         self.dropped: list[int] = []
 
     def take(self, nbytes: int) -> Place:
-        """A range of at least `nbytes`. Raises OSError when there is no memory for it, or the arena is closed."""
+        """Return a range of at least `nbytes`. Raises OSError if memory is short, or the arena is closed."""
         if self._closed:
             raise OSError("the arena is closed")
         nbytes = max(aligned(nbytes), aligned(1))
@@ -140,7 +141,7 @@ class Arena:
             if offset is not None:
                 return Place(id, offset, nbytes)
         size = self._first
-        while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments do
+        while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments suffice
             size *= 2
         size = size if size <= self._keep else -(-nbytes // 4096) * 4096
         if size > self._first and size > self._spare():
@@ -159,28 +160,28 @@ class Arena:
         return Place(id, offset, nbytes)
 
     def announced(self) -> None:
-        """The runtime has the first of `fresh`: our mapping does without its descriptor."""
+        """Close the descriptor of the first of `fresh`, which the runtime has now; the mapping stays."""
         _, fd = self.fresh.pop(0)
         os.close(fd)
 
     def give(self, place: Place) -> None:
         segment = self._segments.get(place.segment)
         if segment is None:
-            return  # the arena was closed while the request was under way
+            return  # the arena was closed before the request ended
         segment.give(place.offset, place.nbytes)
         if segment.idle and self.nbytes > self._keep:
             self._drop(place.segment)
 
     def segment(self, place: Place) -> Bytes:
-        """The whole segment that a place lies in."""
+        """Return the whole segment that holds a place."""
         return self._segments[place.segment].bytes
 
     def memory(self, place: Place) -> mmap.mmap:
-        """The mapping that a place lies in; its offset counts from there."""
+        """Return the mapping that holds a place; the place's offset counts from its start."""
         return self._segments[place.segment].memory
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(segment, offset in bytes) of a range of this process's memory, if it lies in one."""
+        """Return the segment and the offset there of a range of this process's memory; None outside of all segments."""
         for id, segment in self._segments.items():
             offset = address - segment.address
             if 0 <= offset <= segment.nbytes - nbytes:
@@ -196,7 +197,7 @@ class Arena:
         return all(segment.idle for segment in self._segments.values())
 
     def _drop(self, id: int) -> None:
-        # The mapping lives as long as a view of it.
+        # The mapping lives until its last view is gone.
         del self._segments[id]
         for fresh in self.fresh:
             if fresh[0] == id:
@@ -213,7 +214,7 @@ class Arena:
 
 
 def create_document(value: dict[str, Any]) -> int:
-    """A memfd that holds a JSON object of any size; the caller owns it."""
+    """Return a memfd that holds a JSON object of any size; the caller owns it."""
     text = json.dumps(value).encode()
     fd = create_sealed(len(text), "rsrv-document")
     os.pwrite(fd, text, 0)
@@ -221,7 +222,7 @@ def create_document(value: dict[str, Any]) -> int:
 
 
 def read_document(fd: int) -> dict[str, Any]:
-    """The JSON object in a memfd. Raises SharedMemoryError."""
+    """Return the JSON object in a memfd. Raises SharedMemoryError."""
     try:
         size = os.fstat(fd).st_size
         if size > _MAX_DOCUMENT:
@@ -235,9 +236,9 @@ def read_document(fd: int) -> dict[str, Any]:
 
 
 class Board:
-    """One number that the runtime publishes and every stub reads: when the device's work will be done.
+    """Expected time at which the device is idle, published by the runtime for every stub.
 
-    A memfd of one page: u64 nanoseconds of CLOCK_MONOTONIC at offset 0, aligned, so never torn.
+    A memfd of one page: u64 nanoseconds of CLOCK_MONOTONIC at offset 0, aligned, so that writes are atomic.
     """
 
     def __init__(self) -> None:
@@ -249,8 +250,8 @@ class Board:
 
 
 def read_board(fd: int) -> memoryview:
-    """The stub's read-only view of a Board: element 0 is its number. Raises SharedMemoryError if it is none."""
+    """Return the stub's read-only view of a Board, with the time in element 0. Raises SharedMemoryError."""
     page = _map_foreign(fd, mmap.PROT_READ, mmap.PAGESIZE)
     if len(page) != mmap.PAGESIZE:
-        raise SharedMemoryError(f"a board of {len(page)} bytes is no page")
+        raise SharedMemoryError(f"a board has {len(page)} bytes; it must have a page of {mmap.PAGESIZE}")
     return memoryview(page).cast("Q")

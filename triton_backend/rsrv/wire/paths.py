@@ -1,4 +1,4 @@
-"""Where a tritonserver's runtime lives: one private directory per server process and GPU."""
+"""Runtime directories: one private directory per tritonserver process and GPU."""
 
 import fcntl
 import os
@@ -7,21 +7,21 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
-#: of the control process: where it listens, its claim, and what operators set
+#: of the control process: its socket, its lock, and the settings of operators
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
 OVERRIDES = "overrides.json"
-#: what the runtime was doing, and who ended the ones before
+#: activity of the runtime, and the crashes of earlier ones
 BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
 
 
 class RuntimeDirectoryError(Exception):
-    """The directory for runtimes is not safely ours."""
+    """The directory for runtimes is not private to this user."""
 
 
 def base_directory() -> Path:
-    """RSRV_RUNTIME_DIR, or a directory of this user under XDG_RUNTIME_DIR or /tmp."""
+    """Return RSRV_RUNTIME_DIR, or a directory of this user under XDG_RUNTIME_DIR or /tmp."""
     chosen = os.environ.get("RSRV_RUNTIME_DIR")
     if chosen:
         return Path(chosen)
@@ -29,12 +29,12 @@ def base_directory() -> Path:
 
 
 def runtime_directory(server_pid: int, gpu: str) -> Path:
-    """Of the runtime that serves this GPU under this tritonserver. A pid alone may be reused; with its start time it is unique."""
+    """Return the directory of a tritonserver's runtime for a GPU. Pids are reused; a pid and its start time are unique."""
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
 
 
 def start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process; 0 when it is gone."""
+    """Return the clock ticks from boot to the start of a process; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -43,7 +43,7 @@ def start_time(pid: int) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Create with mode 0700, or check that what is there is a directory that only this user can enter."""
+    """Create a directory with mode 0700, or check that the existing one is private to this user."""
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -56,9 +56,9 @@ def make_private(directory: Path) -> None:
 
 
 def hold(directory: Path) -> int | None:
-    """A runtime's claim to its directory, for as long as its process lives; None if another one has it.
+    """Lock a runtime's directory; return the lock's descriptor, or None if another process has the lock.
 
-    The kernel drops the claim with the process, so a directory that nobody holds has no runtime.
+    The kernel releases the lock with the process, so an unlocked directory has no runtime.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -70,9 +70,9 @@ def hold(directory: Path) -> int | None:
 
 
 def sweep(base: Path) -> None:
-    """Remove what the runtimes of dead servers left, if they were killed together with their server.
+    """Remove the directories of dead servers, whose runtimes were killed with them and could not.
 
-    A pid that is unknown here may live in another container that shares `base`: a held directory stays.
+    A pid that is unknown here may live in another container that shares `base`: locked directories stay.
     """
     for directory in base.glob("*-*-gpu*"):
         pid, started, _ = directory.name.split("-", 2)
@@ -80,7 +80,7 @@ def sweep(base: Path) -> None:
             try:
                 held = hold(directory)
             except OSError:
-                continue  # somebody else removes it, or it is not ours to open
+                continue  # another process removes it, or another user owns it
             if held is not None:
                 remove(directory)
                 os.close(held)
@@ -93,4 +93,4 @@ def remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # already gone, or somebody's file is in it: not ours to delete
+        return  # already gone, or it holds a foreign file, which stays

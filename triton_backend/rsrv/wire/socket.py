@@ -36,7 +36,7 @@ class Closed(Exception):
 
 
 def listen(path: Path) -> socket.socket:
-    """A non-blocking listening socket at `path`, which only this user can reach."""
+    """Return a non-blocking listening socket at `path`, which only this user can reach."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     sock.bind(str(path))
     sock.listen(1024)
@@ -44,7 +44,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """Raises OSError when nobody listens, ProtocolError when the listener is another user's."""
+    """Connect to a listener. Raises OSError if there is none, ProtocolError if it is another user's."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(str(path))
@@ -56,7 +56,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """The peer's pid. Raises ProtocolError unless it runs as this user."""
+    """Return the peer's pid. Raises ProtocolError unless it runs as this user."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
@@ -65,7 +65,7 @@ def check_peer(sock: socket.socket) -> int:
 
 
 def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
-    """Raises Closed; BlockingIOError when the socket does not block and is full."""
+    """Send one frame. Raises Closed, and BlockingIOError if the socket does not block and is full."""
     try:
         if fds:
             socket.send_fds(sock, [frame], list(fds), _NOSIGNAL)
@@ -78,7 +78,7 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
 class Receiver:
     """Reads frames into one buffer, so that a read costs no allocation.
 
-    Several may have one `buffer` of MAX_FRAME bytes: a frame is valid until any of them receives the next.
+    Receivers may share one `buffer` of MAX_FRAME bytes; a frame is valid until any of them receives the next.
     """
 
     def __init__(self, sock: socket.socket, buffer: bytearray | None = None) -> None:
@@ -87,9 +87,9 @@ class Receiver:
         self._view = memoryview(self._buffer)
 
     def receive(self) -> tuple[memoryview, list[int]]:
-        """One frame, valid until the next call, and its descriptors, which the caller owns.
+        """Return one frame, valid until the next call, and its descriptors, which the caller owns.
 
-        Raises Closed, ProtocolError, and BlockingIOError when the socket does not block and is empty.
+        Raises Closed, ProtocolError, and BlockingIOError if the socket does not block and is empty.
         """
         try:
             size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
@@ -114,16 +114,16 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
-    """What the runtime of this tritonserver and GPU says of itself and its models; keys as in docs/protocol.md.
+    """Return the status of a tritonserver's runtime and its models; docs/protocol.md lists the keys.
 
-    Reads RSRV_RUNTIME_DIR, which must be what it is for the server. Raises OSError when there is no runtime or it
-    is silent for `timeout` seconds, Closed when it ends meanwhile, ProtocolError when it is not ours.
+    RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or it does not answer
+    for `timeout` seconds, Closed if it ends meanwhile, and ProtocolError if it is another user's.
     """
     return ask(server_pid, gpu, timeout, pack_json(Kind.STATUS, {}), Kind.STATUS_REPLY)
 
 
 def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> dict[str, Any]:
-    """Send one frame; return the JSON object of the answer, which is in a descriptor or in the frame. Raises as `read_status`."""
+    """Send one frame; return the JSON object of the answer, from a descriptor or the frame. Raises as `read_status`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)
@@ -135,7 +135,7 @@ def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind
         frame, fds = receiver.receive()
         try:
             if read_header(frame)[0] is not answer:
-                raise ProtocolError(f"the runtime does not answer with {answer.name}")
+                raise ProtocolError(f"the runtime's answer is not {answer.name}")
             return read_document(fds[0]) if fds else unpack_json(frame)
         finally:
             _close(fds)

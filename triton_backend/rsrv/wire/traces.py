@@ -1,7 +1,7 @@
-"""Frames of traces: which requests are traced, and what became of them.
+"""Frames of traces: marks of traced requests, and the stubs' spans of them.
 
-A stub marks a traced request before it sends it, with the ids that spans of the request refer to. What the stub itself
-has seen of it, it tells later. docs/protocol.md is the specification.
+A stub marks a traced request before it sends it, with the ids that spans of the request refer to. It sends its own
+spans of the request later. docs/protocol.md is the specification.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rsrv.wire.frames import HEADER, Kind, ProtocolError, pack_json
 
-#: spans in one frame: reading takes some 6 us each, for which requests wait
+#: spans in one frame: requests wait some 6 us for each
 MAX_SPANS = 32
 #: characters of a text in a span
 MAX_TEXT = 200
@@ -23,33 +23,33 @@ _MARK = struct.Struct("<Q16s8s")
 
 
 class Mark(NamedTuple):
-    """The request of this number, the next one of the connection that has it, is traced."""
+    """Mark of a traced request: the next one of the connection with this number."""
 
     request: int
     #: 32 hexadecimal digits
     trace: str
-    #: 16 of them: the parent of what the runtime tells of the request
+    #: 16 hexadecimal digits: the parent of the runtime's spans of the request
     span: str
 
 
 class Span(NamedTuple):
-    """A part of a trace that is over. Ids are hexadecimal digits, times nanoseconds of CLOCK_MONOTONIC."""
+    """A finished part of a trace. Ids are hexadecimal digits, times nanoseconds of CLOCK_MONOTONIC."""
 
     trace: str
-    #: another one of ours, or the client's
+    #: another span of rsrv, or the client's
     parent: str
-    #: "": nobody refers to it
+    #: "": no span refers to it
     id: str
     name: str
     start_ns: int
     end_ns: int
-    #: why it failed; "": it did not
+    #: reason of its failure; "": none
     error: str
     attributes: Attributes
 
 
 def pack_marks(marks: Sequence[Mark]) -> bytes:
-    """One TRACE frame; at most frames.MAX_ENTRIES entries."""
+    """Return one TRACE frame; at most frames.MAX_ENTRIES entries."""
     entries = (
         _MARK.pack(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks
     )
@@ -64,12 +64,12 @@ def unpack_marks(frame: bytes | memoryview, count: int) -> Iterator[Mark]:
 
 
 def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:
-    """SPANS frames for all of these. `dropped`: how many others were, since the frame before."""
+    """Return the SPANS frames for these spans. `dropped`: number of dropped spans since the last frame."""
     if len(spans) <= MAX_SPANS:
         try:
             return [pack_json(Kind.SPANS, {"spans": spans, "dropped": dropped})]
         except ProtocolError:
-            # Many texts of many bytes; a single span always fits.
+            # Long texts; a single span always fits.
             if len(spans) < 2:
                 raise
     half = len(spans) // 2
@@ -77,7 +77,7 @@ def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:
 
 
 def read_spans(told: Mapping[str, Any]) -> tuple[list[Span], int]:
-    """What a SPANS frame has. Raises ProtocolError."""
+    """Return the spans of a SPANS frame, and the number of dropped ones. Raises ProtocolError."""
     try:
         spans, dropped = [_read(value) for value in told["spans"]], int(told["dropped"])
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -90,7 +90,7 @@ def read_spans(told: Mapping[str, Any]) -> tuple[list[Span], int]:
 
 
 def _read(value: Sequence[Any]) -> Span:
-    """Raises TypeError, ValueError: it is no span."""
+    """Return a span. Raises TypeError or ValueError if it is invalid."""
     span = Span(*value)
     if not (
         _TRACE_ID.fullmatch(span.trace)

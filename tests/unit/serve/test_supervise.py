@@ -54,10 +54,10 @@ class Scene:
         most: int = 0,
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> asyncio.Task[int]:
-        house = SupervisorHooks(
+        hooks = SupervisorHooks(
             self._write, self._started, rest or self._rest, 0.2, self._watch, self._leaves
         )
-        return asyncio.create_task(supervise(workers, gateway, house, self.orders, lambda: Restarts(most)))
+        return asyncio.create_task(supervise(workers, gateway, hooks, self.orders, lambda: Restarts(most)))
 
     async def line(self, start: str, count: int = 1) -> str:
         """The line that begins so, or the so manyth of them, when it is there."""
@@ -281,8 +281,8 @@ def started(child, pid):
     print(pid, flush=True)
 
 child = ChildSpec("a", ("/bin/sh", "-c", {STUBBORN.format(fifo=tmp_path / "fifo")!r}), {{}})
-house = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started)
-asyncio.run(supervise([child], None, house, StopSignals.none(), lambda: Restarts(0)))
+hooks = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started)
+asyncio.run(supervise([child], None, hooks, StopSignals.none(), lambda: Restarts(0)))
 """
     os.mkfifo(tmp_path / "fifo")
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as node:

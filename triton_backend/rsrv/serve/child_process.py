@@ -1,4 +1,4 @@
-"""ChildSpec processes: their start, their log and their end, including what they started themselves."""
+"""Child processes: their start, their log and their end, with the processes that they started themselves."""
 
 from __future__ import annotations
 

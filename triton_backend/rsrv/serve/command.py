@@ -40,7 +40,7 @@ def run(options: Namespace) -> int:
 
 
 def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> node.Output:
-    """Return an output that writes the log to a file, and on the terminal what an operator wants to know."""
+    """Return an output that writes the log to a file, and lines for operators to the terminal."""
 
     def put(lines: bytes) -> None:
         write(lines)
@@ -55,13 +55,13 @@ def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> 
 
 
 def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
-    """Return the path of the tritonserver to start; the first that there is.
+    """Return the path of the tritonserver to start.
 
-    In order: the one that is named, PATH, NVIDIA's container, and the user's own installation, which is made if `ask`
-    agrees.
+    In order of precedence: the named one, PATH, NVIDIA's container, and the user's own installation, which is made if
+    `ask` agrees.
 
     Raises:
-        NodeError: there is none, and what to do.
+        NodeError: there is none; the message says what to do.
         InstallError: the installation failed.
     """
     if named is not None:

@@ -34,7 +34,7 @@ class GpuInventory:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDevice:
-    """WorkerDevice of one worker."""
+    """Device of one worker."""
 
     #: value of the worker's CUDA_VISIBLE_DEVICES; empty: it runs on the CPU
     selector: str

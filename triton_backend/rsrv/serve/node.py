@@ -34,7 +34,7 @@ log = logging.getLogger("rsrv.node")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a node serves, as known before the servers start."""
+    """Models and addresses of a node, as known before the servers start."""
 
     settings: Settings
     #: addresses of live pages
@@ -177,22 +177,22 @@ async def _serve(planned: NodePlan, serving: Serving, bundles: Sequence[Path], o
         log.info("live page: %s", page)
     # The node's own gateway ends before its workers.
     elsewhere = settings.gateway.grpc is None and settings.gateway.http is None
-    roll = WorkersFile(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
+    roster = WorkersFile(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
     workers = {worker.child.name: worker for worker in planned.workers}
-    telling: dict[str, asyncio.Future[None]] = {}
+    followers: dict[str, asyncio.Future[None]] = {}
 
     def started(child: ChildSpec, pid: int) -> None:
-        roll.started(child, pid)
-        if child.name in telling:
-            telling.pop(child.name).cancel()
+        roster.started(child, pid)
+        if child.name in followers:
+            followers.pop(child.name).cancel()
         if child.name in workers:
             following = output.follow(workers[child.name], pid, serving)
-            telling[child.name] = asyncio.ensure_future(following)
+            followers[child.name] = asyncio.ensure_future(following)
 
     async def stop_following() -> None:
         await orders.end.wait()
         output.say("Stopping: requests in flight are answered first. Ctrl-C again stops at once.")
-        for task in telling.values():
+        for task in followers.values():
             task.cancel()
 
     stopping = asyncio.ensure_future(stop_following())
@@ -204,13 +204,16 @@ async def _serve(planned: NodePlan, serving: Serving, bundles: Sequence[Path], o
             [worker.child for worker in planned.workers],
             planned.gateway,
             SupervisorHooks(
-                output.put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
+                output.put,
+                started,
+                watch=_watch(roster.names, settings.node.hang_s, first),
+                leaves=roster.leaves,
             ),
             orders,
             lambda: Restarts(settings.node.max_restarts),
         )
     finally:
-        for task in (first, stopping, *telling.values()):
+        for task in (first, stopping, *followers.values()):
             if task is not None:
                 task.cancel()
     log.info("all processes have ended")

@@ -1,4 +1,4 @@
-"""NodePlan of a node: its processes, and the files that they read. Pure."""
+"""Plan of a node: its processes, and the files that they read. Pure."""
 
 from __future__ import annotations
 

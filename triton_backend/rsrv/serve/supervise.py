@@ -106,7 +106,7 @@ class SupervisorHooks:
 async def supervise(
     workers: Sequence[ChildSpec],
     gateway: ChildSpec | None,
-    house: SupervisorHooks,
+    hooks: SupervisorHooks,
     orders: StopSignals,
     restarts: Callable[[], Restarts],
 ) -> int:
@@ -115,19 +115,18 @@ async def supervise(
     The gateway starts after the workers and ends before them, so that it can deliver its requests. At the end
     no child and none of their children is left.
     """
-    keepers = [ChildSupervisor(child, house, restarts()) for child in workers]
-    door = None if gateway is None else ChildSupervisor(gateway, house, restarts())
-    everybody = [*keepers, *([] if door is None else [door])]
-    running = [asyncio.ensure_future(keeper.run()) for keeper in everybody]
+    servers = [ChildSupervisor(child, hooks, restarts()) for child in workers]
+    front = None if gateway is None else ChildSupervisor(gateway, hooks, restarts())
+    running = [asyncio.ensure_future(one.run()) for one in (*servers, front) if one is not None]
     ending = asyncio.ensure_future(orders.end.wait())
     status = 0
     try:
         await asyncio.wait([ending, *running], return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             status = 1
-        if door is not None:
-            await door.end(orders.hurry)
-        await asyncio.gather(*(keeper.end(orders.hurry) for keeper in keepers))
+        if front is not None:
+            await front.end(orders.hurry)
+        await asyncio.gather(*(server.end(orders.hurry) for server in servers))
         for end in await asyncio.gather(*running, return_exceptions=True):
             if isinstance(end, RestartsExhausted):
                 log.error("%s; the node ends", end)
@@ -141,9 +140,9 @@ async def supervise(
 class ChildSupervisor:
     """Starts one child repeatedly."""
 
-    def __init__(self, child: ChildSpec, house: SupervisorHooks, restarts: Restarts) -> None:
+    def __init__(self, child: ChildSpec, hooks: SupervisorHooks, restarts: Restarts) -> None:
         self._child = child
-        self._house = house
+        self._hooks = hooks
         self._restarts = restarts
         self._process: Process | None = None
         self._enough = asyncio.Event()
@@ -166,7 +165,7 @@ class ChildSupervisor:
                 log.error(
                     "%s %s after %.1f s; starting it again in %g s", self._child.name, said, lived, pause
                 )
-                await _first(self._house.rest(pause), self._enough.wait())
+                await _first(self._hooks.rest(pause), self._enough.wait())
         finally:
             self._done.set()
 
@@ -175,7 +174,7 @@ class ChildSupervisor:
         self._enough.set()
         process = self._process
         if process is not None:
-            await _first(self._house.leaves(self._child), process.over(), hurry.wait())
+            await _first(self._hooks.leaves(self._child), process.over(), hurry.wait())
             process.send(signal.SIGTERM)
             patience = self._child.drain_s + _GRACE
             await _first(process.over(), hurry.wait(), asyncio.sleep(patience))
@@ -188,14 +187,14 @@ class ChildSupervisor:
         clock = asyncio.get_running_loop().time
         born = clock()
         try:
-            process = self._process = Process.start(self._child, self._house.write)
+            process = self._process = Process.start(self._child, self._hooks.write)
         except OSError as error:
             return 0.0, f"cannot be started: {error}", True
-        self._house.started(self._child, process.pid)
+        self._hooks.started(self._child, process.pid)
         restart = await self._watched(process)
         await process.over()
         lived = clock() - born
-        status, killed = await process.bury(self._house.follow_s)
+        status, killed = await process.bury(self._hooks.follow_s)
         self._process = None
         if killed:
             log.warning(
@@ -210,7 +209,7 @@ class ChildSupervisor:
 
     async def _watched(self, process: Process) -> RestartReason | None:
         """Wait for the end of the child; return the reason if it was restarted on purpose."""
-        watch = asyncio.ensure_future(self._house.watch(self._child))
+        watch = asyncio.ensure_future(self._hooks.watch(self._child))
         await _first(process.over(), asyncio.shield(watch))
         if not watch.done():
             watch.cancel()

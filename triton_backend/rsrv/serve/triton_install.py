@@ -33,7 +33,7 @@ nvidia-pytriton==0.7.0 --hash=sha256:21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd
 PERF_ANALYZER = """\
 tritonclient==2.46.0 --hash=sha256:10d2cda89b72599757ef5aeab160c39c6dead64a97871c6156cdf25043f2f655
 """
-#: What stubs import: numpy, and what `rsrv.hooks` needs. The stub of 24.10 was built before numpy 2 and passes wrong
+#: Imports of stubs: numpy, and those of `rsrv.hooks`. The stub of 24.10 was built before numpy 2 and passes wrong
 #: inputs with it. Python 3.13 has no numpy 1.26; there `rsrv.stub` reads its inputs through DLPack.
 STUB = """\
 numpy==1.26.4 ; python_version < "3.13" \
@@ -66,8 +66,8 @@ def default_folder() -> Path:
 class Installation:
     """Paths of one installation.
 
-    `folder` holds what all environments share; `own` what belongs to the Python environment that runs this, in
-    `folder/env-<hash of its path>` unless it is given.
+    `folder` holds the parts that all environments share; `own` holds those of this Python environment, by default in
+    `folder/env-<hash of its path>`.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class Installation:
 
     @property
     def backends(self) -> Path:
-        """For --backend-directory: the Python backend, with the stub of this Python."""
+        """Value of --backend-directory: the Python backend, with the stub of this Python."""
         return self.own / "backends"
 
     @property
@@ -122,7 +122,7 @@ class Installation:
         return f"{self.libs}:{self.python_lib}"
 
     def is_installed(self) -> bool:
-        """Return whether every step is done, for the present versions."""
+        """Return true if every step is done, for the present versions."""
         return all(self._stamp(step) == step.key for step in self._steps())
 
     def install(self, say: Callable[[str], None]) -> None:
@@ -265,7 +265,7 @@ class _Step:
     name: str
     #: where its stamp is kept
     folder: Path
-    #: all that decides the outcome; kept in the stamp
+    #: everything that the outcome depends on; kept in the stamp
     key: str
     title: str
     build: Callable[[], None]

@@ -1,4 +1,4 @@
-"""What `rsrv serve` shows: models as they become ready, where clients connect, and every later change."""
+"""Output of `rsrv serve`: models as they become ready, the endpoints, and every later change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rsrv.serve.repositories import is_empty
 from rsrv.settings import Settings
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
-#: seconds between two looks at the server, and for an answer
+#: seconds between two polls of the server, and limit of an answer
 LOOK_S = 0.5
 PATIENCE_S = 5.0
 #: seconds for the control service to come up after the server
@@ -27,15 +27,15 @@ CONTROL_S = 15.0
 
 
 class Changes:
-    """What has changed from one status of the control service to the next, as lines for people. Pure."""
+    """Changes from one status of the control service to the next, as lines for people. Pure."""
 
     def __init__(self, broken: Mapping[str, str]) -> None:
-        #: the state that was shown last; bundles that were broken before the start were named then
+        #: the last shown state; bundles that were broken before the start are shown then
         self._shown = {name: ("failed", reason) for name, reason in broken.items()}
         self._met: set[str] = set()
 
     def update(self, status: pb.GetStatusResponse) -> Iterator[str]:
-        """Yield a line for each model whose state is another one now."""
+        """Yield a line for each model whose state has changed."""
         now = dict(_states(status))
         for name, state in sorted(now.items()):
             before = self._shown.get(name)
@@ -77,7 +77,7 @@ def _states(status: pb.GetStatusResponse) -> Iterator[tuple[str, tuple[str, str]
 
 
 def endpoints(settings: Settings, pages: Sequence[str], log: Path) -> str:
-    """Return the block that says where everything is."""
+    """Return the block of endpoints, with the path of the log."""
     gateway = settings.gateway
     rows = [
         ("HTTP", gateway.http and f"http://{_local(gateway.http)}"),
@@ -90,7 +90,7 @@ def endpoints(settings: Settings, pages: Sequence[str], log: Path) -> str:
 
 
 def _local(listen: str) -> str:
-    """Return what a client on this machine connects to."""
+    """Return the address for clients on this machine."""
     address = parse_address(listen)
     host = "localhost" if address.local in ("127.0.0.1", "::1") else address.local
     return str(Address(host, address.port))
@@ -99,21 +99,21 @@ def _local(listen: str) -> str:
 async def follow(
     worker: NodeWorker, pid: int, serving: Serving, log: Path, say: Callable[[str], None]
 ) -> None:
-    """Show how a tritonserver starts, and then what changes, until cancelled."""
+    """Show the start of a tritonserver, and then every change, until cancelled."""
     began = time.monotonic()
     changes, serves, patience = Changes(serving.broken), False, CONTROL_S
     socket = runtime_directory(pid, "0") / CONTROL_SOCKET
     async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
         control = control_pb2_grpc.ControlStub(channel)
         while True:
-            # First: what is ready by then is shown above the endpoints.
+            # Checked first, so that the models ready by then are shown above the endpoints.
             listening = not serves and await listens(worker.ports.http)
             lines = await _changes(control, changes)
             for line in lines or ():
                 when = time.strftime("%H:%M:%S") if serves else f"{time.monotonic() - began:6.1f} s"
                 say(f"{when}  {line}")
             if listening:
-                # The control process starts beside the models, and may come later; without a model there is none.
+                # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
                 if lines is not None or is_empty(worker.repository) or patience < 0:
                     serves = True
@@ -124,7 +124,7 @@ async def follow(
 
 
 async def _changes(control: control_pb2_grpc.ControlStub, changes: Changes) -> list[str] | None:
-    """Return what the control service says that is new, or None while there is no such service."""
+    """Return a line for each change since the last status, or None while there is no control service."""
     try:
         status = await control.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
     except grpc.RpcError:

@@ -1,4 +1,4 @@
-"""rsrv.yaml: every setting, typed. Environment variables `RSRV_<SECTION>__<KEY>` win over the file.
+"""rsrv.yaml: every setting, typed. Environment variables `RSRV_<SECTION>__<KEY>` take precedence over the file.
 
 The runtime, the control process, the gateway and the generator read it. Stubs never do: registration gives them their
 settings. The sections stand together because a user reads the file as a whole, and because no part may import the

@@ -18,30 +18,27 @@ Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
 
 
 def _as_text(value: Any) -> Any:
-    """A port is a number to YAML."""
+    """Return a port as text: YAML reads it as a number."""
     return str(value) if type(value) is int else value
 
 
 class WorkerPorts(Section):
-    """Where a tritonserver listens on its host."""
+    """Ports of a tritonserver."""
 
-    grpc_port: int = Field(8001, ge=1, le=65535, description="Of its gRPC front end.")
-    http_port: int | None = Field(8000, ge=1, le=65535, description="Of its HTTP front end; null: none.")
-    metrics_port: int | None = Field(8002, ge=1, le=65535, description="Of its metrics; null: none.")
+    grpc_port: int = Field(8001, ge=1, le=65535, description="Port of its gRPC front end.")
+    http_port: int | None = Field(8000, ge=1, le=65535, description="Port of its HTTP front end; null: none.")
+    metrics_port: int | None = Field(8002, ge=1, le=65535, description="Port of its metrics; null: none.")
     control: Annotated[str | None, BeforeValidator(_as_text)] = Field(
         None,
-        description="Its control service: PORT on its host, HOST:PORT, or unix:PATH; null: none that the gateway may ask. "
-        "lpt_packing needs it.",
+        description="Its control service: PORT on its host, HOST:PORT, or unix:PATH. lpt_packing needs it. null: none.",
     )
 
 
 class WorkerEntry(WorkerPorts):
-    """A tritonserver that the gateway may send requests to."""
+    """A tritonserver behind the gateway."""
 
     host: str = Field(min_length=1, description="Its name or address.")
-    name: str | None = Field(
-        None, description="What it is called in tables, metrics and logs; null: HOST:GRPC_PORT."
-    )
+    name: str | None = Field(None, description="Its name in tables, metrics and logs; null: HOST:GRPC_PORT.")
 
     @field_validator("host")
     @classmethod
@@ -67,18 +64,18 @@ class GatewaySection(Section):
     admin: str | None = Field(
         "127.0.0.1:8002",
         description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
-        "/readyz. It asks for no token: let only Prometheus, operators and load balancers reach it. null: none.",
+        "/readyz. It requires no token: let only Prometheus, operators and load balancers reach it. null: none.",
     )
     workers: list[WorkerEntry] = Field(
         default_factory=list, description="The tritonservers, by name or address."
     )
     workers_dns: str | None = Field(
         None,
-        description="A name whose addresses are those of tritonservers, all with the ports of `workers_ports`; read "
-        "again every 5 s.",
+        description="DNS name with the addresses of tritonservers, all with the ports of `workers_ports`; resolved "
+        "every 5 s.",
     )
     workers_file: Path | None = Field(
-        None, description="A YAML file with a list as in `workers`, which is watched."
+        None, description="YAML file with a list as in `workers`. It is watched."
     )
     workers_ports: WorkerPorts = Field(
         WorkerPorts(),
@@ -86,48 +83,49 @@ class GatewaySection(Section):
     )
     mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
         "least_outstanding",
-        description="Who gets a request, of the workers that serve its model. round_robin: each in turn; "
-        "least_outstanding: the one with the least work under way; lpt_packing: models are packed onto workers by the "
-        "work that they make, and move when that changes.",
+        description="Choice of a request's worker among those that serve its model. round_robin: each in turn; "
+        "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers by "
+        "measured load, and move when it changes.",
     )
     work_basis: Literal["compute", "items", "requests"] = Field(
         "compute",
-        description="What counts as work. requests: each the same; items: the rows in it; compute: these times what a row "
-        "of the model costs, as the workers measured it.",
+        description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the device "
+        "time of a row of the model, as the workers measured it.",
     )
     replicas: Replicas = Field(
-        1, description="lpt_packing: the workers that share one model's requests; `all`: each has it."
+        1, description="lpt_packing: number of workers that share one model's requests; `all`: all workers."
     )
     rebalance_device_s: float = Field(
         300.0,
         gt=0,
         description="lpt_packing: device seconds of all workers together after which all models are "
-        "packed again; the first time after a tenth of it.",
+        "packed again; the first repack is due after a tenth.",
     )
     hysteresis: float = Field(
         0.1,
         ge=0,
         le=10,
-        description="lpt_packing: a model stays where it is unless its worker would be busier by more than this fraction "
-        "than another.",
+        description="lpt_packing: a model keeps its worker unless that one would be busier than another by more than this "
+        "fraction.",
     )
-    probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two looks at each worker.")
+    probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two probes of each worker.")
     request_timeout_s: float = Field(
-        60.0, gt=0, le=86400, description="For requests whose client has set no deadline."
+        60.0, gt=0, le=86400, description="Limit of requests whose client has set no deadline."
     )
     drain_s: float = Field(
-        30.0, ge=0, le=3600, description="When told to end: how long requests under way may take."
+        30.0, ge=0, le=3600, description="Limit of requests in flight when the gateway stops."
     )
     max_message_bytes: int = Field(
         2**31 - 1,
         ge=1,
         le=2**31 - 1,
-        description="Of one request or response; Triton's own limit is the default.",
+        description="Limit of one request or response. The default is Triton's own limit.",
     )
     tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain for clients.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(
-        None, description="PEM file with the authorities whose clients are let in; null: all clients are."
+        None,
+        description="PEM file with the authorities of accepted client certificates; null: no certificates are required.",
     )
     token_file: Path | None = Field(
         None, description="File with a secret that clients must send, as `authorization: Bearer SECRET`."
@@ -137,7 +135,7 @@ class GatewaySection(Section):
         description="PEM file with the authorities of the workers' certificates; null: no TLS to workers.",
     )
     worker_certificate: Path | None = Field(
-        None, description="PEM file with the certificate chain to show to workers."
+        None, description="PEM file with the gateway's certificate chain for workers."
     )
     worker_key: Path | None = Field(None, description="PEM file with its private key.")
     worker_token_file: Path | None = Field(
@@ -146,13 +144,13 @@ class GatewaySection(Section):
     worker_repository_key: str | None = Field(
         None,
         pattern="^[a-z0-9_.-]+$",
-        description="KEY, in small letters, where the workers' tritonservers have --grpc-restricted-protocol=model-repository:KEY=VALUE: "
-        "without, they do not tell the gateway which models are ready; null: they are not restricted.",
+        description="KEY, in lower case, if the workers' tritonservers have --grpc-restricted-protocol=model-repository:KEY=VALUE. "
+        "Without it these do not tell the gateway which models are ready. null: they have no restriction.",
     )
-    worker_repository_value_file: Path | None = Field(None, description="File with its VALUE.")
+    worker_repository_value_file: Path | None = Field(None, description="File with the VALUE of that flag.")
     control_listen: str | None = Field(
         None,
-        description="HOST:PORT of the gateway's control service, beside its Unix socket. As control.listen it needs "
+        description="HOST:PORT of the gateway's control service, beside its Unix socket. Like control.listen, it needs "
         "tls_client_ca or token_file.",
     )
     models: dict[str, GatewayModelSection] = Field(default_factory=dict, description="Per model, by name.")
@@ -174,7 +172,9 @@ class GatewaySection(Section):
         if (self.worker_repository_key is None) != (self.worker_repository_value_file is None):
             raise ValueError("worker_repository_key and worker_repository_value_file: both or neither")
         if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
-            raise ValueError("control_listen needs tls_client_ca or token_file: TLS alone lets everybody in")
+            raise ValueError(
+                "control_listen needs tls_client_ca or token_file: TLS alone admits every client"
+            )
         return self
 
 
@@ -183,33 +183,37 @@ class NodeSection(Section):
 
     gpus: list[int | str] | int | None = Field(
         None,
-        description="Indices or UUIDs of the GPUs to use, or how many; null: those of CUDA_VISIBLE_DEVICES, or all that "
-        "NVML finds.",
+        description="Indices or UUIDs of the GPUs to use, or their number; null: those of CUDA_VISIBLE_DEVICES, or all "
+        "that NVML finds.",
     )
     cpu_workers: int = Field(
-        0, ge=0, le=64, description="Tritonservers on the CPU, where there is no GPU or none is wanted."
+        0, ge=0, le=64, description="Number of tritonservers on the CPU, in place of those on GPUs."
     )
     directory: Path = Field(
         Path("node"),
-        description="Where the workers' model repositories are kept, and the list of workers; on the file system of the "
-        "bundles, so that these are shared and not copied.",
+        description="Folder of the workers' model repositories and of the list of workers. On the file system of the "
+        "bundles, their files are linked, not copied.",
     )
-    arguments: list[str] = Field(default_factory=list, description="More arguments for it; they win.")
+    arguments: list[str] = Field(
+        default_factory=list, description="More arguments for each tritonserver; they take precedence."
+    )
     first_port: int = Field(
         18000,
         ge=1,
         le=65000,
-        description="With a gateway, worker n listens for HTTP, gRPC and metrics on this one + 10 n and the next two, of "
-        "this machine only. One worker alone has the public ports.",
+        description="With a gateway, worker n listens for HTTP, gRPC and metrics on this port + 10 n and the next two, for "
+        "this machine only. A single worker has the public ports.",
     )
     max_restarts: int = Field(
-        10, ge=0, description="Restarts of a worker in a row after which the node ends; 0: no limit."
+        10, ge=0, description="Restarts of a process in a row after which the node ends; 0: no limit."
     )
     hang_s: float = Field(
         60.0,
         ge=0,
         le=3600,
-        description="A process that takes connections and has not answered for so long is killed, and started again; 0: it "
-        "is left alone.",
+        description="A process that accepts connections and has not answered for this time is killed and restarted. 0: no "
+        "limit.",
     )
-    drain_s: float = Field(30.0, ge=0, le=3600, description="When told to end: how long workers may take.")
+    drain_s: float = Field(
+        30.0, ge=0, le=3600, description="Limit of requests in flight when the workers stop."
+    )

@@ -70,13 +70,13 @@ class _Families(Collector):
 def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
     yield _counter(
         "rsrv_gateway_requests",
-        "Inference requests that are over. No model: the client named none that there is, or was not let in; no worker: it "
-        "went to none.",
+        "Ended inference requests. Without a model: the client named an unknown one, or was not authorized; without a "
+        "worker: the request was sent to none.",
         ("model", "worker", "code"),
         counts.requests,
     )
     yield _counter(
-        "rsrv_gateway_items", "Rows of requests that were sent on.", ("model",), _single(counts.items)
+        "rsrv_gateway_items", "Rows of requests that were forwarded.", ("model",), _single(counts.items)
     )
     yield _counter(
         "rsrv_gateway_failovers",
@@ -86,14 +86,19 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_worker_load",
-        "What is under way, as gateway.work_basis counts it.",
+        "Outstanding work, in the unit of gateway.work_basis.",
         ("worker",),
         _single(counts.load),
     )
-    yield _gauge("rsrv_gateway_outstanding_requests", "Under way.", ("model", "worker"), counts.outstanding)
+    yield _gauge(
+        "rsrv_gateway_outstanding_requests",
+        "Forwarded requests without an answer yet.",
+        ("model", "worker"),
+        counts.outstanding,
+    )
     durations = HistogramMetricFamily(
         "rsrv_gateway_request_duration_seconds",
-        "From a request's arrival to the end of its answer.",
+        "Time from a request's arrival to the end of its answer.",
         labels=("model",),
     )
     bounds = [*map(str, DURATION_BOUNDS), "+Inf"]
@@ -107,25 +112,25 @@ def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> It
     # Present without workers, too, for alerts.
     yield _gauge(
         "rsrv_gateway_workers",
-        "Those that are known: up answered their last probe, down did not.",
+        "Known workers: up answered their last probe, down did not.",
         ("state",),
         {("up",): up, ("down",): len(views) - up},
     )
     yield _gauge(
         "rsrv_gateway_worker_up",
-        "Whether it answered its last probe.",
+        "1 if the worker answered its last probe.",
         ("worker",),
         {(name,): float(view.alive) for name, view in views.items()},
     )
     yield _gauge(
         "rsrv_gateway_worker_backlog_seconds",
-        "Of the device, for all that is there.",
+        "Device time of all requests that the worker has.",
         ("worker",),
         {(name,): view.backlog_s for name, view in views.items() if view.instance is not None},
     )
     yield _gauge(
         "rsrv_gateway_worker_metrics_up",
-        "Whether its own metrics are here.",
+        "1 if this text has the worker's own metrics.",
         ("worker",),
         {(name,): float(there) for name, there in scraped.items()},
     )
@@ -137,37 +142,37 @@ def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
     models, repacks = status.models, status.repacks
     yield _gauge(
         "rsrv_gateway_model_placed",
-        "1 where requests of the model go.",
+        "1 if requests of the model go to the worker.",
         ("model", "worker"),
         {(model.name, worker): 1.0 for model in models for worker in model.placed},
     )
     yield _gauge(
         "rsrv_gateway_model_utilisation",
-        "Seconds of device per second, all workers together.",
+        "Device seconds of the model per second, all workers together.",
         ("model",),
         {(model.name,): model.utilisation for model in models},
     )
     yield _gauge(
         "rsrv_gateway_worker_utilisation",
-        "Seconds of device per second that the models that are placed there ask of it.",
+        "Device seconds per second of the models that are placed there.",
         ("worker",),
         {(worker.name,): worker.utilisation for worker in status.workers},
     )
     yield _gauge(
         "rsrv_gateway_worker_oversubscribed",
-        "1 where the weights of the models that are placed there do not fit all at once.",
+        "1 if the weights of the models that are placed there do not fit all at once.",
         ("worker",),
         {(worker.name,): float(worker.oversubscribed) for worker in status.workers},
     )
     yield _counter(
         "rsrv_gateway_repacks",
-        "Times that models were packed, by what asked for it.",
+        "Repacks of models, by trigger.",
         ("trigger",),
         {(trigger,): count for trigger, count in repacks.counts.items()},
     )
     yield _gauge(
         "rsrv_gateway_repack_progress_ratio",
-        "Device seconds since the last repack, by those at which the next one is due.",
+        "Device seconds since the last repack, as a share of those at which the next one is due.",
         (),
         {(): repacks.device_s / repacks.threshold_device_s},
     )

@@ -65,35 +65,35 @@ class GatewayServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """Workers, models, and what decides where they are, as of now.
+        """Workers, models, and the policy of placement, as of now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """How models are packed and requests routed. All that the mask names changes, or nothing.
+        """Changes the policy of packing and routing: all fields that the mask names, or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPlacement(self, request, context):
-        """What differs for one model. Replaces all of it.
+        """Replaces one model's exceptions from the policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Repack(self, request, context):
-        """Pack all models anew, now.
+        """Packs all models again, now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Where a client, or another proxy, would send a model's requests without the gateway.
+        """Returns the workers to which a client, or another proxy, would send a model's requests without the gateway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

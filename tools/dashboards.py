@@ -152,9 +152,9 @@ def _gateway() -> list[Panel]:
             },
         ),
         Panel(
-            "Under way",
-            "What each server has to do, as gateway.work_basis counts it. Far more than the others have: it is slow, or alone "
-            "has the requested model; give that model replicas.",
+            "Outstanding work",
+            "Outstanding work of each server, in the unit of gateway.work_basis. Far more than the others have: the server is "
+            "slow, or is the only one with the requested model; give that model replicas.",
             "short",
             {"{{worker}}": total(gateway("rsrv_gateway_worker_load"), "worker")},
         ),
@@ -213,7 +213,7 @@ def one_model() -> Board:
         ),
         Panel(
             "Queue",
-            "Requests that wait, and runs of a meta model that are under way. Where it stays at max_queue_depth, new ones are "
+            "Requests that wait, and runs of a meta model in progress. If it stays at max_queue_depth, further requests are "
             "refused: raise the model's weight, or add devices.",
             "short",
             {
@@ -306,7 +306,7 @@ def weights() -> Board:
             limit=0.5,
         ),
         Panel(
-            "Share of time with a load under way",
+            "Share of time with a load in progress",
             "Loads run one at a time, beside executions. Near 100 %: each load also waits for those of other models.",
             "percentunit",
             {SERVER_LEGEND: total(rate("rsrv_weight_load_seconds_sum"), SERVER)},

@@ -38,8 +38,8 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
         raise BundleError(f"{file}: {e}") from None
     if left:
         raise BundleError(
-            f"{file}: {left}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
-            "so that it has stablehlo.dot_general there, or do without runtime.numerics: f32"
+            f"{file}: {left}: multiplies f32, and no setting of a module makes it do so in f32. Export the model again, "
+            "with stablehlo.dot_general there, or do without runtime.numerics: f32"
         )
     return blob, replace(
         precision,

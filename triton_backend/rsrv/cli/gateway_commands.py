@@ -123,7 +123,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "WEIGHTS",
                 "BUDGET",
                 "BACKLOG",
-                "UNDER WAY",
+                "OUTSTANDING",
             ),
             (
                 (

@@ -277,7 +277,7 @@ class BundleStates:
         return news
 
     def orphan(self, name: str, carriers: tuple[str, ...], now: float) -> None:
-        """Unload the model after the loads that are under way now, and when the `carriers` serve."""
+        """Unload the model after the loads that are in progress now, and when the `carriers` serve."""
         match self.state(name):
             case BundleState.LOADING:
                 self.check(name, now)  # it is decided when the load has ended

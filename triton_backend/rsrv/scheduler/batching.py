@@ -210,7 +210,7 @@ def plan_batch(
 
     Sizes that take longer than `limit` seconds are left out, unless all that hold the front request do.
 
-    One pass over as many requests as the largest size holds, whatever the number that wait.
+    One pass over as many requests as the largest size holds, however many wait.
 
     Args:
         waiting: rows of each request, oldest first, at least one; read only as far as needed.

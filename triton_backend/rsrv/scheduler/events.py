@@ -52,7 +52,7 @@ class InvariantError(AssertionError):
 class Pause(Enum):
     """Mode of a paused model. Executions and a warm-up that run go on."""
 
-    #: waiting requests execute, and so do calls of meta models' runs that are under way; new requests are refused.
+    #: waiting requests execute, and so do calls of meta models' runs in progress; new requests are refused.
     DRAIN = "drain"
     #: requests wait, none starts to execute, and the model affects no decision.
     HOLD = "hold"
@@ -107,7 +107,7 @@ class Request(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of a meta model, which makes requests while it is under way."""
+    """One run of a meta model, which makes requests while it is in progress."""
 
     #: not 0; unique among requests in flight and other runs.
     id: int
@@ -182,7 +182,7 @@ class PolicyChanged:
     model: str
     weight: float | None = None
     max_delay: float | None = None
-    #: requests that wait already stay, whatever their number.
+    #: requests that wait already stay, even beyond the limit.
     max_queue_depth: int | None = None
 
 
@@ -369,7 +369,7 @@ class EvictWeights:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let a run begin; it is under way until its `RunEnded`."""
+    """Let a run begin; it is in progress until its `RunEnded`."""
 
     run: int
 

@@ -16,7 +16,7 @@ From this follows, with c a model's and C any model's largest execution, and s =
 work (the tests hold it to this):
 
 - a model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
-  2 c / s + C. So cheap models wait for short, whatever the expensive ones cost, and no model is locked out;
+  2 c / s + C. So cheap models wait briefly even beside expensive ones, and no model is locked out;
 - while two models have work, their device time by weight differs over any interval by at most (c + C) / w_i of the
   one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
   waits for an execution of every model.) Nothing is averaged, so there is nothing to tune;

@@ -267,9 +267,10 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(counted == {one.weights for one in unpinned}, "those that are not pinned are not known (8)")
     _require(not loads.overdue(scheduler._now), f"{held} bytes held of {weights.budget} (8)")
     loading = [state for state in states if state.weights.state is WeightState.LOADING]
-    _require(len(loading) <= 1, "more than one load is under way (9)")
+    _require(len(loading) <= 1, "more than one load is in progress (9)")
     _require(
-        weights.loading is (loading[0].weights if loading else None), "the load under way is another one (9)"
+        weights.loading is (loading[0].weights if loading else None),
+        "the load in progress is another one (9)",
     )
     if not loading and loads.first() is not None and not scheduler._residency.compaction.pauses:
         planned, _ = loads.search(scheduler._now)

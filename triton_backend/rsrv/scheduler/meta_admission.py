@@ -1,4 +1,4 @@
-"""Admission of runs of meta models: how many are under way at once, and which waiting run is next.
+"""Admission of runs of meta models: the number of concurrent runs, and the next waiting run.
 
 A run between two of its calls holds only memory, so a few runs keep the device busy, and more would only hold more. The
 others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait until their deadline at

@@ -103,7 +103,7 @@ class ModelState:
         #: whether a warm-up starts as soon as its weights are on the device.
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
-        #: runs of meta models whose calls are accepted while it drains: the runs that were under way when that began.
+        #: runs of meta models whose calls are accepted while it drains: the runs in progress when that began.
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others were evicted for its second try and get their turn first.
         self.blocked_until = -inf

@@ -19,7 +19,7 @@ class SchedulerSettings:
     #: with a depth above 1: how long before the expected end of the device's last execution it gets the next one, in ms.
     #: Until then requests that arrive may still join that one.
     launch_ahead_ms: float = 2.0
-    #: runs of meta models that are under way at once; the others wait.
+    #: concurrent runs of meta models; the others wait.
     meta_concurrency: int = 2
     #: a model with waiting requests keeps its weights on the device for at least this many times the duration of their
     #: load; see `load_queue`.

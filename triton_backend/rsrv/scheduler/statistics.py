@@ -254,7 +254,7 @@ class LoadReport:
 class MetaSnapshot:
     """Statistics of the runs of one meta model. Each run counts in one of these, besides `running`."""
 
-    #: runs that wait for admission, and runs under way.
+    #: runs that wait for admission, and runs in progress.
     waiting: int
     running: int
     #: runs admitted since the start; and runs that were not, by reason. Withdrawn: ended while they waited.

@@ -148,7 +148,7 @@ class ModelWeights:
         self.history = History()
         #: all of its tensors; `WeightAccounts` divides them.
         self.groups: list[SharedTensorGroup] = []
-        #: whether they stay on the device, whatever else needs room.
+        #: true if they stay on the device even if other weights need room.
         self.pinned = program.pinned
         #: whether an operator or a pin, not only a request, asked for them to load or to stay. Ends with an eviction.
         self.desired = program.pinned

@@ -43,11 +43,11 @@ MAX_CALLS = 8
 CALL_TIMEOUT_S = 60.0
 
 
-# --- the limit of calls under way ------------------------------------------------------------------------------------
+# --- the limit of calls in flight ------------------------------------------------------------------------------------
 
 
 def limit(pool: int) -> int:
-    """Return the number of calls that an instance may have under way with a pool of this many threads.
+    """Return the number of calls that an instance may have in flight with a pool of this many threads.
 
     Each call holds one until it is answered, and the instance's own answers need one, too, if `execute()` does not
     return them: with none left they wait for the calls, and if those are never answered, for ever.
@@ -142,7 +142,7 @@ class _BlsCall:
 class Bls:
     """Calls other models from any thread, also while execute() runs and after it returned.
 
-    At most `concurrency` calls are under way in Triton at a time (see `limit`); further ones wait. No
+    At most `concurrency` calls are in flight in Triton at a time (see `limit`); further ones wait. No
     call takes longer than `timeout` seconds or its deadline, waiting included. The caller owns the arrays in answers.
 
     Raises ValueError if the instance has no thread for a single call.
@@ -189,7 +189,7 @@ class Bls:
         per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token
         of the caller's run, 0 for none; `client_id` is the id of its request, and `traceparent` its trace context, ""
         for none. The future ends when the call's time is over at the latest, with RequestFailure if
-        there is no answer. Cancelling it has an effect only before the call is under way in Triton.
+        there is no answer. Cancelling it has an effect only before Triton has the call.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
@@ -206,7 +206,7 @@ class Bls:
         return call.future
 
     def close(self) -> None:
-        """Fail all calls. Those under way in Triton go on there."""
+        """Fail all calls. Those that Triton has go on there."""
         with self._lock:
             self._closed = True
             calls = [call for call in (*self._waiting, *self._under_way) if not call.future.done()]
@@ -227,7 +227,7 @@ class Bls:
             models = ", ".join(sorted({repr(each.model) for each in self._under_way}))
             return RequestFailure(
                 Status.QUEUE_FULL,
-                f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be under way have had "
+                f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be in flight have had "
                 f"no answer for more than {self._timeout:g} s (from {models}); those models and the one that calls "
                 "them must be loaded again",
             )
@@ -257,8 +257,8 @@ class Bls:
             )
         return RequestFailure(
             Status.QUEUE_FULL,
-            f"model {call.model!r} could not be called for {self._timeout:g} s: all {self._concurrency} calls that "
-            "may be under way were; try again later",
+            f"model {call.model!r} could not be called for {self._timeout:g} s: {self._concurrency} other calls, the "
+            "limit, were in flight; try again later",
         )
 
     def _next(self) -> _BlsCall | None:

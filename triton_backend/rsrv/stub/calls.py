@@ -54,7 +54,7 @@ class CallError(Exception):
 
 
 class Pending(Protocol):
-    """A sub-call under way."""
+    """A sub-call in flight."""
 
     def wait(self, until_ns: int) -> Results:
         """Return the results. Raises RequestFailure, with DEADLINE at `until_ns` (CLOCK_MONOTONIC, 0: never)."""

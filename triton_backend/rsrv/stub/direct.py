@@ -180,7 +180,7 @@ class DirectRun:
             raise self._refused.copy()
 
     def leave(self, status: Status, until_ns: int) -> None:
-        """End the run, after the calls under way: the runtime may write to their memory."""
+        """End the run, after the calls in flight: the runtime may write to their memory."""
         if not self.entered:
             return
         if until_ns:
@@ -317,7 +317,7 @@ class DirectRun:
         call.resolve()
 
     def fail(self, failure: RequestFailure) -> None:
-        """Fail all calls under way, for the connection must not be used any more."""
+        """Fail all calls in flight, for the connection must not be used any more."""
         self.broken = True
         self._entering = None
         lost, self._calls = self._calls, {}

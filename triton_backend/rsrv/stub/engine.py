@@ -52,7 +52,7 @@ _INTERNAL = "this model is a part of meta models and not served by itself: its m
 
 @dataclass(slots=True, eq=False)
 class ModelRequest:
-    """One request of a model on its way through the stub."""
+    """One request of a model in the stub."""
 
     id: int  # unique on its connection
     request: ClientRequest

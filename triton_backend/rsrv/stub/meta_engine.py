@@ -68,7 +68,7 @@ _CHECK_PERIOD_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class MetaRequest:
-    """One request of a meta model on its way through the stub."""
+    """One request of a meta model in the stub."""
 
     id: int  # of its ENTER
     request: ClientRequest

@@ -47,7 +47,7 @@ class RequestFailure(Exception):
         self.text = text
 
     def copy(self) -> "RequestFailure":
-        """Return a failure without a traceback: the traceback of a kept one would keep all frames on its way alive."""
+        """Return a failure without a traceback: the traceback of a kept one would keep all of its frames alive."""
         return RequestFailure(self.status, self.text)
 
 

@@ -1,10 +1,10 @@
-// The live page: draws what the stream says. No library, nothing fetched from elsewhere.
+// The live page: draws the server's stream of events. No library, nothing fetched from elsewhere.
 // Everything that comes from outside becomes text (textContent), never markup.
 
 const SECONDS = 30; // of the timeline
 const MOST_SPANS = 50_000; // of a device, in the timeline
 const MOST_LINES = 200; // of the log
-const SILENCE = 5; // seconds without figures of a device until that is said
+const SILENCE = 5; // seconds without figures of a device until the page says so
 
 const $ = (id) => document.getElementById(id);
 const make = (tag, properties = {}, ...children) => {
@@ -48,7 +48,7 @@ const colour = (name) => {
 
 /** By name: {state, card, spans}. Counters become rates by the state before. */
 const servers = new Map();
-/** By `server/model`: what is shown of it, and its row. */
+/** By `server/model`: its figures, and its row of the table. */
 const rows = new Map();
 const sorting = { column: "share", down: true };
 let story = null;
@@ -63,7 +63,7 @@ function take(state) {
   const server = known(state.server);
   const before = server.state;
   server.state = state;
-  if (!state.up) return; // what was known last is shown
+  if (!state.up) return; // the last known figures stay
   const elapsed = before && before.instance === state.instance ? state.t - before.t : 0;
   const old = new Map(elapsed > 0 && before.models ? before.models.map((model) => [model.name, model]) : []);
   const seen = new Set();
@@ -176,7 +176,7 @@ function drawTimeline(server) {
   }
 }
 
-// The server's clock may differ from this one: what is newest in the stream is now.
+// The server's clock may differ from this one: the newest time of the stream is now.
 const window_ = (server, width) => ({ from: (server.state.t ?? 0) + (performance.now() - server.seen) / 1000 - SECONDS, scale: width / SECONDS });
 const lane = (kind, height) =>
   kind === "execute" || kind === "warm_up" ? [0, height * 0.62] : kind === "load" ? [height * 0.68, height * 0.32] : [height * 0.84, height * 0.16];
@@ -246,7 +246,7 @@ function drawModels() {
   shown.forEach((row, at) => {
     row.element ??= line(row);
     fill(row);
-    // Moved only where it is elsewhere: whoever has the pointer or the focus in a row keeps it.
+    // Rows in their place are not moved: pointer and focus stay.
     if (body.children[at] !== row.element) body.insertBefore(row.element, body.children[at] ?? null);
   });
   while (body.children.length > shown.length) body.lastChild.remove();
@@ -336,7 +336,7 @@ const connection = (state, text) => {
 
 const source = new EventSource("live/stream");
 source.addEventListener("open", () => connection("live", "live"));
-source.addEventListener("error", () => connection("lost", "connection lost; trying again"));
+source.addEventListener("error", () => connection("lost", "connection lost; retrying"));
 on(source, "hello", (hello) => {
   writable = hello.writable;
 });

@@ -98,7 +98,7 @@ def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.Capture
     config.write_text("lifecycle: {mode: static}")
     arguments = ("--config", config, *CPU, "--directory", tmp_path / "node")
     said = refused(capfd, tmp_path / "bundles", *arguments)
-    assert "with these settings (lifecycle.mode, control.enabled) nobody watches for one" in said
+    assert "with these settings (lifecycle.mode, control.enabled) no process watches for one" in said
 
 
 def test_two_nodes_do_not_share_a_directory(

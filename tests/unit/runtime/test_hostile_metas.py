@@ -1,6 +1,7 @@
 """A meta model's stub that misbehaves loses its connection; the runtime and the other stubs go on."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,6 +223,30 @@ def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runt
     KEEP_AGAIN(peer)
     assert peer.answers()[0].status is Status.OK
     assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] > 0
+
+
+def test_a_connection_ends_while_the_scheduler_expires_its_runs(
+    join: Callable[[], Peer], runtime: Runtime
+) -> None:
+    """The first event of the connection's end expires a waiting run whose own end is still to be handled."""
+    other, leaving = join(), join()
+    deadline_s = time.monotonic() + 100
+    leaving.enter(7, 8, 9, deadline_ns=int(deadline_s * 1e9))
+    leaving.answers(2)
+    loop = runtime.loop
+
+    def close() -> None:
+        loop._clock = lambda: time.monotonic() + 200
+        _, connection = loop._transport.connections
+        loop._transport._close(connection)
+
+    loop._inbox.post(close)
+
+    with pytest.raises(Closed):
+        leaving.read_on()
+    assert all(other.works(60 + i) for i in range(4))
+    status = read_status(os.getpid())["metas"]["meta"]
+    assert (status["waiting"], status["running"]) == (0, 0)
 
 
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:

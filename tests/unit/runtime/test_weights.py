@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rsrv.runtime.allocation import Bytes
+from rsrv.runtime.crash_history import BlackBox, Death
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.model_builder import BundlesRead
@@ -25,6 +26,7 @@ from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.socket import read_status
+from rsrv_bundle import read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.builders import write_meta
 from tests.fakes import FakeError
@@ -693,6 +695,30 @@ def test_what_nobody_uses_is_swept_when_the_last_model_fails(
     assert swept.wait(10)
     for registering in (well, ill):
         registering.lane.close()
+
+
+def test_a_model_that_is_not_tried_sweeps_nothing(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash, the model to blame may be refused before the others are built, which want the weights left there."""
+    swept: list[HostStore] = []
+    monkeypatch.setattr(HostStore, "sweep", swept.append)
+    box = BlackBox(tmp_path)
+    box.history.add(f"a@{read_bundle(doublings['a']).digest[:12]}", Death("EXECUTING", "hung", 0.0))
+    runtime = start_runtime(blackbox=box)
+
+    to_blame = register(runtime, "a", doublings["a"])
+    to_blame.join()
+    runtime.device.compiles.clear()
+    next_one = register(runtime, "b", doublings["b"])
+    assert runtime.device.compiles.waiting.wait(10)
+
+    assert to_blame.rejected
+    assert swept == []
+    runtime.device.compiles.set()
+    next_one.join()
+    wait_until(lambda: len(swept) == 1)
+    next_one.lane.close()
 
 
 def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(

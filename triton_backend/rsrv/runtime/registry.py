@@ -131,8 +131,9 @@ class Registry:
         name, bundle = wanted.models[key]
         if key not in self.catalog.entries:
             self.catalog.add(key, name, bundle.digest).error = why
-            self._advance(key, LifecycleEvent.FAILED)
-            self._advance(key, LifecycleEvent.RELEASED)
+            # Nothing was built, and models that are built next may want what a crashed runtime left.
+            self.catalog.advance(key, LifecycleEvent.FAILED)
+            self.catalog.advance(key, LifecycleEvent.RELEASED)
         log_not_loaded(name, key, why)
         text = f"{key}: {why}"
         if group.counts is not None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -719,6 +720,19 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
     next_one.join()
     wait_until(lambda: len(swept) == 1)
     next_one.lane.close()
+
+
+def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doublings: dict[str, Path]) -> None:
+    """Its executables take memory of the device, and no later load may come that replaces it."""
+    house.start()
+    engine = house.engine(doublings["a"])
+    (model,) = house.runtime.loop._catalog.models()
+    host = weakref.ref(model.host)
+    del model
+
+    engine.close()
+
+    wait_until(lambda: host() is None)
 
 
 def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(

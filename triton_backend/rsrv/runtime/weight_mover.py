@@ -5,6 +5,7 @@ freed before the load that needs it starts.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -119,17 +120,19 @@ class MemoryFreed:
 
 
 class _Transfer:
-    """One load: it runs on the thread, and the loop may abandon it meanwhile."""
+    """One load: it runs on the thread, and the loop may set `abandoned` meanwhile."""
 
-    def __init__(self, model: CompiledModel, epoch: int, slot: ActivitySlot) -> None:
+    def __init__(
+        self, model: CompiledModel, epoch: int, slot: ActivitySlot, abandoned: threading.Event
+    ) -> None:
         self._model = model
-        self.epoch = epoch
+        self._epoch = epoch
         self._slot = slot
         self._largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
-        self.abandoned = False
+        self._abandoned = abandoned
 
     def run(self, device: DeviceWeights) -> LoadEnded:
-        model, epoch = self._model, self.epoch
+        model, epoch = self._model, self._epoch
         started, before = time.monotonic(), device.nbytes
         weights: Sequence[Buffer] | None = None
         event: LoadEvent
@@ -160,7 +163,7 @@ class _Transfer:
     def _is_abandoned(self) -> bool:
         # Asked between tensors: for the watchdog, the rest is a load of its own.
         self._begin()
-        return self.abandoned
+        return self._abandoned.is_set()
 
     def _read(self, index: int) -> Array:
         # Without a host copy, storage may take as long as it likes: that is not the device's work.
@@ -188,18 +191,22 @@ class WeightMover:
         # A thread of its own: a compilation would delay a load for seconds.
         self._thread = WorkerThread("weights")
         self._slot = slot
-        self._latest: _Transfer | None = None
+        #: epoch of the latest load, and the event that abandons it. Not the load itself: it refers to the model, which
+        #: may be unloaded long before the next load
+        self._latest: tuple[int, threading.Event] | None = None
 
     def load(self, model: CompiledModel, epoch: int) -> None:
         """Load a model's weights. Ends in `LoadEnded`."""
         assert model.weights is None, "the scheduler loads absent weights only"
-        transfer = self._latest = _Transfer(model, epoch, self._slot)
+        abandoned = threading.Event()
+        self._latest = epoch, abandoned
+        transfer = _Transfer(model, epoch, self._slot, abandoned)
         self._thread.put(lambda: self._inbox.post(transfer.run(self.device)))
 
     def abandon(self, epoch: int) -> None:
         """End a load early, unless it is over."""
-        if self._latest is not None and epoch == self._latest.epoch:
-            self._latest.abandoned = True
+        if self._latest is not None and epoch == self._latest[0]:
+            self._latest[1].set()
 
     def free(self, model: CompiledModel, loading_for: CompiledModel | None) -> None:
         """Free a model's loaded weights, except the tensors that `loading_for`, loaded next, has too."""

@@ -703,7 +703,7 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
 ) -> None:
     """After a crash, the model to blame may be refused before the others are built, which want the weights left there."""
     swept: list[HostStore] = []
-    monkeypatch.setattr(HostStore, "sweep", swept.append)
+    monkeypatch.setattr(HostStore, "sweep", lambda store: swept.append(store))
     box = BlackBox(tmp_path)
     box.history.add(f"a@{read_bundle(doublings['a']).digest[:12]}", Death("EXECUTING", "hung", 0.0))
     runtime = start_runtime(blackbox=box)
@@ -719,7 +719,8 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
     runtime.device.compiles.set()
     next_one.join()
     wait_until(lambda: len(swept) == 1)
-    next_one.lane.close()
+    for registering in (to_blame, next_one):
+        registering.lane.close()
 
 
 def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doublings: dict[str, Path]) -> None:

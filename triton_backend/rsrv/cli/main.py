@@ -136,8 +136,19 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
     serve.set_defaults(command="serve", cpu_workers=None)
-    serve.add_argument(
-        "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a directory of bundles, or a bundle"
+    what = serve.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "bundles",
+        metavar="BUNDLES",
+        nargs="*",
+        type=Path,
+        default=[],
+        help="a directory of bundles, or a bundle",
+    )
+    what.add_argument(
+        "--demo",
+        action="store_true",
+        help="six small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
     )
     serve.add_argument("--config", metavar="FILE", type=Path, help="settings (rsrv.yaml); default: none")
     devices = serve.add_mutually_exclusive_group()

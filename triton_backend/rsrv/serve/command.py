@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -10,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from rsrv.serve import node, view
+from rsrv.serve import demo, node, view
 from rsrv.serve.errors import NodeError
 from rsrv.serve.plan import NodeWorker
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
@@ -25,22 +26,34 @@ def run(options: Namespace) -> int:
     options.or_cpu = True
     try:
         options.tritonserver = find_tritonserver(options.tritonserver, _ask)
+        if options.demo:
+            data = demo.DATA if options.dry_run else options.directory
+            options.bundles = [data / demo.BUNDLES]
+            options.config = options.config or data / demo.SETTINGS
         if options.dry_run:
             return node.run(options)
         options.directory.mkdir(parents=True, exist_ok=True)
+        if options.demo:
+            demo.copy_to(options.directory)
         path = options.directory / LOG_FILE
         with path.open("ab", buffering=0) as file:
             handler = logging.StreamHandler()
             handler.setLevel(logging.WARNING)
             node.log.addHandler(handler)
-            return node.run(options, _output(path, file.write, options.verbose))
+            request = options.directory / demo.REQUEST if options.demo else None
+            return node.run(options, _output(path, file.write, options.verbose, request))
     except (NodeError, InstallError, OSError) as error:
         print(f"rsrv serve: {error}", file=sys.stderr)
         return 1
 
 
-def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> node.Output:
-    """Return an output that writes the log to a file, and lines for operators to the terminal."""
+def _output(
+    path: Path, write: Callable[[bytes], int | None], verbose: bool, request: Path | None
+) -> node.Output:
+    """Return an output that writes the log to a file, and lines for operators to the terminal.
+
+    If there is a `request` for the demo's model, the terminal shows the commands that send it and list the models, too.
+    """
 
     def put(lines: bytes) -> None:
         write(lines)
@@ -49,9 +62,18 @@ def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> 
             sys.stdout.flush()
 
     async def follow(worker: NodeWorker, pid: int, serving: node.Serving) -> None:
-        await view.follow(worker, pid, serving, path, lambda line: print(line, flush=True))
+        say = functools.partial(print, flush=True)
+        await view.follow(worker, pid, serving, path, say, _commands(serving, request) if request else "")
 
     return node.Output(put, follow, lambda line: print(line, flush=True))
+
+
+def _commands(serving: node.Serving, request: Path) -> str:
+    """Return commands for a newcomer to copy."""
+    commands = ["rsrv status" if shutil.which("rsrv") else f"{sys.argv[0]} status"]
+    if http := serving.settings.gateway.http:
+        commands.insert(0, f"curl -s http://{view.local(http)}/v2/models/{demo.MODEL}/infer -d @{request}")
+    return "".join(f"{line}\n" for line in ("Try:", *(f"  {command}" for command in commands)))
 
 
 def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:

@@ -80,16 +80,16 @@ def endpoints(settings: Settings, pages: Sequence[str], log: Path) -> str:
     """Return the block of endpoints, with the path of the log."""
     gateway = settings.gateway
     rows = [
-        ("HTTP", gateway.http and f"http://{_local(gateway.http)}"),
-        ("gRPC", gateway.grpc and _local(gateway.grpc)),
-        ("metrics", gateway.admin and f"http://{_local(gateway.admin)}/metrics"),
+        ("HTTP", gateway.http and f"http://{local(gateway.http)}"),
+        ("gRPC", gateway.grpc and local(gateway.grpc)),
+        ("metrics", gateway.admin and f"http://{local(gateway.admin)}/metrics"),
         *(("live page", page) for page in pages),
         ("log", str(log)),
     ]
     return "\n".join(f"  {name:<10} {text}" for name, text in rows if text)
 
 
-def _local(listen: str) -> str:
+def local(listen: str) -> str:
     """Return the address for clients on this machine."""
     address = parse_address(listen)
     host = "localhost" if address.local in ("127.0.0.1", "::1") else address.local
@@ -97,9 +97,12 @@ def _local(listen: str) -> str:
 
 
 async def follow(
-    worker: NodeWorker, pid: int, serving: Serving, log: Path, say: Callable[[str], None]
+    worker: NodeWorker, pid: int, serving: Serving, log: Path, say: Callable[[str], None], commands: str = ""
 ) -> None:
-    """Show the start of a tritonserver, and then every change, until cancelled."""
+    """Show the start of a tritonserver, and then every change, until cancelled.
+
+    `commands`, whole lines, are shown below the endpoints.
+    """
     began = time.monotonic()
     changes, serves, patience = Changes(serving.broken), False, CONTROL_S
     socket = runtime_directory(pid, "0") / CONTROL_SOCKET
@@ -119,7 +122,9 @@ async def follow(
                     serves = True
                     good, failed = changes.counts()
                     where = endpoints(serving.settings, serving.pages, log)
-                    say(f"\nServing {good} of {good + failed} models:\n{where}\nStop with Ctrl-C.\n")
+                    say(
+                        f"\nServing {good} of {good + failed} models:\n{where}\n{commands}Stop with Ctrl-C.\n"
+                    )
             await asyncio.sleep(LOOK_S)
 
 

@@ -1,0 +1,30 @@
+"""Models that are ready to serve: what `rsrv serve --demo` starts with.
+
+`bundles` has a classifier of handwritten digits, fine-tunes that share its backbone, and a segmentation network;
+`demo.yaml` a weight budget that is too small for all of them; `digit.json` a request; `held_out.npz` the images that no
+model was trained on, with each model's right answers. `tools/demo_bundles.py` makes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parent
+BUNDLES, SETTINGS, REQUEST, HELD_OUT = "bundles", "demo.yaml", "digit.json", "held_out.npz"
+#: model that REQUEST is for
+MODEL = "digits"
+
+
+def copy_to(directory: Path) -> None:
+    """Copy the bundles, the settings and the request into the directory, but for what it has already.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / BUNDLES).exists():
+        shutil.copytree(DATA / BUNDLES, directory / BUNDLES, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (SETTINGS, REQUEST):
+        if not (directory / name).exists():
+            shutil.copyfile(DATA / name, directory / name)

@@ -13,6 +13,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Processes that share the tests: those of servers wait more than they compute, so more than two cores.
 WORKERS ?= 4
 
+SERVING := .venv/.serving
 VENV := .venv/.stamp
 FRAMEWORKS := .venv/.frameworks
 TRITON := .triton/.stamp
@@ -24,9 +25,17 @@ BROWSER := .browser/.stamp
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
 
-$(VENV): pyproject.toml
-	@echo "== .venv: this project and its tools (a few minutes the first time)"
-	$(PYTHON) -m venv .venv
+FOUND = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+$(SERVING): pyproject.toml
+	$(if $(filter 3.11 3.12 3.13,$(FOUND)),,$(error needs Python 3.11 to 3.13, found $(or $(FOUND),none); make PYTHON=python3.12 $(or $(MAKECMDGOALS),demo)))
+	@echo "== .venv: what serving needs (a minute the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[runtime,gateway]'
+	@touch $@
+
+$(VENV): $(SERVING)
+	@echo "== .venv: the tools of development (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
@@ -35,7 +44,7 @@ $(FRAMEWORKS): $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,frameworks]'
 	@touch $@
 
-$(TRITON): $(VENV) triton_backend/rsrv/serve/triton_install.py
+$(TRITON): $(SERVING) triton_backend/rsrv/serve/triton_install.py
 	@echo "== .triton: tritonserver for this machine"
 	$(BIN)/python tools/local_triton.py install
 	@touch $@
@@ -49,8 +58,8 @@ $(BROWSER): $(VENV) tools/browser_install.py
 bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
 
-demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
-	$(BIN)/python tools/demo.py
+demo: $(SERVING) $(TRITON) ## serve six small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
+	@$(BIN)/python tools/demo.py $(ARGS)
 
 serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000 to 8002 until Ctrl-C; live page on 8004
 	$(BIN)/rsrv-gen build/bundles -o gen

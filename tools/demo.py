@@ -1,84 +1,128 @@
-"""`make demo`: the example bundles in a real tritonserver, and standard clients that use them.
+"""`make demo`: `rsrv serve --demo`, requests of clients that know nothing of rsrv, and what the server did with them.
 
-Builds the bundles, generates the repository, starts the server, and classifies handwritten digits that the model
-has never seen, one image a request from several clients at once, over gRPC and over HTTP. Then a chain of models turns
-sentences into embeddings.
+    python tools/demo.py [--once]
+
+Classifies digits that the model has never seen, one image a request from several clients at once, over gRPC and HTTP.
+Then shows what fine-tunes share, and how models that do not fit the weight budget together take turns. The server stays
+until Ctrl-C; with --once it is on free ports and ends. Exit status: 0; 1 if the server or an answer is wrong; 130 if
+interrupted before the end.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc
-import tritonclient.http
 
-import example_bundles
-from examples import digits
-from examples.build import SMALL
-from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
-from rsrv.hooks.text import as_text
-from rsrv.serve.triton_install import InstallError
+from examples.detector_scenes import scenes
+from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
+from rsrv.control import find
+from rsrv.serve import demo
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 
-ROOT = Path(__file__).resolve().parent.parent
-MODEL = "digits"
-#: output with the digit; the model's hooks make it from the network's ten numbers
-OUTPUT = "class"
+#: keeps the copies of the bundles, so that users can change them
+FOLDER = Path("build/demo")
 CLIENTS = 8
-#: flags for a server that follows changes of the bundles
-FOLLOW = ("--model-control-mode=explicit", "--load-model=*")
-
-TEXT_MODEL = "minilm"
-TEXT_STAGES = ("tokeniser", "encoder", "pooling")
-#: From the quick start of Sentence Transformers, with the cosines that it prints.
-SENTENCES = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
-PUBLISHED = (0.6660, 0.1046)
+#: last line of the start-up view
+SERVES = "Stop with Ctrl-C"
+#: images of a request to a fine-tune
+ROWS = 32
+ROUNDS = 3
+#: share of right answers below which something is wrong
+REQUIRED = {"digits": 0.97, "unet": 0.7}
+REQUIRED_FINE_TUNE = 0.92
 
 Array = npt.NDArray[Any]
+#: sends a batch of images to a model, and returns one of its outputs
+Infer = Callable[[str, Array, str], Array]
 
 
-def main() -> int:
+class DemoServer:
+    """A running `rsrv serve --demo`."""
+
+    def __init__(self, process: subprocess.Popen[str], http: int, grpc: int, page: int) -> None:
+        self.process = process
+        self.http_url, self.grpc_url = f"{LOOPBACK}:{http}", f"{LOOPBACK}:{grpc}"
+        self.page = f"http://localhost:{page}/"
+
+    def status(self) -> dict[str, Any]:
+        """Return what the runtime says of itself and its models."""
+        (pid,) = (one.server_pid for one in find.running() if self.process.pid in _ancestors(one.server_pid))
+        return read_status(pid)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    step("example bundles")
-    bundles = example_bundles.ensure(SMALL)
-    step("rsrv-gen: bundles to a Triton model repository")
-    repository = ROOT / "gen"
-    sources = [str(bundles / name) for name in SMALL]
-    if rsrv_gen.main([*sources, "-o", str(repository), "--prune"]) != 0:
-        return 1
-    log_path = ROOT / "build" / "demo.log"
-    log_path.unlink(missing_ok=True)
-    page = f"{LOOPBACK}:{free_ports(1)[0]}"
-    step(f"tritonserver on {repository.name}/ (its log: {log_path.relative_to(ROOT)})")
-    started = time.monotonic()
+    parser = argparse.ArgumentParser(description="Show what rsrv does with six small models.")
+    parser.add_argument("--once", action="store_true", help="end after the demonstration; on free ports")
+    once = parser.parse_args(argv).once
     try:
-        env = {"RSRV_METRICS__LISTEN": page}
-        with TritonServer(repository, log_path=log_path, extra_args=FOLLOW, env=env) as server:
-            server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
-            print(
-                f"   ready after {time.monotonic() - started:.1f} s; live page until it stops: http://{page}/"
-            )
-            good = classify(server) and compare(server)
-            step("stopping tritonserver")
-    except (ServerFailed, InstallError) as error:
-        print(error, file=sys.stderr)
-        return 1
+        with tempfile.TemporaryDirectory() as made:
+            folder, ports = (Path(made), free_ports(4)) if once else (FOLDER, (8000, 8001, 8002, 8004))
+            with serving(folder, ports) as server:
+                good = server is not None and all([classify(server), share(server), evict(server)])
+                if server is not None and not once:
+                    step(f"live page: {server.page}; the server runs until Ctrl-C")
+                    try:
+                        return server.process.wait()
+                    except KeyboardInterrupt:
+                        print()
     except KeyboardInterrupt:
-        print("interrupted")
         return 130
-    step("live page, while `make serve` runs: http://localhost:8004/")
     return 0 if good else 1
+
+
+@contextmanager
+def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
+    """Serve, and show the server's lines; None if it did not start. Stops it in the end."""
+    http, grpc, metrics, page = ports
+    program = [str(Path(sys.executable).with_name("rsrv")), "serve", "--demo", f"--directory={folder}"]
+    flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    step(f"rsrv serve --demo (models and log in {folder})")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""),
+            *(*program, *flags, f"--tritonserver={INSTALLATION.launcher}"),
+        ],
+        env={**os.environ, "RSRV_METRICS__LISTEN": f"{LOOPBACK}:{page}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        # A terminal's Ctrl-C is for this process, which passes it on.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    rest = threading.Thread(target=sys.stdout.writelines, args=(process.stdout,))
+    try:
+        serves = False
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if serves := line.startswith(SERVES):
+                break
+        rest.start()
+        yield DemoServer(process, http, grpc, page) if serves else None
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
 
 
 def step(title: str) -> None:
@@ -86,103 +130,131 @@ def step(title: str) -> None:
     print(f"== {title}", flush=True)
 
 
-def classify(server: TritonServer) -> bool:
+def classify(server: DemoServer) -> bool:
     """Send every held-out image over both protocols; return whether enough answers are right."""
-    images, labels = digits.held_out()
-    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
-    metadata = client.get_model_metadata(MODEL, as_json=True)
-    client.close()
-    step(f"{len(images)} unseen images, one a request, {CLIENTS} clients at once")
-    accuracies = []
-    for protocol, library, url in (
-        ("gRPC", tritonclient.grpc, server.grpc_url),
-        ("HTTP", tritonclient.http, server.http_url),
-    ):
+    images, labels = held_out(demo.MODEL)
+    step(f"{len(images)} unseen digits, one a request, {CLIENTS} clients at once")
+    shares = []
+    for protocol, clients in (("gRPC", grpc_client), ("HTTP", http_client)):
         started = time.perf_counter()
-        predicted = predict(library, url, metadata, images)
+        predicted = predict(clients, server, images)
         seconds = time.perf_counter() - started
-        accuracies.append(float(np.mean(predicted == labels)))
-        print(f"   {protocol}: accuracy {accuracies[-1]:.4f}, {len(images) / seconds:.0f} requests/s")
-    print(f"   executions by compiled batch size: {batch_sizes_seen(server)}")
-    show_curl(server, metadata, images[0], int(labels[0]))
-    good = min(accuracies) >= digits.REQUIRED_ACCURACY and len(set(accuracies)) == 1
-    if not good:
-        print(
-            f"   WRONG: both accuracies must be the same, and at least {digits.REQUIRED_ACCURACY}",
-            file=sys.stderr,
-        )
+        shares.append(float(np.mean(predicted == labels)))
+        print(f"   {protocol}: {shares[-1]:.1%} right, {len(images) / seconds:.0f} requests/s", flush=True)
+    model = server.status()["models"][demo.MODEL]
+    sizes = {int(size.partition("/")[2]): count for size, count in model["sizes"].items()}
+    shown = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
+    print(f"   coalesced: {2 * len(images)} requests took {model['dispatches']} executions ({shown})")
+    return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
+
+
+def share(server: DemoServer) -> bool:
+    """Ask the fine-tunes, and show what they and their base take; return whether enough answers are right."""
+    names = [name for name in server.status()["models"] if name.startswith("family_")]
+    step(f"{len(names)} fine-tunes of the same network")
+    good = True
+    with grpc_client(server) as infer:
+        for name in sorted(names):
+            images, answers = held_out(name)
+            batches = [infer(name, images[at : at + ROWS], "class") for at in range(0, len(images), ROWS)]
+            found = float(np.mean(np.concatenate(batches)[:, 0] == answers))
+            good &= right(name, found, REQUIRED_FINE_TUNE)
+            print(f"   {name}: {found:.1%} right", flush=True)
+    memory = server.status()["memory"]["device"]
+    apart, taken = memory["logical_bytes"], memory["physical_bytes"]
+    print(f"   weights on the device: {taken / 1e3:.0f} kB; {apart / 1e3:.0f} kB if nothing were shared")
     return good
 
 
-def compare(server: TritonServer) -> bool:
-    """Send sentences to a meta model, text to embeddings; return whether the cosines are the published ones."""
+def evict(server: DemoServer) -> bool:
+    """Use all models in turn; return whether weights were loaded and evicted, and the answers are right."""
+    known = scenes(ROWS, seed=0)
+    before = server.status()
+    names = sorted(before["models"])
     step(
-        f"sentences to embeddings, by a chain of models that clients see as one ({' -> '.join(TEXT_STAGES)})"
+        f"{len(names)} models in turn, {ROUNDS} times, within {before['memory']['device']['budget_bytes'] / 1e3:.0f} kB"
     )
-    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
-    text = as_text(SENTENCES)
-    tensor = tritonclient.grpc.InferInput("text", list(text.shape), "UINT8")
-    tensor.set_data_from_numpy(text)
-    embeddings = client.infer(TEXT_MODEL, [tensor]).as_numpy("embedding")
-    client.close()
-    cosines = embeddings @ embeddings.T
-    for sentence, cosine in zip(SENTENCES[1:], cosines[0, 1:], strict=True):
-        print(f"   {cosine:.4f}  {SENTENCES[0]!r} and {sentence!r}")
-    good = bool(np.allclose(cosines[0, 1:], PUBLISHED, atol=1e-3))
-    if not good:
-        print(f"   WRONG: their authors say {PUBLISHED}", file=sys.stderr)
-    return good
+    good = True
+    with grpc_client(server) as infer:
+        for _ in range(ROUNDS):
+            for name in names:
+                if name == "unet":
+                    shown, there = infer(name, known.images, "logits") > 0, known.pixels != 0
+                    good &= right(name, float((shown & there).sum() / (shown | there).sum()), REQUIRED[name])
+                else:
+                    infer(name, held_out(name)[0][:ROWS], "class")
+    after = server.status()["models"]
+    for name in names:
+        print(f"   {name}: loaded {after[name]['loads']} times, evicted {after[name]['evictions']} times")
+    return good and sum(model["evictions"] for model in after.values()) > 0
 
 
-def predict(library: ModuleType, url: str, metadata: dict[str, Any], images: Array) -> Array:
-    """Return the server's digit for each image. `library` is tritonclient's module for the protocol."""
-    wire = metadata["inputs"][0]
+def right(name: str, found: float, required: float) -> bool:
+    """Return whether enough answers are right, and say it if not."""
+    if found < required:
+        print(f"   WRONG: {name} must have {required:.0%} right, and has {found:.1%}", file=sys.stderr)
+    return found >= required
+
+
+def held_out(model: str) -> tuple[Array, Array]:
+    """Return images that no model was trained on, f32 [n, 8, 8, 1], and a model's right answers to them."""
+    with np.load(demo.DATA / demo.HELD_OUT) as data:
+        return (data["images"] / 16).astype(np.float32), data[model].astype(np.int64)
+
+
+def predict(clients: Callable[[DemoServer], Any], server: DemoServer, images: Array) -> Array:
+    """Return the server's digit for each image, asked for by several clients at once."""
 
     def work(share: Array) -> list[int]:
-        # A client for each thread: threads must not share an HTTP client.
-        client = library.InferenceServerClient(url)
-        try:
-            return [one(client.infer, image) for image in share]
-        finally:
-            client.close()
-
-    def one(infer: Callable[..., Any], image: Array) -> int:
-        tensor = library.InferInput(wire["name"], [1, *image.shape], wire["datatype"])
-        tensor.set_data_from_numpy(image[np.newaxis])
-        return int(infer(MODEL, [tensor]).as_numpy(OUTPUT).item())
+        with clients(server) as infer:
+            return [int(infer(demo.MODEL, image[np.newaxis], "class").item()) for image in share]
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         shares = pool.map(work, np.array_split(images, CLIENTS))
         return np.array([digit for share in shares for digit in share])
 
 
-def batch_sizes_seen(server: TritonServer) -> str:
-    """Print the executions of each compiled size, and the mean number of requests in one."""
-    model = read_status(server.pid)["models"][MODEL]
-    sizes = {int(size.partition("/")[2]): count for size, count in model["sizes"].items()}
-    shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes.items()))
-    return f"{shown} ({model['useful_rows'] / model['dispatches']:.1f} rows each on average)"
+@contextmanager
+def grpc_client(server: DemoServer) -> Iterator[Infer]:
+    """Yield a function that asks over gRPC with tritonclient."""
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
+
+    def infer(model: str, image: Array, output: str) -> Array:
+        datatype = "UINT8" if image.dtype == np.uint8 else "FP32"
+        tensor = tritonclient.grpc.InferInput("image", list(image.shape), datatype)
+        tensor.set_data_from_numpy(image)
+        answer: Array = client.infer(model, [tensor]).as_numpy(output)
+        return answer
+
+    try:
+        yield infer
+    finally:
+        client.close()
 
 
-def show_curl(server: TritonServer, metadata: dict[str, Any], image: Array, label: int) -> None:
-    """Send a request, and print it as a command to copy."""
-    wire = metadata["inputs"][0]
-    shape = [1, *image.shape]
-    tensor = {
-        "name": wire["name"],
-        "datatype": wire["datatype"],
-        "shape": shape,
-        "data": image.ravel().tolist(),
-    }
-    body = json.dumps({"inputs": [tensor]}, separators=(",", ":"))
-    path = f"/v2/models/{MODEL}/infer"
+@contextmanager
+def http_client(server: DemoServer) -> Iterator[Infer]:
+    """Yield a function that asks over HTTP with JSON, as curl would."""
     connection = http.client.HTTPConnection(server.http_url, timeout=30)
-    connection.request("POST", path, body, {"Content-Type": "application/json"})
-    answer = connection.getresponse().read().decode()
-    connection.close()
-    step(f"the same with curl, while `make serve` runs (this image shows a {label})")
-    print(f"curl -s localhost:8000{path} -H 'Content-Type: application/json' -d '{body}'")
-    print(answer)
+
+    def infer(model: str, image: Array, output: str) -> Array:
+        tensor = {"name": "image", "datatype": "FP32", "shape": image.shape, "data": image.ravel().tolist()}
+        connection.request("POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}))
+        outputs = json.load(connection.getresponse())["outputs"]
+        (found,) = (one for one in outputs if one["name"] == output)
+        return np.array(found["data"]).reshape(found["shape"])
+
+    try:
+        yield infer
+    finally:
+        connection.close()
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    """Yield the process, its parent, and so on."""
+    while pid > 1:
+        yield pid
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""The demonstration that newcomers run first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.harness import compilation_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_demo_shows_its_points_and_ends() -> None:
+    """One command serves the ready-made models, and shows coalescing, sharing, loads and evictions, and what to try."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "demo.py"), "--once"],
+        cwd=ROOT,
+        env={**os.environ, "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Serving 6 of 6 models" in done.stdout
+    assert "/v2/models/digits/infer -d @" in done.stdout
+    assert "coalesced: 720 requests took " in done.stdout
+    assert "267 kB if nothing were shared" in done.stdout
+    assert "unet: loaded " in done.stdout

@@ -1,0 +1,28 @@
+"""What make says before it installs anything."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target: str) -> None:
+    """The line names the versions that work, the one found, and the command to type; no environment is made."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\necho 3.10\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", target, f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"needs Python 3.11 to 3.13, found 3.10; make PYTHON=python3.12 {target}" in line
+    assert not (tmp_path / ".venv").exists()

@@ -41,7 +41,7 @@ async def log_progress(
     """
     ready, serves = ready or look, serves or listens
     clock = clock or asyncio.get_running_loop().time
-    name, began, told, done = worker.child.name, clock(), 0, False
+    name, began, logged, done = worker.child.name, clock(), 0, False
     while not done:
         await rest(_EVERY)
         # Checked first, so that the models ready by then are counted.
@@ -49,8 +49,8 @@ async def log_progress(
         count, of = await ready(pid, worker.repository)
         if not of:
             return
-        if count > told or done:
-            told, seconds = count, clock() - began
+        if count > logged or done:
+            logged, seconds = count, clock() - began
             text = (
                 "%s serves: %d of %d models are ready (%.1f s)"
                 if done

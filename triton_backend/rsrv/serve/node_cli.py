@@ -10,8 +10,8 @@ from pathlib import Path
 from rsrv.command import add_version
 
 _EPILOG = """Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
-Ends with 0 when it is told to (SIGTERM, SIGINT; a second one ends it at once), with 1 when it cannot start or one of its
-processes has used up its restarts, with 2 for a wrong command line."""
+Exit status: 0 after SIGTERM or SIGINT (a second one ends it at once), 1 if it cannot start or one of its processes has
+used up its restarts, 2 for a wrong command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,24 +35,24 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a directory of bundles, or a bundle"
     )
-    top.add_argument("--config", metavar="FILE", type=Path, help="settings; without: the defaults")
+    top.add_argument("--config", metavar="FILE", type=Path, help="settings; default: every setting's default")
     devices = top.add_mutually_exclusive_group()
     devices.add_argument(
         "--gpus",
         metavar="LIST",
         type=gpus,
-        help="numbers or UUIDs, with commas; without: those of CUDA_VISIBLE_DEVICES, or all (node.gpus)",
+        help="numbers or UUIDs, with commas; default: those of CUDA_VISIBLE_DEVICES, or all (node.gpus)",
     )
     devices.add_argument(
         "--cpu-workers", metavar="N", type=_count, help="servers on the CPU instead (node.cpu_workers)"
     )
     top.add_argument(
-        "--directory", metavar="DIR", type=Path, help="where the repositories are kept (node.directory)"
+        "--directory", metavar="DIR", type=Path, help="folder of the repositories (node.directory)"
     )
     top.add_argument(
-        "--tritonserver", metavar="PROGRAM", help="the server to start; without: the one on PATH"
+        "--tritonserver", metavar="PROGRAM", help="the server to start; default: the one on PATH"
     )
-    top.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    top.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     top.set_defaults(http_port=None, grpc_port=None, metrics_port=None)
     add_version(top)
     return top

@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 #: bytes to which arrays must be aligned for jax's CPU to use them in place
 _ALIGNMENT = 64
-#: bytes from which on memory is a mapping of its own: rounding to whole pages costs 6 % at most. Below, a mapping
-#: costs more than it saves.
+#: bytes from which an allocation is a mapping of its own: rounding to whole pages costs 6 % at most. Below that, a
+#: mapping costs more than it saves.
 LARGE = 64 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
-    """Memory to fill. A large one goes back to the system with its last view. Raises OSError and MemoryError.
+    """Allocate memory. A large allocation returns to the system with its last view. Raises OSError and MemoryError.
 
-    malloc would give it back only until the first one is freed: it then keeps as much for the next, in a heap that
-    other allocations keep from shrinking. With `huge_pages` a very large one is filled faster, but neighbours may
-    share a page, and give it back together.
+    malloc would return only the first: it then raises its threshold, and takes the next ones from a heap that other
+    allocations keep from shrinking. With `huge_pages`, a very large allocation is filled faster, but neighbours may
+    share a page, which returns to the system only with both.
     """
     if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -42,28 +42,27 @@ def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
 
 
 def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy that jax's CPU need not copy again."""
+    """Copy an array into memory that jax's CPU uses in place."""
     copy = aligned(array.nbytes, huge_pages=True).view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 
 
 class Reuse:
-    """Copies for jax's CPU, in memory of freed ones that make room for them: fresh pages cost five times the copy.
+    """Copies of weights for jax's CPU, in the memory of weights evicted for them: new pages cost five times the copy.
 
-    Nothing is kept for longer than that: what is freed for its own sake goes back to the system, and so does
-    what those that came had no use for, at `give_back`.
+    Memory freed for another reason returns to the system at once; `give_back` returns what the load did not use.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        #: id of the tensor that lies there -> memory; small copies are the heap's affair
+        #: id of the tensor -> its memory; small copies lie in the heap and are not listed
         self._taken: dict[int, Bytes] = {}
-        #: bytes -> memory to use next
+        #: bytes -> freed memory of that size
         self._spare: dict[int, list[Bytes]] = {}
 
     def put(self, array: npt.NDArray[Any], make: Callable[[npt.NDArray[Any]], T]) -> T:
-        """What `make` makes of a copy: to be freed before it is dropped."""
+        """Return the result of `make` for a copy. Call `free` with it before dropping it."""
         if array.nbytes < LARGE:
             return make(aligned_copy(array))
         with self._lock:
@@ -79,39 +78,39 @@ class Reuse:
         return made
 
     def free(self, made: object, *, reuse: bool) -> None:
-        """Nobody uses it any more."""
+        """Free a tensor made by `put`; `reuse` keeps its memory for the next one."""
         with self._lock:
             memory = self._taken.pop(id(made), None)
             if memory is not None and reuse:
                 self._spare.setdefault(memory.nbytes, []).append(memory)
 
     def give_back(self) -> bool:
-        """What was freed to be used again will not be; whether there was anything."""
+        """Return the memory kept for reuse to the system; tell whether there was any."""
         with self._lock:
             left = any(self._spare.values())
             self._spare.clear()
         return left
 
 
-#: of mallopt, from glibc's malloc.h
+#: option of mallopt in glibc's malloc.h
 _M_ARENA_MAX = -8
 
 _libc = ctypes.CDLL(None)
 
 
 def use_one_arena() -> None:
-    """Call before there are threads. Does nothing with another C library than glibc.
+    """Have all threads allocate from one arena of malloc. Call it before starting threads.
 
-    Otherwise each thread that allocates gets an arena of its own, and what is freed at the end of any but the
-    first, up to 64 MiB each, cannot be given back.
+    By default each thread that allocates gets an arena of its own, and memory freed at the end of any arena but the
+    first, up to 64 MiB each, cannot return to the system. Another C library than glibc is left as it is.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back() -> None:
-    """Return memory that was freed to the system: some milliseconds, in which others may allocate slowly."""
-    # jax drops arrays that it used in place, as a CPU's weights and inputs, at its next call or in a collection.
+    """Return freed memory to the system. It takes milliseconds, in which other threads may allocate slowly."""
+    # jax drops arrays that it used in place (weights and inputs on a CPU) at its next call or in a collection.
     gc.collect()
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Host copies of weights: one copy of each tensor, shared by all models that have it."""
+"""Host copies of weights: one copy of each tensor, shared by all models that contain it."""
 
 import errno
 import fcntl
@@ -25,40 +25,40 @@ from rsrv_bundle import Bundle
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
 _NAME = re.compile(r"[0-9a-f]{64}")
-#: a file is never written to once it has its name
+#: read-only: a file is not written after it is linked
 _FILE_MODE = 0o400
 
 
 class HostMemoryError(Exception):
-    """The host has no memory for weights, or none that is safe to share; the message says what to do."""
+    """The host has no memory for weights, or the shared directory is not safe; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorBytes:
-    """The bytes of one tensor. The memory itself lives as long as any view of them."""
+    """Bytes of one tensor. The memory lives as long as any view of them."""
 
     bytes: Bytes
-    #: give up the claim to them, once
+    #: releases the store's claim to them; called once
     release: Callable[[], object]
 
 
 class HostMemory(Protocol):
-    """What the store needs of memory. Every method may be called from any thread."""
+    """Memory of the store. Every method may be called from any thread."""
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
-        """HostMemory that holds these bytes, whose SHA-256 is `digest`; they may stay where they are.
+        """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
 
         Raises HostMemoryError.
         """
 
     def sweep(self) -> int:
-        """Remove what processes that were killed left behind; how many tensors that was."""
+        """Remove the tensors that killed processes left; return how many were removed."""
 
     def close(self) -> None: ...
 
 
 def fresh(nbytes: int) -> Bytes:
-    """HostMemory of this process to fill, aligned for every element type. Raises HostMemoryError if there is none."""
+    """Return memory of this process, aligned for every element type. Raises HostMemoryError if none is left."""
     try:
         return aligned(nbytes)
     except (OSError, MemoryError) as error:
@@ -69,7 +69,7 @@ def fresh(nbytes: int) -> Bytes:
 
 
 class PrivateMemory:
-    """This process's own: tensors stay where they were filled."""
+    """Memory of this process: tensors stay where they were read into."""
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         return TensorBytes(_read_only(filled), _nothing)
@@ -84,16 +84,16 @@ class PrivateMemory:
 class SharedMemory:
     """One file per large tensor in a directory of /dev/shm, named by the tensor's digest; small tensors are private.
 
-    A file gets its name when it is complete, by an atomic link, and is never written to again: there is nothing to
-    wait for and nothing half-made. Whoever uses it holds a shared lock on it. Who can turn that into an exclusive
-    one is the last, and removes it; so whoever has locked a file must look whether it still has its name. The
-    kernel drops the locks of a process that is killed, and the files that it leaves are as good as any.
+    A file is linked atomically when it is complete, and is not written again: no process waits for another, and none
+    sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is
+    the last user, and removes the file; so after locking a file, a process checks that it is still linked. If a process
+    is killed, the kernel drops its locks, and the files that it leaves stay valid.
 
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """
 
     def __init__(self, parent: Path = Path("/dev/shm")) -> None:
-        """Raises HostMemoryError if the directory is not safely ours."""
+        """Create or open the directory. Raises HostMemoryError if other users own it or may enter it."""
         self._owner = os.getuid()
         self.path = parent / f"rsrv-weights-u{self._owner}"
         with _explained(self.path):
@@ -103,7 +103,7 @@ class SharedMemory:
         if found.st_uid != self._owner or found.st_mode & 0o077:
             os.close(self._directory)
             raise HostMemoryError(
-                f"{self.path} must belong to uid {self._owner} and be closed to others; remove it, or turn "
+                f"{self.path} must belong to uid {self._owner} and be closed to other users; remove it, or turn "
                 "runtime.shared_host_weights off"
             )
         os.fchmod(self._directory, 0o700)  # the umask may have removed bits
@@ -117,7 +117,7 @@ class SharedMemory:
                 fd = self._attach(digest, nbytes)
                 if fd is None:
                     fd = self._publish(digest, filled)
-                # Neither: somebody made it or removed it between the two.
+                # None again: another process created or removed the file between the two calls.
                 if fd is not None:
                     break
             try:
@@ -132,13 +132,13 @@ class SharedMemory:
         try:
             names = os.listdir(self._directory)
         except OSError:
-            return 0  # no descriptor is free: another time
+            return 0  # no descriptor is free: the next sweep removes them
         for name in names:
             if _NAME.fullmatch(name):
                 try:
                     fd = self._open(name)
                 except OSError:
-                    continue  # gone meanwhile, or not for us to open
+                    continue  # removed meanwhile, or not permitted
                 removed += self._release(name, fd)
         return removed
 
@@ -146,18 +146,18 @@ class SharedMemory:
         os.close(self._directory)
 
     def _open(self, name: str) -> int:
-        # Without blocking, should it be a pipe.
+        # Do not block if it is a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(name, flags, dir_fd=self._directory)
 
     def _attach(self, name: str, nbytes: int) -> int | None:
-        """The file of that name with our lock on it, or None if there is none."""
+        """Open and lock the file of that name; return its descriptor, or None if it does not exist."""
         try:
             fd = self._open(name)
         except FileNotFoundError:
             return None
         try:
-            # Waits for whoever is about to remove it, which takes that one no time.
+            # Waits only for a process that is removing the file, which is brief.
             fcntl.flock(fd, fcntl.LOCK_SH)
             found = os.fstat(fd)
             if not found.st_nlink:
@@ -169,17 +169,17 @@ class SharedMemory:
                 or found.st_uid != self._owner
                 or found.st_size != nbytes
             ):
-                raise HostMemoryError(f"{self.path / name} was not made by rsrv, or changed since: remove it")
+                raise HostMemoryError(f"{self.path / name} was not made by rsrv, or has changed: remove it")
         except BaseException:
             os.close(fd)
             raise
         return fd
 
     def _publish(self, name: str, filled: Bytes) -> int | None:
-        """A new file of that name with our lock on it, or None if somebody was faster."""
+        """Create and lock a file of that name; return its descriptor, or None if another process was faster."""
         fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         try:
-            # Written, not mapped: a full /dev/shm is an error here, and the death of the process there.
+            # Written, not mapped: if /dev/shm is full, `write` raises, while a store into a mapping kills the process.
             rest = filled.data
             while rest:
                 rest = rest[os.write(fd, rest) :]
@@ -195,7 +195,7 @@ class SharedMemory:
         return fd
 
     def _release(self, name: str, fd: int) -> bool:
-        """Close a file; whether that removed it, because nobody else holds it."""
+        """Close a file, and remove it if no other process uses it; return whether it was removed."""
         removed = False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,15 +203,15 @@ class SharedMemory:
                 os.unlink(name, dir_fd=self._directory)
                 removed = True
         except OSError:
-            pass  # somebody holds it, or it is not ours to remove
-        # Mappings share the lock with the descriptor, and outlive it.
+            pass  # another process uses it, or may alone remove it
+        # Unlock explicitly: a mapping keeps the lock after the descriptor is closed.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
         return removed
 
 
 def _nothing() -> None:
-    """To release private memory: its last view does."""
+    """Do nothing: private memory is freed with its last view."""
 
 
 def _read_only(filled: Bytes) -> Bytes:
@@ -227,7 +227,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 @contextmanager
 def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
-    """OSError becomes a HostMemoryError that says what to do."""
+    """Raise a HostMemoryError that says what to do in place of an OSError."""
     try:
         yield
     except OSError as error:
@@ -246,7 +246,7 @@ def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
 log = logging.getLogger("rsrv.host")
 
 Array = npt.NDArray[Any]
-#: (address, bytes) -> what undoes it
+#: (address, bytes) -> function that unlocks the pages
 PageLock = Callable[[int, int], Callable[[], None]]
 
 
@@ -259,11 +259,11 @@ class HostTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostCounts:
-    """What the host keeps."""
+    """Sizes of the host copies."""
 
-    #: bytes of the models' weights, each model's counted in full
+    #: bytes of the weights of all models with a host copy, each model counted in full
     logical: int
-    #: bytes of the tensors that hold them
+    #: bytes of the distinct tensors that hold them
     physical: int
     tensors: int
 
@@ -271,21 +271,21 @@ class HostCounts:
 @dataclass(slots=True, eq=False)
 class _Held:
     block: TensorBytes
-    #: how many weights of models that are kept are this tensor
+    #: references of models with a host copy
     count: int = 0
 
 
 class HostStore:
-    """The tensors that a runtime keeps on the host. Every method may be called from any thread.
+    """Host copies of a runtime's tensors. Every method may be called from any thread.
 
-    `page_lock` is called once for each mapping, and what it returns when nobody uses that mapping any more.
+    `page_lock` is called once for each mapping, and the function that it returns before the mapping is removed.
     """
 
     def __init__(self, memory: HostMemory, page_lock: PageLock | None = None) -> None:
         self._memory = memory
         self._page_lock = page_lock
         self._warned = False
-        # Over all that follows, and held for moments only: nobody reads, hashes or copies under it.
+        # Guards the fields below. Held only briefly: no thread reads, hashes or copies tensors under it.
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
         self._closed = False
@@ -295,10 +295,10 @@ class HostStore:
         self._physical = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
-        """Read every weight once, to know it by content, and keep it if `keep`.
+        """Read every weight once, to identify it by content, and keep a host copy if `keep`.
 
-        Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest's
-        checksum, and HostMemoryError.
+        Raises HostMemoryError, and BundleError if the file is removed, has changed since the bundle was read, or does
+        not match the manifest's checksum.
         """
         file = WeightsFile(bundle)
         tensors: dict[int, HostTensor] = {}
@@ -326,13 +326,13 @@ class HostStore:
             return HostCounts(self._logical, self._physical, len(self._held))
 
     def sweep(self) -> int:
-        """Remove shared tensors that no runtime uses, for when those that may want them have them; how many."""
+        """Remove shared tensors that no runtime uses; return how many. Call it when the models that share them are loaded."""
         return self._memory.sweep()
 
     def close(self) -> None:
-        """Close all weights. Nobody may use the store afterwards; arrays that were handed out stay good.
+        """Close all weights. Do not use the store afterwards; arrays that were handed out stay valid.
 
-        Weights that another thread is about to open or keep are given up as well, and that ends in a HostMemoryError.
+        If another thread is opening or keeping weights, that raises HostMemoryError.
         """
         for weights in list(self._open):
             weights.close()
@@ -344,12 +344,12 @@ class HostStore:
         self._memory.close()
 
     def validate(self) -> None:
-        """Raise AssertionError if the books are wrong; reads every byte. Nothing may be under way."""
+        """Raise AssertionError if the counts are wrong; reads every byte. No other thread may use the store."""
         with self._lock:
             assert self._kept <= self._open
             references = Counter(t.key.digest for weights in self._kept for t in weights.tensors)
             counts = {digest: held.count for digest, held in self._held.items()}
-            assert counts == references, "a tensor is held for as many weights as keep it"
+            assert counts == references, "the count of a tensor is its number of references"
             assert self._logical == sum(weights.nbytes for weights in self._kept)
             assert self._physical == sum(held.block.bytes.nbytes for held in self._held.values())
             for digest, held in self._held.items():
@@ -361,7 +361,7 @@ class HostStore:
             return None if held is None else held.block.bytes
 
     def _take(self, digest: str) -> bool:
-        """One more reference to a tensor, if the store has it."""
+        """Add a reference to a tensor; return whether the store has it."""
         with self._lock:
             held = self._held.get(digest)
             if held is not None:
@@ -369,7 +369,7 @@ class HostStore:
             return held is not None
 
     def _put(self, digest: str, filled: Bytes) -> None:
-        """The first reference to a tensor. Raises HostMemoryError."""
+        """Store a tensor, with its first reference. Raises HostMemoryError."""
         block = self._memory.place(digest, filled)
         self._lock_pages(block.bytes)
         with self._lock:
@@ -381,12 +381,12 @@ class HostStore:
                 held.count += 1
         if held is None:
             block.release()
-            raise HostMemoryError("the runtime ends")
+            raise HostMemoryError("the runtime is ending")
         if held.block is not block:
-            block.release()  # another thread had read the same meanwhile
+            block.release()  # another thread has stored the same tensor meanwhile
 
     def _give(self, tensors: Iterable[HostTensor]) -> None:
-        """One reference less to each of them."""
+        """Remove a reference to each tensor, and release those without any."""
         unused = []
         with self._lock:
             for tensor in tensors if not self._closed else ():
@@ -400,7 +400,7 @@ class HostStore:
             block.release()
 
     def _keeps(self, weights: "HostWeights") -> bool:
-        """All references of these weights are taken; False if they were before."""
+        """Note that all references of these weights are taken; return False if they were already."""
         with self._lock:
             if weights in self._kept:
                 return False
@@ -409,7 +409,7 @@ class HostStore:
             return True
 
     def _drops(self, weights: "HostWeights") -> bool:
-        """All references of these weights are to be given up; False if there are none."""
+        """Note that all references of these weights are dropped; return False if they have none."""
         with self._lock:
             if weights not in self._kept:
                 return False
@@ -426,18 +426,18 @@ class HostStore:
             return
         try:
             unlock = self._page_lock(owner.ctypes.data, owner.nbytes)
-        except Exception as error:  # noqa: BLE001 - whatever a driver's binding raises, loads only take longer
+        except Exception as error:  # noqa: BLE001 - a driver's binding may raise any exception; loads only take longer
             if not self._warned:
                 self._warned = True
                 log.warning("host memory is not page-locked, so loads take longer: %s", error)
             return
-        # Views keep this array alive, and it keeps the mapping: it ends after its last view and before the mapping.
-        # At the process's exit the driver does this better.
+        # Views keep this array alive, and the array keeps the mapping, so the array is finalized between the two. At
+        # the process's exit the driver unlocks the pages itself.
         weakref.finalize(owner, unlock).atexit = False
 
 
 class HostWeights:
-    """One model's weights on the host. `close` excepted, its methods may be called from any thread."""
+    """Weights of one model on the host. Every method except `close` may be called from any thread."""
 
     def __init__(self, store: HostStore, file: WeightsFile, tensors: Iterable[HostTensor]) -> None:
         self._store = store
@@ -445,19 +445,20 @@ class HostWeights:
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        #: each tensor once -> its bytes; and what they take on a device that has none of them
+        #: each tensor once -> its bytes; and their sum, the device bytes of a load that finds none of them resident
         self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
         self.device_bytes = sum(self.distinct.values())
 
     @property
     def kept(self) -> bool:
-        """Whether the host keeps a copy for this model."""
+        """True if the host keeps a copy for this model."""
         return self in self._store._kept
 
     def keep(self) -> None:
-        """Have the host keep a copy: of what it keeps for other models already, only a reference.
+        """Keep a host copy; of tensors that it keeps for other models, the store only adds a reference.
 
-        Raises BundleError if the file has other weights since it was opened, and HostMemoryError; then all is as before.
+        Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened; then nothing has
+        changed.
         """
         if self.kept:
             return
@@ -475,18 +476,18 @@ class HostWeights:
             self._store._give(taken)
             raise
         if not self._store._keeps(self):
-            self._store._give(taken)  # another thread did the same
+            self._store._give(taken)  # another thread has kept them meanwhile
 
     def drop(self) -> None:
-        """Give the copy up; the memory of what no other model keeps goes back to the system."""
+        """Drop the host copy; the memory of tensors that no other model keeps returns to the system."""
         if self._store._drops(self):
             self._store._give(self.tensors)
 
     def read(self, index: int) -> Array:
-        """A weight, read-only, in memory that lives as long as the array: the host's copy, or else from the file.
+        """Return a weight as a read-only array: of the host copy or, without one, from the file.
 
-        Raises BundleError if there is no copy and the file has another weight there since it was opened, and
-        HostMemoryError.
+        The memory lives as long as the array. Raises HostMemoryError, and BundleError if there is no copy and the
+        weight in the file has changed since it was opened.
         """
         (digest, dtype, shape), nbytes = self.tensors[index]
         raw = self._store._find(digest)
@@ -496,7 +497,7 @@ class HostWeights:
         return as_array(raw, dtype, shape)
 
     def close(self) -> None:
-        """Drop the copy and close the file. Nobody may be reading; further calls do nothing."""
+        """Drop the host copy and close the file. No thread may be reading; further calls do nothing."""
         self.drop()
         self._store._forget(self)
         self._file.close()

@@ -144,7 +144,7 @@ def test_f32_holds_where_the_default_is_tf32() -> None:
 def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) -> None:
     """Neither the models nor the settings are to blame."""
     with pytest.raises(
-        DeviceError, match=f"multiplies in {how} where a module asks for f32: the fault is the"
+        DeviceError, match=f"multiplies in {how} where a module requests f32: a fault of the driver"
     ):
         probe(Multiplier(10, bits), "f32")
 
@@ -153,7 +153,7 @@ def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
     """No model is, and the next one tries again."""
     device = Multiplier(10, 23)
     device.fail_next("launch", error=RuntimeError("no kernel image"))
-    with pytest.raises(DeviceError, match=r"before any model: RuntimeError: no kernel image"):
+    with pytest.raises(DeviceError, match=r"before any model is built: RuntimeError: no kernel image"):
         probe(device, "auto")
     assert probe(device, "auto") == "tf32"
 
@@ -183,7 +183,7 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
         ("auto", 23, None),
         ("auto", 16, "neither f32 nor TF32"),
         ("tf32", 10, None),
-        ("tf32", 23, f"perhaps {OVERRIDE} is 0"),
+        ("tf32", 23, f"check whether {OVERRIDE} is 0"),
     ],
 )
 def test_what_else_is_odd_is_said(

@@ -1,7 +1,7 @@
-"""Device memory of the driver's own for weights, with a stream of their own, and DLPack tensors around it.
+"""Device memory for weights from CUDA's driver, with a separate stream, as DLPack tensors.
 
-XLA's client makes every transfer wait for the executions launched before it, and has one stream for all of them:
-inputs queue up behind weights (docs/scheduler.md). What is here knows nothing of either.
+XLA's client makes every transfer wait for the executions launched before it, and has one stream for all transfers, so
+inputs queue up behind weights (docs/scheduler.md). Transfers of this module do neither.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _STREAM_NON_BLOCKING = 1  # waits for no other stream
 _EVENT_BLOCKING, _EVENT_WITHOUT_TIMING = 1, 2
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
-#: dlpack.h: device types, and numpy's name of a type -> its code there
+#: dlpack.h: device types, and codes of types by numpy's names
 CPU, CUDA = 1, 2
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
@@ -47,7 +47,7 @@ class _ManagedTensor(ctypes.Structure):
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
-#: what the consumer calls with the structure when it drops the tensor, on any thread: no Python may run there
+#: the consumer calls it with the structure when it drops the tensor, on any thread, where no Python may run
 _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -56,7 +56,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """A row-major tensor in memory at `address`, for `jax.dlpack.from_dlpack`. Whoever made it frees the memory."""
+    """Row-major tensor in memory at `address`, for `jax.dlpack.from_dlpack`. Its maker frees the memory."""
 
     address: int
     shape: Sequence[int]
@@ -68,7 +68,7 @@ class Around:
         ndim = len(self.shape)
         block = _libc.malloc(ctypes.sizeof(_ManagedTensor) + 8 * ndim)
         if not block:
-            raise MemoryError("no memory for a tensor's description")
+            raise MemoryError("the host has no memory for the description of a tensor")
         extents = block + ctypes.sizeof(_ManagedTensor)
         (ctypes.c_int64 * ndim).from_address(extents)[:] = list(self.shape)
         tensor = _ManagedTensor.from_address(block)
@@ -89,7 +89,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A tensor on its way."""
+    """Transfer of a tensor in flight."""
 
     array: npt.NDArray[Any]
     address: int
@@ -97,7 +97,7 @@ class Moving:
 
 
 class WeightMemory:
-    """Any thread may call. `device_type` is another than CUDA's only in tests."""
+    """Driver's memory of weights. Every method may be called from any thread. `device_type` differs only in tests."""
 
     def __init__(self, driver: Driver, device_type: int = CUDA) -> None:
         self._driver = driver
@@ -110,22 +110,22 @@ class WeightMemory:
         with driver.current():
             driver.call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
             driver.call("cuDeviceGetDefaultMemPool", ctypes.byref(self._pool), driver.device)
-            # What is freed stays for the next model, or each load would wait for the driver to map memory.
+            # Keep freed memory for the next model: otherwise each load waits for the driver to map memory.
             driver.call("cuMemPoolSetAttribute", self._pool, _RELEASE_THRESHOLD, ctypes.byref(everything))
 
     @property
     def in_use(self) -> int:
-        """Bytes."""
+        """Allocated bytes."""
         with self._lock:
             return sum(self._taken.values())
 
     @staticmethod
     def takes(array: npt.NDArray[Any]) -> bool:
-        """Whether there is something to move, of a type that DLPack has a name for and jax takes."""
+        """Return whether the array is not empty, and of a type that DLPack and jax support."""
         return array.nbytes > 0 and _kind(array.dtype) in _CODES
 
     def start(self, array: npt.NDArray[Any]) -> Moving:
-        """Allocate and copy, behind what is under way. The array must stay until `finish`."""
+        """Allocate memory and enqueue the copy. The array must stay until `finish`."""
         source = np.asarray(array, order="C")
         address, event = ctypes.c_uint64(), ctypes.c_void_p()
         nbytes = ctypes.c_size_t(source.nbytes)
@@ -140,7 +140,7 @@ class WeightMemory:
                 call("cuMemcpyHtoDAsync_v2", address, from_host, nbytes, self._stream)
                 call("cuEventRecord", event, self._stream)
             except CudaError:
-                # The copy may have been under way already, and reads from what the caller gives up now.
+                # The copy may be in flight, and reads an array that the caller drops next.
                 with suppress(CudaError):
                     call("cuStreamSynchronize", self._stream)
                 self.free(address.value)
@@ -148,7 +148,7 @@ class WeightMemory:
         return Moving(source, address.value, event)
 
     def finish(self, moving: Moving) -> Around:
-        """Wait until it is there."""
+        """Wait until the transfer is complete, and return the tensor."""
         with self._driver.current():
             try:
                 self._driver.call("cuEventSynchronize", moving.event)
@@ -157,7 +157,7 @@ class WeightMemory:
         return Around(moving.address, moving.array.shape, moving.array.dtype, self._device)
 
     def free(self, address: int) -> bool:
-        """Whether the address was one of ours. Nothing may use what lies there."""
+        """Free the tensor at an address that no execution uses; return False if it is not of this memory."""
         with self._lock:
             if self._taken.pop(address, None) is None:
                 return False
@@ -166,8 +166,8 @@ class WeightMemory:
         return True
 
     def trim(self) -> None:
-        """Give back to the driver what was freed and is kept for the next load."""
+        """Return memory that was freed and is kept for the next load to the driver."""
         with self._driver.current():
-            # Only then is all of it free.
+            # Wait for the frees that are still enqueued.
             self._driver.call("cuStreamSynchronize", self._stream)
             self._driver.call("cuMemPoolTrimTo", self._pool, ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""What the runtime needs of a device, and what it hears from one. `device` has the one that there is."""
+"""Interface between the runtime and its device. `jax_device` implements it."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,7 @@ from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv_bundle.modules import Signature
 
 Array = npt.NDArray[Any]
-#: a compiled module, one tensor in device memory, and an execution under way: opaque to everyone but the
-#: device that made them
+#: a compiled module, a tensor in device memory, and an execution that was launched: opaque outside of the device
 Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
@@ -23,23 +22,23 @@ class DeviceError(Exception):
 
 
 class OutOfMemory(DeviceError):
-    """The device's allocator has no room. Giving something up and trying again may help."""
+    """The device's allocator has no room. Evicting weights and trying again may help."""
 
 
 class Abandoned(Exception):
-    """Whoever wanted an upload does not want it any more; nothing of it is left on the device."""
+    """An upload was abandoned; nothing of it is left on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What computes. `platform`: cpu, cuda, or as jax calls it; `capability`: CUDA's, None if it is not known."""
+    """Platform of a device (cpu, cuda, or jax's name) and its CUDA compute capability; None: unknown."""
 
     platform: str
     capability: tuple[int, int] | None = None
 
     @property
     def has_tf32(self) -> bool:
-        """For sure."""
+        """True if the device is known to have TF32."""
         return self.platform == "cuda" and self.capability is not None and self.capability >= (8, 0)
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ def never() -> bool:
 
 
 class DeviceRows(NamedTuple):
-    """Rows of a tensor on the device, `first` and following, that become those at `at` and following of another."""
+    """`rows` rows of a tensor on the device, from `first`, to be placed from `at` in another tensor."""
 
     buffer: Buffer
     first: int
@@ -63,7 +62,7 @@ class DeviceRows(NamedTuple):
 
 
 class Device(Protocol):
-    """What the runtime needs of a device. Every method may block and be called from any thread.
+    """Device of the runtime. Every method may block, and may be called from any thread.
 
     Executions run one after the other, in the order of their launches.
     """
@@ -73,38 +72,38 @@ class Device(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the execution is done, so that launching ahead keeps the device busy."""
+        """True if `launch` returns before the execution ends, so that launching ahead keeps the device busy."""
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes that the device's allocator may take in all. None: not known, as on a CPU."""
+        """Bytes that the device's allocator may take in total. None: unknown, as on a CPU."""
 
     @property
     def launcher(self) -> int | None:
-        """The thread that a device that is not asynchronous executes for, or did last: others wait in `launch`."""
+        """Thread in which a synchronous device executes, or executed last; the others wait in `launch`."""
 
     def memory_in_use(self) -> int | None:
-        """Bytes that it has given out: weights, and what executions take while they run. None: not known."""
+        """Return the allocated bytes: weights, and the scratch of executions that run. None: unknown."""
 
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """Bytes that one execution takes beside its `weight_bytes` of weights: inputs, outputs, intermediates."""
+        """Return the bytes of inputs, outputs and intermediates of one execution, without its `weight_bytes`."""
 
     def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
-        """Copy arrays to the device, in order; returns when they are there.
+        """Copy arrays to the device, in order; return when all copies are complete.
 
-        `arrays` is consumed as the transfers proceed; between tensors `abandoned` is asked. Raises Abandoned,
-        OutOfMemory, and whatever `arrays` raises; then nothing is left on the device, nor reads from the arrays.
+        `arrays` is consumed as the transfers proceed, and `abandoned` is called between tensors. Raises Abandoned,
+        OutOfMemory, and any exception of `arrays`; then nothing is left on the device, and no transfer reads the arrays.
         """
 
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
-        """Give the memory back at once, or for the next upload to use. Nothing may execute on these buffers."""
+        """Free the memory at once, or, with `reuse`, for the next upload. No execution may use these buffers."""
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Keep host memory where it is, so that the device reads it by itself; returns what undoes it.
+        """Page-lock host memory, so that the device reads it by DMA; return a function that unlocks it.
 
-        The memory must stay mapped until then. Raises DeviceError.
+        The memory must stay mapped until that is called. Raises DeviceError.
         """
 
     def launch(
@@ -114,47 +113,47 @@ class Device(Protocol):
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
     ) -> Launched:
-        """Start an execution; `weights` in argument order. Nobody may write to its inputs before it is read.
+        """Start an execution; `weights` in argument order. Its inputs must not change until `read` returns.
 
-        Outputs whose index is in `unread` are not copied to the host.
-        Raises OutOfMemory, as `read` does: where the device finds out is its own affair.
+        Outputs with an index in `unread` are not copied to the host. Raises OutOfMemory; so does `read`, depending on
+        the device.
         """
 
     def keep(self, launched: Launched, index: int) -> Buffer:
-        """An output of an execution that is not read yet: it stays on the device for as long as this is held."""
+        """Return an output of an execution that is not yet read. It stays on the device while the buffer is referenced."""
 
     def merge(self, base: Array, axis: int, pieces: Sequence[DeviceRows]) -> Buffer:
-        """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something.
+        """Copy `base` to the device, with the rows of `pieces` in place of its own along `axis`. May compile.
 
         Raises OutOfMemory.
         """
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
-        """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device.
+        """Return the outputs on the host, read-only, and the seconds for which the execution used the device.
 
-        Unread outputs are empty arrays.
+        Call it once per launch. Unread outputs are empty arrays.
         """
 
     def start_profile(self, directory: Path) -> None:
-        """Record what the device does, into that directory, from now on. At most one such record is made at a time."""
+        """Start a profile of the device in that directory. Only one profile may be recorded at a time."""
 
     def stop_profile(self) -> None:
-        """End the record; it is there when this returns."""
+        """Stop the profile; it is complete when this returns."""
 
 
 def run(
     device: Device, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]
 ) -> tuple[list[Array], float]:
-    """One execution from its launch to its outputs."""
+    """Execute once: launch, then read the outputs."""
     return device.read(device.launch(executable, weights, inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Executables since the start: compiled anew, read from the compilation cache, and those of another model."""
+    """Executables since the start: compiled, read from the compilation cache, or shared with another model."""
 
     compiled: int = 0
     from_cache: int = 0
     shared: int = 0
-    #: of those compiled anew; who compiles goes on counting in it
+    #: durations of the compilations; the device keeps updating it
     seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

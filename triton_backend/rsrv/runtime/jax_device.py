@@ -1,4 +1,4 @@
-"""The device: compile, hold weights, execute. The one file of the runtime that imports jax."""
+"""jax's device: compile, hold weights, execute. The only module of the runtime that imports jax."""
 
 import errno
 import gc
@@ -40,36 +40,36 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
 
-#: bytes that may be on their way to the device at once, and tensors that may be in any case. A GPU's transfers wait
-#: for the executions that were launched before them: many must be under way to keep a link busy beside those
-#: executions. And giving up an upload waits for them: 20 ms at 50 GB/s.
+#: bytes that may be in flight to the device, and tensors that may be regardless of their size. A GPU's transfers wait
+#: for the executions launched before them, so many transfers must be in flight to keep PCIe busy beside executions.
+#: Abandoning an upload waits for those in flight: 20 ms at 50 GB/s.
 _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
-#: in the place of an output that stays on the device
+#: placeholder of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True, eq=False)
 class _LaunchedExecution:
-    """What `Launched` is to a `JaxDevice`."""
+    """Execution behind a `Launched`."""
 
     started: float
     outputs: Sequence[Any]
     unread: Collection[int]
-    #: the one launched before, until this one is read
+    #: the execution launched before, until this one is read
     previous: "_LaunchedExecution | None" = None
-    #: when it was done, as far as anyone has noticed
+    #: time of its end, once a thread has observed it
     ready: float | None = None
 
 
 class JaxDevice:
-    """jax's first device of a platform. Importing jax takes seconds, so this is made on a worker thread.
+    """First device of a platform of jax. Importing jax takes seconds, so a worker thread creates it.
 
-    A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
-    process, when it is first used. Of a GPU's memory it may take `memory_fraction`, if `preallocate` at once,
-    unless the environment has jax's own variables for that. With the `weight_memory` of the driver, weights lie
-    outside of jax's allocator, which then takes its share as it needs it. `numerics` is what libraries, and whatever
-    is traced in this process, keep to; modules of models are compiled as they are.
+    A CPU executes within `launch`; with `asynchronous_cpu` it executes like a GPU. jax decides that once per
+    process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
+    own environment variables take precedence. If `weight_memory` is "driver", weights lie outside of jax's allocator,
+    which then grows on demand. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
+    modules are compiled as they are.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class JaxDevice:
             options = client_options(memory_fraction, preallocate, os.environ)
             jax.config.update("jax_pjrt_client_create_options", options)
         if numerics == "f32":
-            # Before there is a client.
+            # Set it before jax creates its client.
             os.environ[OVERRIDE] = "0"
-        # Whatever JAX_DEFAULT_MATMUL_PRECISION says.
+        # Overrides JAX_DEFAULT_MATMUL_PRECISION.
         jax.config.update("jax_default_matmul_precision", "highest" if numerics == "f32" else None)
-        # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
+        # Otherwise jax narrows f64 and i64 tensors to 32 bits.
         jax.config.update("jax_enable_x64", True)
-        # A CPU that executes is not free for anything else; another thread would only add two switches.
+        # An execution occupies the CPU in any case; another thread would only add two context switches.
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
@@ -111,12 +111,12 @@ class JaxDevice:
             if directory is not None:
                 _use_cache(directory)
             jax.monitoring.register_event_listener(self._count)
-        #: what is compiled and in use, by what it was compiled from
+        #: executables in use, by the module's digest and its signature
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
         self._shared = 0
         self._compile_seconds = Histogram(LONG_SECONDS)
         self._jax = jax
-        # Compiled for each pair of shapes when it first comes up, however many rows are merged.
+        # Compiled once for each pair of shapes, regardless of the number of rows merged.
         self._merge = jax.jit(_merge, static_argnums=3)
         try:
             self._device = jax.devices()[0]
@@ -133,7 +133,7 @@ class JaxDevice:
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
         self._cuda: Driver | None = None
-        #: for weights, unless jax has them
+        #: memory of weights outside of jax's allocator; None: jax allocates them
         self._own: WeightMemory | None = None
         self._reuse = Reuse()
         if weight_memory == "driver":
@@ -155,7 +155,7 @@ class JaxDevice:
     def compile(self, module: bytes, signature: Signature) -> Executable:
         from rsrv_bundle.modules import as_exported
 
-        # Versions of a model that differ in their weights, or in their names, are the same program.
+        # Versions of a model that differ only in their weights, or in their names, share an executable.
         key = hashlib.sha256(module).digest(), signature
         if (shared := self._executables.get(key)) is not None:
             self._shared += 1
@@ -166,8 +166,8 @@ class JaxDevice:
         compiled = self._jax.jit(exported.call).lower(*structs).compile()
         if self.cache_counts.from_cache == found:
             self._compile_seconds.observe(time.perf_counter() - started)
-        # jax keeps what it traced and lowered in case the same function comes again; none ever does, and for
-        # a small model of six sizes that is 6 MB of host memory.
+        # jax caches traced and lowered functions for a second use, which never happens here; for a small model of six
+        # sizes the caches take 6 MB of host memory.
         self._jax.clear_caches()
         self._executables[key] = compiled
         return Executable(compiled)
@@ -185,16 +185,16 @@ class JaxDevice:
         return None if figures is None else figures.get(figure)
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """Return the scratch bytes, from the compiler's own account of the program's buffers, on a CPU and on a GPU.
+        """Return the scratch bytes by the compiler's analysis of the program's buffers, on a CPU and on a GPU.
 
-        argument_size - weight_bytes (leaves the inputs) + output_size + temp_size - alias_size (an output in an
-        argument's place, which both count). A GPU's code and constants are outside of its allocator. An allocator
-        rounds each buffer up, to 256 bytes on a GPU, which is not in here.
+        argument_size - weight_bytes (the inputs remain) + output_size + temp_size - alias_size (outputs in the place of
+        an argument, counted in both). A GPU's code and constants lie outside of its allocator. Not included: the
+        allocator rounds each buffer up, to 256 bytes on a GPU.
         """
         compiled: Any = executable
         size = compiled.memory_analysis()
         if size is None:
-            raise DeviceError("the compiler does not say how much memory an execution takes")
+            raise DeviceError("the compiler does not report the memory of an execution")
         outside = size.argument_size_in_bytes - weight_bytes
         return int(outside + size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes)
 
@@ -217,7 +217,7 @@ class JaxDevice:
                     raise Abandoned
                 arrived.append(self._arrive(moving.popleft()[0]))
         except BaseException as error:
-            # A transfer under way reads host memory that the caller may be about to unmap.
+            # Transfers in flight read host memory that the caller may unmap next.
             for one, _ in moving:
                 with suppress(Exception):
                     arrived.append(self._arrive(one))
@@ -233,16 +233,16 @@ class JaxDevice:
         return arrived
 
     def _start(self, array: Array) -> Any:
-        """Send a tensor on its way; for `_arrive`."""
+        """Start a transfer; return a handle for `_arrive`."""
         if self._own is not None and self._own.takes(array):
             return self._own.start(array)
         if self._device.platform == "cpu":
-            # jax would use an aligned array in place, here one that the host keeps.
+            # jax would use an aligned array in place: the host copy itself.
             return self._reuse.put(array, lambda copy: self._jax.device_put(copy, self._device))
         return self._jax.device_put(array, self._device)
 
     def _arrive(self, moving: Any) -> Buffer:
-        """Wait until it is there."""
+        """Wait until a transfer is complete."""
         if self._own is None or not isinstance(moving, Moving):
             return Buffer(self._jax.block_until_ready(moving))
         try:
@@ -262,7 +262,7 @@ class JaxDevice:
             if on_cpu:
                 self._reuse.free(buffer, reuse=reuse)
         if on_cpu and not reuse:
-            # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
+            # jax drops arrays that it used in place in the next garbage collection; that of generation 0 suffices.
             gc.collect(0)
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
@@ -274,7 +274,7 @@ class JaxDevice:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
     def _no_room(self, error: BaseException) -> OutOfMemory:
-        """What to raise, having given up what is only kept for later: jax may need it for an execution."""
+        """Return the error to raise; free the memory kept for later loads, which jax may need for an execution."""
         if self._own is not None:
             with suppress(CudaError):
                 self._own.trim()
@@ -292,7 +292,7 @@ class JaxDevice:
         unread: Collection[int] = (),
     ) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
-        # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
+        # The lock makes the order of launches that of executions, and lets a CPU execute one at a time.
         with self._lock:
             if not self.asynchronous:
                 self.launcher = get_ident()
@@ -310,7 +310,7 @@ class JaxDevice:
             execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
             for index, out in enumerate(outputs):
                 if index not in unread:
-                    # So that copying them to the host waits for this execution and not for the next one.
+                    # Enqueued now, the copy to the host waits for this execution and not for the next one.
                     out.copy_to_host_async()
             return Launched(execution)
 
@@ -340,7 +340,7 @@ class JaxDevice:
         try:
             ready = self._wait(execution)
             if execution.unread:
-                # Copying is where a failure shows, and there may be nothing to copy.
+                # A failure is raised when outputs are copied, and here there may be none to copy.
                 self._jax.block_until_ready(execution.outputs)
             outputs = [
                 _UNREAD if index in execution.unread else np.asarray(out)
@@ -351,7 +351,7 @@ class JaxDevice:
                 raise self._no_room(error) from None
             raise
         finally:
-            # The next one remembers this one: not its memory, and not its own predecessors.
+            # The next execution refers to this one: drop its outputs and its predecessors.
             execution.outputs, execution.previous = (), None
         free = execution.started if previous is None else max(execution.started, self._wait(previous))
         return outputs, ready - free
@@ -363,12 +363,12 @@ class JaxDevice:
         self._jax.profiler.stop_trace()
 
     def _wait(self, execution: _LaunchedExecution) -> float:
-        """When the execution was done; noticed for its predecessors first, or they would seem to end after it.
+        """Wait for an execution and return the time of its end; the ends of its predecessors are observed first.
 
-        Several threads may wait for one: a model that is built warms up between executions of others. Whether
-        it failed is for its own reader to find out.
+        Several threads may wait for one execution: a new model warms up between executions of others. A failure is
+        raised to the reader of that execution only.
         """
-        # Before the look at `ready`: whoever empties these has set it.
+        # Read these before `ready`: a thread that empties them has set `ready` before.
         outputs, previous = execution.outputs, execution.previous
         if execution.ready is None:
             if previous is not None:
@@ -381,25 +381,28 @@ class JaxDevice:
 
 
 def _use_cache(directory: Path) -> None:
-    """Have jax keep what it compiles there, if it can. Once per process, before anything is compiled."""
+    """Have jax keep executables in that directory. Call it once per process, before the first compilation."""
     import jax
     from jax._src import compilation_cache
 
     if not hasattr(compilation_cache, "get_file_cache"):
-        log.warning("every start compiles anew: rsrv does not know how jax %s keeps entries", jax.__version__)
+        log.warning(
+            "the compilation cache is off, so every start compiles: its interface in jax %s is unknown",
+            jax.__version__,
+        )
         return
-    # jax has no public way to say how entries are kept, only where. This is the function that it asks.
+    # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
     compilation_cache.get_file_cache = lambda path: (CompileCache(Path(path)), path)  # type: ignore[assignment,return-value]
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # jax's defaults keep only what took a second to compile; small models would never be kept.
+    # By default jax keeps only executables that took a second to compile, so no small models.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # The compiler's own files beside them are not checked, and a full disk may fail it.
+    # XLA's own cache files have no digest, and a full disk may fail the compilation.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
-    """`base` with its row i replaced by row `rows[i]` of `source`, unless that is negative."""
+    """Replace row i of `base` by row `rows[i]` of `source`, unless that is negative."""
     import jax.numpy as jnp
 
     along = [1] * base.ndim

@@ -385,10 +385,10 @@ class CorruptCache(_RuntimeDies):
 
     def check(self, house: House) -> Iterable[str]:
         yield from super().check(house)
-        self._damaged = house.log_from(self._mark).count(": damaged: compiled anew")
+        self._damaged = house.log_from(self._mark).count(" is damaged, so it is compiled again")
 
     def notes(self) -> Iterable[str]:
-        yield f"of {self._entries} entries, all damaged, {self._damaged} were read, found out, and compiled anew"
+        yield f"of {self._entries} entries, all damaged, {self._damaged} were read, detected, and compiled again"
 
 
 # --- models -------------------------------------------------------------------------------------------------------

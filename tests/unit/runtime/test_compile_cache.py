@@ -135,7 +135,7 @@ def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, 
 
     assert counts == [3, 0, 0]
     for entry in (first, second):
-        assert f"{entry}: damaged" in log
+        assert f"{entry} is damaged" in log
     assert started(cache, doubling) == ([0, 3, 0], "")
 
 
@@ -170,13 +170,13 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -
 
 
 def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
-    """There is a file in its place: models are compiled anew, and the log says so."""
+    """There is a file in its place: models are compiled again, and the log says so."""
     (tmp_path / "file").touch()
 
     counts, log = started(tmp_path / "file" / "cache", doubling)
 
     assert counts == [0, 0, 0]
-    assert "every start compiles anew" in log
+    assert "is not used, so every start compiles" in log
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_connections_without_end_wait_outside(
         Receiver(waiting).receive()
     assert "room for 20 connections (about 6 models), with the 296 files that may be open" in caplog.messages
     (line,) = {line for line in caplog.messages if "cannot take another connection" in line}
-    assert "20 connections (about 6 models) already" in line
+    assert "20 connections (about 6 models) are the limit" in line
     assert "raise the hard limit of open files (296)" in line
     for sock in crowd[:40]:
         sock.close()

@@ -153,7 +153,7 @@ def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
         directory = tmp_path / f"{mode:o}"
         directory.mkdir()
         directory.chmod(mode)
-        with pytest.raises(CompileCacheError, match="writable by nobody else"):
+        with pytest.raises(CompileCacheError, match="writable by no other user"):
             check_private(directory)
 
 

@@ -1,8 +1,8 @@
-"""The compilation cache on disk: what a killed process, a full disk or a bad one leaves there costs a compilation.
+"""Compilation cache on disk: an entry damaged by a killed process, a full disk or a bad one costs a compilation.
 
-jax's own store writes in place, never replaces what is there, and has a checksum only where it compresses with zlib.
-A damaged executable that it loads ends the process or computes something else. So jax keeps its entries here: each
-with a digest, written aside and renamed into place, and replaced when it turns out to be bad.
+jax's own store writes in place, never replaces an entry, and has a checksum only where it compresses with zlib. A
+damaged executable crashes the process or computes wrong results. So jax uses this store: each entry has a digest, is
+written to another file and renamed, and is replaced if it is damaged.
 """
 
 import hashlib
@@ -15,46 +15,46 @@ from pathlib import Path
 
 log = logging.getLogger("rsrv.compiled")
 
-#: what jax's own entries, in the same directory, are not called
+#: distinguishes the entries from jax's own in the same directory
 _SUFFIX = "-checked"
 _UNFINISHED = ".unfinished-"
-#: seconds after which nobody finishes it any more
-_ABANDONED = 3600.0
+#: age from which no process still writes an unfinished entry
+_ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CompileCacheError(Exception):
-    """The directory for compiled executables is not safely ours."""
+    """Other users own the directory of compiled executables, or can write to it."""
 
 
 class CompileCache:
-    """What jax calls a `CacheInterface`. Raises nothing: a cache that fails is none."""
+    """jax's `CacheInterface`. Methods raise nothing: if the cache fails, models are compiled."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory
         for left in directory.glob(f"{_UNFINISHED}*"):
             with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _ABANDONED:
+                if time.time() - left.stat().st_mtime > _ABANDONED_S:
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """What was put there under that key; None if nothing was, or something else than what was put is there."""
+        """Return the entry of a key; None if it is missing, unreadable or damaged."""
         path = self._path / f"{key}{_SUFFIX}"
         try:
             entry = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            log.warning("%s: cannot be read (%s): compiled anew", path, error.strerror)
+            log.warning("%s cannot be read (%s), so it is compiled again", path, error.strerror)
             return None
         digest, value = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
         if hashlib.sha256(value).digest() != digest:
-            log.warning("%s: damaged: compiled anew", path)
+            log.warning("%s is damaged, so it is compiled again", path)
             return None
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a value, in the place of what may be there."""
+        """Store the entry of a key, and replace an earlier one."""
         unfinished = None
         try:
             fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._path)
@@ -70,15 +70,15 @@ class CompileCache:
 
 
 def check_private(directory: Path) -> None:
-    """Have only this user enter a directory, for what lies in it is run.
+    """Close a directory to other users, because the executables in it are run.
 
-    Raises CompileCacheError if others could write to it so far, OSError if it is not there.
+    Raises CompileCacheError if other users could write to it until now, OSError if it does not exist.
     """
     found = directory.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise CompileCacheError(
             f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
-            "by nobody else: whoever can write it can run code here"
+            "by no other user, who could run code in the runtime. Change its owner and mode, or set another directory"
         )
     if found.st_mode & 0o077:
         directory.chmod(0o700)
@@ -93,7 +93,7 @@ def prepare_cache_directory(directory: Path) -> Path | None:
         directory = directory.expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(directory)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        log.warning("runtime.compilation_cache_dir: every start compiles anew: %s", error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        log.warning("runtime.compilation_cache_dir is not used, so every start compiles: %s", error)
         return None
     return directory

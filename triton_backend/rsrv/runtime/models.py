@@ -1,4 +1,4 @@
-"""From a bundle on disk to a model that can execute: read, check, compile, know its weights, warm up."""
+"""Models from their bundles: read, check, compile, identify the weights, warm up."""
 
 import hashlib
 import logging
@@ -26,12 +26,12 @@ from rsrv_bundle.precision import treat
 
 log = logging.getLogger("rsrv.models")
 
-#: timed executions of each size at warm-up; other work on the machine disturbs single ones
-_WARM_RUNS = 3
-#: seconds; nothing is faster, but a disturbed clock may say so
-_LEAST_COST = 1e-7
-#: seconds, until the warm-up
-_UNKNOWN_COST = 1e-3
+#: timed executions of each batch size at warm-up; other work on the machine disturbs single ones
+_TIMED_EXECUTIONS = 3
+#: lower bound of a measured cost: a disturbed clock may show less
+_MIN_COST_S = 1e-7
+#: cost until the warm-up measures it
+_INITIAL_COST_S = 1e-3
 
 
 @dataclass(slots=True)
@@ -44,34 +44,34 @@ class CompiledModel:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: of each of them, as compiled: a `Precision` by `variant/size`, as the status has it, which is asked for often
+    #: the `Precision` of each as compiled, by `variant/size`, in the form of the status, which is read often
     precisions: Mapping[str, Mapping[str, Any]]
-    #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
+    #: the client's input that gives a request's rows, and its batch axis; None: no input has one
     batch_input: tuple[str, int] | None
-    #: device bytes that its largest execution takes beside the weights
+    #: device bytes of its largest execution, without the weights
     scratch: int
     residency: Residency
     host: HostWeights
-    #: in argument order, while they are on the device
+    #: in argument order; None: not on the device
     weights: Sequence[Buffer] | None = None
 
 
 def about(model: CompiledModel, **more: Any) -> dict[str, Any]:
-    """For `extra` of a line of the log about a model."""
+    """Return `extra` of a log line about a model."""
     return fields(model=model.name, version=model.key, **more)
 
 
 def model_key(name: str, bundle: Bundle) -> str:
-    """Two versions of a model are two models here: the new one warms up while the old one serves.
+    """Return the key of a model's version: the runtime warms up the new version while the old one serves.
 
-    `name` is the model's: in a model repository every bundle's directory is called `bundle`.
+    `name` is the model's name: in a model repository the directory of every bundle is called `bundle`.
     """
     return f"{name}@{bundle.digest[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedModels:
-    """What a stub asks for: one model, or those that a meta model calls."""
+    """Models that a stub registers: one model, or the callees of a meta model."""
 
     key: str
     name: str
@@ -81,11 +81,10 @@ class RequestedModels:
 
 
 def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
-    """Read and check a model's bundle, and those that a meta model calls, without compiling anything.
+    """Read and check the bundle of a model, or of a meta model and its callees, without compiling.
 
-    Files that the manifest has checksums of are not read: `build` compares the bytes that it takes with these.
-    `calls` maps their names to their paths, in any order; the result has them in that of `calls`.
-    Raises BundleError.
+    Files with a checksum in the manifest are not read: `compile_model` compares the bytes that it reads with it.
+    `calls` maps the callees' names to their paths, in any order, which the result keeps. Raises BundleError.
     """
     bundle = read_bundle(Path(path), verify=False)
     key = model_key(name, bundle)
@@ -102,10 +101,10 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
         called = read_bundle(Path(place), verify=False)
         if called.manifest.kind == "meta":
             raise BundleError(
-                f"manifest.yaml: meta.calls: '{callee}' is a meta model, too, and cannot be called"
+                f"manifest.yaml: meta.calls: '{callee}' is a meta model, which cannot be called"
             )
         models[model_key(callee, called)] = callee, called
-    # What a meta model does is decided by those that it calls, too.
+    # The version of a meta model includes those of its callees.
     version = hashlib.sha256("".join(sorted((key, *models))).encode()).hexdigest()[:12]
     return RequestedModels(f"{name}@{version}", name, bundle, models)
 
@@ -118,7 +117,7 @@ def compile_model(
     name: str,
     signatures: Mapping[tuple[int, int], Signature],
 ) -> CompiledModel:
-    """Compile every module, and read the weights to know them by content; none is on the device yet.
+    """Compile every module, and read the weights to identify them by content; none is on the device yet.
 
     A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
     of executions are not known before `warm_up`. Raises BundleError, HostMemoryError, DeviceError, and the compiler's
@@ -160,12 +159,12 @@ def compile_model(
     nbytes = sum(weight.nbytes for weight in bundle.weights)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
     interface = describe(bundle, {key: signatures[key] for key in wanted})
-    # Last: nobody would close them after a failure.
+    # Open them last: after a failure of the steps above, no code would close them.
     weights = host.open(bundle, keep=of_model.residency == "system")
     program = Program(
         model=own["version"],
         name=name,
-        costs=dict.fromkeys(executables, _UNKNOWN_COST),
+        costs=dict.fromkeys(executables, _INITIAL_COST_S),
         coalesce=coalesces(bundle),
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=weights.nbytes,
@@ -205,9 +204,9 @@ def compile_model(
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
-    """The (variant, size) that can ever execute: of those that hold `max_rows` only the smallest of each variant.
+    """Return each (variant, size) that can execute: of the sizes of `max_rows` and more, only a variant's smallest.
 
-    So a cap on the rows of an execution also caps what it takes of the device's memory.
+    So a limit on the rows of an execution also limits its scratch.
     """
     every = sorted(sizes)
     if max_rows is None:
@@ -222,10 +221,10 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
 def warm_up(
     model: CompiledModel, device: Device, slot: ActivitySlot | None = None
 ) -> dict[tuple[int, int], float]:
-    """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
+    """Execute every size several times on zeros, with resident weights; return the seconds of one execution of each.
 
-    The first run allocates; the fastest of the others is the cost that the scheduler starts from. Each is noted at
-    `slot`.
+    The first execution allocates; the fastest of the others is the scheduler's initial cost. `slot` shows each
+    execution.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
@@ -235,10 +234,10 @@ def warm_up(
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
         seconds = []
-        for _ in range(1 + _WARM_RUNS):
+        for _ in range(1 + _TIMED_EXECUTIONS):
             with slot.doing(Phase.WARMING, model.key, size):
                 seconds.append(run(device, executable, weights, inputs)[1])
-        costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
+        costs[variant, size] = max(min(seconds[1:]), _MIN_COST_S)
     _smooth(costs)
     took = time.perf_counter() - started
     log.info(
@@ -257,20 +256,20 @@ def warm_up(
 
 
 def _smooth(costs: dict[tuple[int, int], float]) -> None:
-    """A size that seems dearer than a larger one was disturbed while it was timed; else it would never be tried."""
+    """Lower the cost of a size that exceeds a larger size's: its timing was disturbed, and it would never be used."""
     for key in sorted(costs, reverse=True):
         larger = (cost for (variant, size), cost in costs.items() if variant == key[0] and size > key[1])
         costs[key] = min(costs[key], *larger, float("inf"))
 
 
 def coalesces(bundle: Bundle) -> bool:
-    """Whether requests may share an execution: every tensor has rows, so that each gets its own back."""
+    """Return whether requests may share an execution: every tensor has rows, by which outputs are split."""
     tensors = (*bundle.manifest.inputs, *bundle.manifest.outputs)
     return bool(bundle.manifest.inputs) and all(t.batch_axis is not None for t in tensors)
 
 
 def describe(bundle: Bundle, signatures: Mapping[tuple[int, int], Signature]) -> Interface:
-    """The executable side of a bundle. Output shapes come from the modules: a manifest may leave them open."""
+    """Return the interface of a bundle's modules. Output shapes come from the modules: a manifest may leave them open."""
     manifest = bundle.manifest
     variants = []
     for index in range(max(1, len(manifest.input_shapes))):
@@ -302,7 +301,7 @@ def zeros(block: Block, rows: int) -> list[Array]:
 
 
 def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
-    """What clients send and get: (name, dtype, row-major dims with -1 on axes that vary, the batch among them)."""
+    """Return the clients' tensors: (name, dtype, row-major dims, -1 for axes that vary, such as the batch axis)."""
     sides = {"inputs": bundle.manifest.wire_inputs, "outputs": bundle.manifest.wire_outputs}
     return {
         side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
@@ -311,13 +310,13 @@ def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ..
 
 
 def batch_input(bundle: Bundle) -> tuple[str, int] | None:
-    """The first input of clients with a batch axis, and that axis of the tensor as it travels."""
+    """Return the clients' first input with a batch axis, and that axis as the client sends it."""
     axes = ((spec.name, spec.batch_axis) for spec in bundle.manifest.wire_inputs)
     return next(((name, axis) for name, axis in axes if axis is not None), None)
 
 
 def to_json(model: CompiledModel) -> dict[str, Any]:
-    """A model as REGISTERED describes it."""
+    """Return the description of a model in REGISTERED."""
     return {
         "name": model.name,
         "interface": model.interface.to_json(),

@@ -1,4 +1,4 @@
-"""What the scheduler is to decide by: rsrv.yaml, what operators have changed since, and what only the device knows."""
+"""Settings of the scheduler: from rsrv.yaml, from operators' commands, and from the device."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,9 +12,13 @@ from rsrv.settings import Residency, Settings, change_model, change_scheduler
 def scheduler_settings(
     settings: Settings, *, asynchronous: bool = False, weight_budget_bytes: int | None = None
 ) -> SchedulerSettings:
-    """`asynchronous`: of the device. A second execution launched ahead keeps such a device busy; others gain nothing.
+    """Return the scheduler's settings.
 
-    `weight_budget_bytes`: device bytes that all weights may take, as the budget says.
+    Args:
+        settings: Contents of rsrv.yaml.
+        asynchronous: The device is asynchronous. A second execution launched ahead keeps such a device busy; other
+            devices gain nothing from it.
+        weight_budget_bytes: Budget of all weights, in device bytes.
     """
     section = settings.scheduler
     return SchedulerSettings(
@@ -30,7 +34,7 @@ def scheduler_settings(
 
 
 def terms(settings: Settings, name: str) -> dict[str, Any]:
-    """What of a model's program is not the model's own: fields of `Program`."""
+    """Return the fields of a model's `Program` that settings define, not the bundle."""
     model = settings.for_model(name)
     return {
         "max_queue_depth": model.max_queue_depth or settings.scheduler.max_queue_depth,
@@ -41,24 +45,24 @@ def terms(settings: Settings, name: str) -> dict[str, Any]:
 
 
 class Policy:
-    """How models are to be treated, by name: it holds for versions that come later, too.
+    """Settings of models by name, for later versions of a model as well.
 
-    Only this changes while the runtime runs, and only on the loop; rsrv.yaml stays as it is.
+    They change while the runtime runs, only on the loop; rsrv.yaml does not change.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        #: of those that are not in `_paused`
+        #: of models that are not in `_paused`
         self._all_paused: Pause | None = None
         self._paused: dict[str, Pause | None] = {}
-        #: whose weights somebody has prefetched, and nobody evicted since
+        #: models that an operator has prefetched and not evicted since
         self._prefetched: set[str] = set()
 
     def residency(self, name: str) -> Residency:
         return self.settings.for_model(name).residency
 
     def queue_depth(self, name: str) -> int:
-        """Requests of a model, or runs of a meta model, that may wait."""
+        """Return the limit of waiting requests of a model, or of waiting runs of a meta model."""
         depth: int = terms(self.settings, name)["max_queue_depth"]
         return depth
 
@@ -69,33 +73,33 @@ class Policy:
         return name in self._prefetched
 
     def program(self, program: Program, name: str) -> Program:
-        """A model's program as it is wanted now."""
+        """Return a model's program with the current settings."""
         return replace(program, paused=self.paused(name), **terms(self.settings, name))
 
     def change_scheduler(self, changes: Mapping[str, Any]) -> None:
-        """Raises SettingsError; then nothing has changed."""
+        """Change settings of the scheduler. Raises SettingsError; then nothing has changed."""
         self.settings = change_scheduler(self.settings, changes)
 
     def change_models(self, names: Iterable[str], changes: Mapping[str, Any]) -> None:
-        """Other values for keys of these models' sections. Raises SettingsError; then nothing has changed."""
+        """Change keys of these models' sections. Raises SettingsError; then nothing has changed."""
         settings = self.settings
         names = list(names)
         for name in names:
             settings = change_model(settings, name, changes)
         unpinned = [name for name in names if self.residency(name) == "device"]
         self.settings = settings
-        # Who is not pinned any more leaves.
+        # Models that are no longer pinned are evicted.
         self.evict(name for name in unpinned if self.residency(name) != "device")
 
     def prefetch(self, names: Iterable[str]) -> None:
         self._prefetched.update(names)
 
     def evict(self, names: Iterable[str] | None) -> None:
-        """None: all."""
+        """Note that models are evicted; None: all of them."""
         self._prefetched.difference_update(list(self._prefetched) if names is None else names)
 
     def pause(self, names: Iterable[str] | None, mode: Pause | None) -> None:
-        """None: all that there are and that come, and let them go on."""
+        """Pause models, or resume them with `mode` None; `names` None: all models, later ones included."""
         if names is None:
             self._all_paused, self._paused = mode, {}
         else:

@@ -1,4 +1,4 @@
-"""Connections: frames in, frames out, every socket on one epoll. Only `wait` blocks."""
+"""Connections of the runtime: frames on non-blocking sockets, all in one epoll. Only `wait` blocks."""
 
 import logging
 import os
@@ -24,50 +24,50 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
-#: what may wait for a stub that does not read: frames, their bytes, and descriptors; beyond, it is taken for dead
+#: limits of the backlog of a stub that does not read: frames, bytes and descriptors; beyond, its connection is closed
 _MAX_BACKLOG = 4096
 _MAX_BACKLOG_BYTES = 16 << 20
 _MAX_BACKLOG_FDS = 64
-#: what a stub may have the runtime map: segments, each of which is a mapping, of which a process has 65,530, and bytes,
-#: which are address space only until somebody touches them
+#: limits of the memory that a stub has the runtime map: segments, each of which is one of the 65,530 mappings of a
+#: process, and bytes, which are only address space until they are used
 _MAX_SEGMENTS = 1024
 _MAX_SEGMENT_BYTES = 1 << 40
-#: marks of traced requests whose requests have not come; beyond, those that never came are in it
+#: limit of marks whose traced requests have not arrived; beyond, some never will, and all are dropped
 _MAX_MARKS = 4096
 
 
 @dataclass(slots=True, eq=False)
 class MetaCounts:
-    """Runs of a meta model by how they ended, and their sub-calls."""
+    """Runs of a meta model by outcome, and their sub-calls."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     calls: int = 0
-    #: each sub-call's share, by rows, of the executions that it was part of
+    #: sum over the sub-calls of their shares, by rows, of their executions
     device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """What a connection is for: one model, or a meta model and all that it calls."""
+    """Model, or meta model and its callees, that a connection serves."""
 
     key: str
     name: str
-    #: of its bundle
+    #: of the bundle
     digest: str
-    #: keys of the model, or of the called ones in the order of REGISTER, which are held for as long as it is there
+    #: keys of the model, or of the callees in the order of REGISTER; they stay built while the registration exists
     models: tuple[str, ...]
-    #: what clients send and get: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
+    #: the clients' tensors: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
-    #: of a meta model: names of those, in any order, and what its runs came to
+    #: of a meta model: names of the callees, in any order, and the counts of its runs
     calls: tuple[str, ...] = ()
     counts: MetaCounts | None = None
 
 
 class PeerConnection:
-    """Non-blocking. Raises ProtocolError or Closed when the connection is to be closed."""
+    """Non-blocking connection of a stub or a tool. If it must be closed, methods raise ProtocolError or Closed."""
 
     def __init__(self, id: int, sock: socket.socket, peer: int, buffer: bytearray | None = None) -> None:
-        """`buffer` is what it receives into, which others may use as well (`Receiver`)."""
+        """Create a connection. `buffer`: memory for received frames, which connections may share (`Receiver`)."""
         self.id = id
         self.sock = sock
         self.peer = peer
@@ -75,10 +75,10 @@ class PeerConnection:
         self.watched_for_write = False
         self.closed = False
         self.registering = False
-        self.group: Registration | None = None  # once it is registered
+        self.group: Registration | None = None  # None: not registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
-        #: traced requests that come next, by the connection's own numbers
+        #: marks of traced requests that arrive next, by the connection's numbers
         self.marks: dict[int, Mark] = {}
         self._receiver = Receiver(sock, buffer)
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
@@ -86,7 +86,7 @@ class PeerConnection:
         self._backlog_fds = 0
 
     def receive(self) -> tuple[memoryview, list[int]] | None:
-        """A frame, valid until the next call, with its descriptors, which the caller owns. None: no more now."""
+        """Return a frame, valid until the next call, and its descriptors, which the caller owns. None: no frame now."""
         try:
             return self._receiver.receive()
         except BlockingIOError:
@@ -106,13 +106,13 @@ class PeerConnection:
             raise ProtocolError(str(error)) from None
 
     def mark(self, marks: Iterable[Mark]) -> None:
-        """Requests that come next are traced."""
+        """Add marks: these requests, which arrive next, are traced."""
         self.marks.update((mark.request, mark) for mark in marks)
         if len(self.marks) > _MAX_MARKS:
             self.marks.clear()
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send, or keep for later when the stub is slow: nobody else waits for it."""
+        """Send a frame, or queue it if the stub is slow, so that other stubs do not wait for it."""
         if not self._backlog:
             try:
                 send(self.sock, frame, fds)
@@ -131,7 +131,7 @@ class PeerConnection:
             raise Closed(f"{len(self._backlog)} frames unread")
 
     def send_document(self, kind: Kind, value: dict[str, Any]) -> None:
-        """A JSON object of any size: it travels in a memfd."""
+        """Send a JSON object of any size, in a memfd."""
         fd = create_document(value)
         try:
             self.send(pack_json(kind, {}), (fd,))
@@ -139,7 +139,7 @@ class PeerConnection:
             os.close(fd)
 
     def send_object(self, kind: Kind, value: dict[str, Any]) -> None:
-        """A JSON object: in the frame, if it fits."""
+        """Send a JSON object in the frame, or in a memfd if it does not fit."""
         try:
             frame = pack_json(kind, value)
         except ProtocolError:
@@ -182,21 +182,22 @@ class PeerConnection:
 
 log = logging.getLogger("rsrv.transport")
 
-#: frames read from one connection before the others get their turn
-_BURST = 32
-#: connections of one model: its stub's for requests, for answers that come later, and for reports. A meta model has one
-#: more for each run.
-_EACH = 3
-#: descriptors that are not for connections but for what these bring along: weights' files, documents under way
-_SPARE = 256
+#: frames read from one connection before the other connections get a turn
+_MAX_FRAMES_PER_TURN = 32
+#: connections of one model's stub: for requests, for deferred answers, and for metrics. A meta model has one more for
+#: each run.
+_CONNECTIONS_PER_MODEL = 3
+#: descriptors reserved for other files: files of weights, and documents being sent
+_RESERVED_FDS = 256
 
 OnFrame = Callable[[PeerConnection, Kind, int, memoryview, list[int]], None]
 
 
 class Transport:
-    """`on_frame` gets each frame after the greeting; `on_close` each connection that ended, for whatever reason.
+    """Connections of the runtime, and the callbacks for their events.
 
-    What a connection does wrong ends that connection, and nothing else: `on_frame` raises ProtocolError.
+    `on_frame` is called with each frame after the greeting, `on_close` with each connection that ended, for any reason.
+    If `on_frame` raises ProtocolError, only that connection is closed.
     """
 
     def __init__(
@@ -212,11 +213,11 @@ class Transport:
         self._on_close = on_close
         self._next_id = 0
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        #: of descriptors, half of what there are
-        self._most = max(1, (limit - _SPARE) // 2)
-        self._files = limit
+        #: limit of connections: half of the descriptors
+        self._max_connections = max(1, (limit - _RESERVED_FDS) // 2)
+        self._max_files = limit
         log.info("room for %s, with the %d files that may be open", self._room(), limit)
-        # A frame is dealt with before the next one is received, from whomever.
+        # Shared: each frame is handled before the next one is received, on any connection.
         self._buffer = bytearray(MAX_FRAME)
         self._epoll = select.epoll()
         self._targets: dict[int, PeerConnection | Callable[[], None]] = {}
@@ -232,20 +233,20 @@ class Transport:
         return [target for target in self._targets.values() if isinstance(target, PeerConnection)]
 
     def wait(self, timeout: float | None) -> list[tuple[int, int]]:
-        """Wait at most `timeout` seconds for anything; what is there is for `handle`."""
+        """Wait at most `timeout` seconds for events; return them for `handle`."""
         return self._epoll.poll(timeout)
 
     def handle(self, ready: list[tuple[int, int]]) -> None:
-        """Handle all that `wait` found."""
+        """Handle the events that `wait` returned."""
         for fd, mask in ready:
-            target = self._targets.get(fd)  # None: closed by an earlier one of this round
+            target = self._targets.get(fd)  # None: closed by an earlier event of this round
             if isinstance(target, PeerConnection):
                 self.guard(target, self._serve, target, mask)
             elif target is not None:
                 target()
 
     def guard(self, connection: PeerConnection, action: Callable[..., None], *args: Any) -> None:
-        """Do something for a connection; whatever fails, that connection is closed and the others go on."""
+        """Run an action for a connection. If it raises, only that connection is closed."""
         if connection.closed:
             return
         try:
@@ -265,7 +266,7 @@ class Transport:
                 self._epoll.modify(connection.sock, select.EPOLLIN | extra)
 
     def close(self) -> None:
-        """End all connections without a word, as the process's end would."""
+        """Close all connections without a message, as the end of the process would."""
         for connection in self.connections:
             connection.close()
         self._targets.clear()
@@ -274,18 +275,18 @@ class Transport:
     def _accept(self) -> None:
         while True:
             try:
-                if len(self._targets) > self._most:
-                    raise OSError(f"there are {self._room()} already")
+                if len(self._targets) > self._max_connections:
+                    raise OSError(f"{self._room()} are the limit")
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                # No descriptor may be taken: listen again when a connection has ended, or epoll would spin.
+                # No descriptor is free. Stop listening until a connection ends: otherwise epoll would spin.
                 log.error(
-                    "cannot take another connection: %s. Whoever comes waits until one has ended. For more, raise the hard limit of "
-                    "open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",
+                    "cannot take another connection: %s. New connections wait until one ends. To allow more, raise the "
+                    "hard limit of open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",
                     error,
-                    self._files,
+                    self._max_files,
                 )
                 self._epoll.modify(self._listener, 0)
                 return
@@ -301,12 +302,12 @@ class Transport:
             self._epoll.register(sock, select.EPOLLIN)
 
     def _room(self) -> str:
-        return f"{self._most} connections (about {self._most // _EACH} models)"
+        return f"{self._max_connections} connections (about {self._max_connections // _CONNECTIONS_PER_MODEL} models)"
 
     def _serve(self, connection: PeerConnection, mask: int) -> None:
         if mask & select.EPOLLOUT:
             connection.flush()
-        for _ in range(_BURST):
+        for _ in range(_MAX_FRAMES_PER_TURN):
             received = connection.receive()
             if received is None:
                 return
@@ -323,7 +324,7 @@ class Transport:
                 for fd in fds:
                     os.close(fd)
             if kind is Kind.SPANS:
-                return  # a stub may have hundreds of them, and none is urgent
+                return  # a stub may send hundreds of them, and none is urgent
 
     def _close(self, connection: PeerConnection) -> None:
         if connection.closed:

@@ -208,9 +208,13 @@ def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
             inputs = image_rows(rng, 1, two_sizes.SIZES[(number + turn) % 2])
             assert_close(call("two_sizes", inputs), two_sizes.reference(inputs))
 
-    at_once(triton, 32, work)
-    ran = sizes_run(triton, "two_sizes") - before
-    assert {"0/4", "1/4"} <= set(ran), "never coalesced"
+    # On a busy machine the clients may be too slow to meet in the first round.
+    for _ in range(5):
+        at_once(triton, 32, work)
+        ran = set(sizes_run(triton, "two_sizes") - before)
+        if {"0/4", "1/4"} <= ran:
+            return
+    raise AssertionError(f"never coalesced: {ran}")
 
 
 def test_single_rows_of_many_clients_share_executions(triton: RunningTriton) -> None:

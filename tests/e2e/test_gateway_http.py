@@ -171,9 +171,11 @@ def test_statistics_have_the_same_form(fleet: Fleet) -> None:
     def form(said: Any) -> Any:
         if isinstance(said, dict):
             return {name: form(value) for name, value in said.items()}
-        return [form(value) for value in said] if isinstance(said, list) else type(said)
+        # A list has an entry per batch size that was executed, which differs among servers.
+        return [form(value) for value in said[:1]] if isinstance(said, list) else type(said)
 
-    ask(fleet.gateway.http_port, "POST", INFER, ONE)
+    for worker in fleet.workers:
+        ask(worker.http_port, "POST", INFER, ONE)
     for path in ("/v2/models/stats", "/v2/models/echo/versions/1/stats"):
         _, kind, direct = ask(fleet.workers[0].http_port, "GET", path).said
         assert ask(fleet.gateway.http_port, "GET", path).said[1] == kind

@@ -277,7 +277,7 @@ def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: d
 
 
 def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: Path) -> None:
-    """A callee that changes changes the meta that carries it, and it has a name of its own again without the meta."""
+    """A callee that changes changes the meta that carries it, and clients lose it only when its manifest says so."""
     place(write_scale(folder / "first" / "double", 2), bundles / "double")
     wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
     body = 'def run(inputs, call):\n    return call("double", inputs)\n'
@@ -288,10 +288,12 @@ def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: P
         return None if isinstance(found, Refused) else float(found["y"][0, 0])
 
     wait_until(lambda: chain() == 10)
-    wait_until(lambda: isinstance(outcome(lambda: call("double", rows(1))), Refused))
-    place(write_scale(folder / "new" / "double", 3), bundles / "double")
+    assert not isinstance(outcome(lambda: call("double", rows(1))), Refused)
+    place(write_scale(folder / "new" / "double", 3, internal=True), bundles / "double")
     wait_until(lambda: chain() == 15)
+    wait_until(lambda: isinstance(outcome(lambda: call("double", rows(1))), Refused))
     shutil.rmtree(bundles / "chain")
+    place(write_scale(folder / "last" / "double", 4), bundles / "double")
     wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
     wait_until(lambda: chain() is None)
 

@@ -294,7 +294,9 @@ asyncio.run(supervise([child], None, hooks, StopSignals.none(), lambda: Restarts
 
         node.kill()
 
-        assert select.select([child], [], [], 30)[0]
+        end = select.poll()
+        end.register(child)
+        assert end.poll(30_000)
         os.close(child)
 
 

@@ -1,11 +1,13 @@
 """Which tritonserver `rsrv serve` starts."""
 
 import os
+import socket
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from rsrv.serve import command
+from rsrv.serve import command, node
 from rsrv.serve.command import find_tritonserver
 from rsrv.serve.errors import NodeError
 from rsrv.serve.triton_install import Installation, default_folder
@@ -57,3 +59,38 @@ def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Installation, "is_installed", lambda self: True)
     assert find_tritonserver(None, never) == launcher
     assert os.path.basename(launcher) == "tritonserver"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the option and the folder, not only an error of the system."""
+    (tmp_path / "taken").touch()
+    options = Namespace(
+        tritonserver=put_program(tmp_path / "mine"),
+        dry_run=False,
+        verbose=False,
+        directory=tmp_path / "taken",
+        demo=False,
+    )
+    assert command.run(options) == 1
+    assert f"rsrv serve: --directory: {tmp_path / 'taken'} cannot take the log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not text"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
+    """A wrong file behind --config ends the command with a line, not with a traceback."""
+    config = tmp_path / "rsrv.yaml"
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(NodeError, match=r"--config: .*rsrv.yaml cannot be read"):
+        node._settings(Namespace(config=config))
+
+
+def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """A second server on the machine says which address is taken, and does not send its user to the first one's page."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        page = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        assert node._free_pages([page]) == ()
+    assert f"{page} is not served: Address already in use. Set metrics.listen" in caplog.text
+    assert node._free_pages([page]) == (page,)

@@ -91,7 +91,9 @@ def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...]) -> None:
 def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where there is no folder, and where nobody would watch for the first one."""
     said = refused(capfd, tmp_path / "missing", *CPU, "--directory", tmp_path / "node")
-    assert said.endswith(f"{tmp_path}/missing: No such file or directory\nthere is no such directory\n")
+    assert said.endswith(
+        f"{tmp_path}/missing: No such file or directory\nthere is no such directory: name a directory of bundles, or a bundle\n"
+    )
 
     (tmp_path / "bundles").mkdir()
     config = tmp_path / "rsrv.yaml"

@@ -1,8 +1,16 @@
 """What `rsrv serve` prints when the state of a model changes."""
 
+import asyncio
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.serve import view
+from rsrv.serve.node import Serving
 from rsrv.serve.view import Changes, endpoints
 from rsrv.settings import load_settings
 
@@ -61,3 +69,30 @@ def test_endpoints_are_what_a_client_here_connects_to() -> None:
         "http://127.0.0.1:8004/",
         "serve.log",
     ]
+
+
+def test_without_a_control_service_no_models_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may serve any number of models: the line must not say that there are none."""
+    (tmp_path / "cats").mkdir()
+    monkeypatch.setattr(view, "CONTROL_S", 0.0)
+
+    async def listens(_: object) -> bool:
+        return True
+
+    async def no_service(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(view, "listens", listens)
+    monkeypatch.setattr(view, "_changes", no_service)
+    worker: Any = SimpleNamespace(ports=SimpleNamespace(http=None), repository=tmp_path)
+    shown: list[str] = []
+
+    def say(line: str) -> None:
+        shown.append(line)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(view.follow(worker, os.getpid(), Serving(load_settings(), (), {}), tmp_path, say))
+    assert shown[0].startswith("\nServing; which models, only the log shows:\n")

@@ -9,6 +9,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from rsrv.serve import demo, node, view
@@ -32,11 +33,10 @@ def run(options: Namespace) -> int:
             options.config = options.config or data / demo.SETTINGS
         if options.dry_run:
             return node.run(options)
-        options.directory.mkdir(parents=True, exist_ok=True)
-        if options.demo:
-            demo.copy_to(options.directory)
         path = options.directory / LOG_FILE
-        with path.open("ab", buffering=0) as file:
+        with _open_log(path) as file:
+            if options.demo:
+                demo.copy_to(options.directory)
             handler = logging.StreamHandler()
             handler.setLevel(logging.WARNING)
             node.log.addHandler(handler)
@@ -45,6 +45,16 @@ def run(options: Namespace) -> int:
     except (NodeError, InstallError, OSError) as error:
         print(f"rsrv serve: {error}", file=sys.stderr)
         return 1
+
+
+def _open_log(path: Path) -> FileIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise NodeError(
+            f"--directory: {path.parent} cannot take the log and the generated repository: {error}. Name another folder"
+        ) from None
 
 
 def _output(

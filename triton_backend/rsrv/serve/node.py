@@ -19,6 +19,7 @@ from typing import Any
 
 import rsrv
 from rsrv import logs
+from rsrv.address import Address, parse_address
 from rsrv.serve import cores, nvml, repositories
 from rsrv.serve.child_probes import log_progress, wait_for_hang
 from rsrv.serve.child_process import LinePrefixer
@@ -57,6 +58,7 @@ class Output:
 
 def run(options: Namespace, output: Output | None = None) -> int:
     """Run the command and return the exit status. Without `output`, the log goes to standard output."""
+    name = "rsrv-node" if output is None else "rsrv serve"
     output = output or Output(_put, lambda worker, pid, _: log_progress(worker, pid), lambda line: None)
     try:
         settings = _settings(options)
@@ -74,16 +76,21 @@ def run(options: Namespace, output: Output | None = None) -> int:
             for file, text in planned.files.items():
                 write(file, text)
             broken = _generate(planned, settings, options.bundles)
-            serving = Serving(settings, planned.pages, broken)
+            serving = Serving(settings, _free_pages(planned.pages), broken)
             return asyncio.run(_serve(planned, serving, options.bundles, output))
     except (NodeError, SettingsError, OSError) as error:
-        print(f"rsrv-node: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
 
 
 def _settings(options: Namespace) -> Settings:
     """Return the settings of the file and the environment; the command line takes precedence."""
-    text = options.config.read_text(encoding="utf-8") if options.config else ""
+    try:
+        text = options.config.read_text(encoding="utf-8") if options.config else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise NodeError(
+            f"--config: {options.config} cannot be read: {error}. Name a file of settings"
+        ) from None
     settings = load_settings(text, str(options.config or "rsrv.yaml"))
     changes: dict[str, object] = {} if options.directory is None else {"directory": options.directory}
     if options.gpus is not None:
@@ -126,16 +133,32 @@ def _check_free(planned: NodePlan) -> None:
     """Raise NodeError if another process has a port of a worker; Triton would restart in vain."""
     for worker in planned.workers:
         for kind, address in worker.ports.each():
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            with socket.socket(family) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    trial.bind((address.host, address.port))
-                except OSError as error:
-                    raise NodeError(
-                        f"{address} cannot be taken for {kind}: {error.strerror}. End what listens there, or choose "
-                        "another port"
-                    ) from None
+            if taken := _bind_error(address):
+                raise NodeError(
+                    f"{address} cannot be taken for {kind}: {taken}. End what listens there, or choose another port"
+                )
+
+
+def _free_pages(pages: Sequence[str]) -> tuple[str, ...]:
+    """Return the live pages that can be served; at the others, another process answers."""
+    free = []
+    for page in pages:
+        if taken := _bind_error(parse_address(page.removeprefix("http://").removesuffix("/"))):
+            log.warning("%s is not served: %s. Set metrics.listen to a free port, or to null", page, taken)
+        else:
+            free.append(page)
+    return tuple(free)
+
+
+def _bind_error(address: Address) -> str:
+    """Return why this process cannot listen at the address; empty if it can."""
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address.host, address.port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 @contextmanager
@@ -173,7 +196,7 @@ async def _serve(planned: NodePlan, serving: Serving, bundles: Sequence[Path], o
         log.info("note: %s", note)
     for worker in planned.workers:
         log.info("%s on %s, %s", worker.child.name, worker.device.name, worker.ports)
-    for page in planned.pages:
+    for page in serving.pages:
         log.info("live page: %s", page)
     # The node's own gateway ends before its workers.
     elsewhere = settings.gateway.grpc is None and settings.gateway.http is None

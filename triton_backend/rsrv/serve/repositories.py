@@ -27,7 +27,9 @@ def check(bundles: Sequence[Path], settings: Settings) -> None:
     if sources.good:
         return
     if not any(place.is_dir() for place in bundles):
-        raise NodeError("\n".join([*problems, "there is no such directory"]))
+        raise NodeError(
+            "\n".join([*problems, "there is no such directory: name a directory of bundles, or a bundle"])
+        )
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
             "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "

@@ -121,10 +121,15 @@ async def follow(
                 if lines is not None or is_empty(worker.repository) or patience < 0:
                     serves = True
                     good, failed = changes.counts()
-                    where = endpoints(serving.settings, serving.pages, log)
-                    say(
-                        f"\nServing {good} of {good + failed} models:\n{where}\n{commands}Stop with Ctrl-C.\n"
+                    # Without its control service, what the server has loaded is not known here.
+                    known = lines is not None or is_empty(worker.repository)
+                    what = (
+                        f" {good} of {good + failed} models"
+                        if known
+                        else "; which models, only the log shows"
                     )
+                    where = endpoints(serving.settings, serving.pages, log)
+                    say(f"\nServing{what}:\n{where}\n{commands}Stop with Ctrl-C.\n")
             await asyncio.sleep(LOOK_S)
 
 

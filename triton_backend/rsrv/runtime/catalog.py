@@ -175,7 +175,7 @@ class StateFeed:
 
 
 class Catalog:
-    """All models by key. Each change of one is told to watchers, if it changes what they see (`tell`)."""
+    """All models by key. A change that watchers see is sent to them (`tell`)."""
 
     def __init__(self, policy: Policy, feed: StateFeed) -> None:
         self.policy = policy

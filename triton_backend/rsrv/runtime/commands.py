@@ -110,7 +110,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
 }
 #: characters of a value that a message repeats
 _MAX_VALUE = 80
-#: problems of one command that are told: explaining takes time, in which the runtime does nothing else
+#: problems of one command that the answer lists: the loop handles nothing else while it writes them
 _MAX_PROBLEMS = 10
 
 

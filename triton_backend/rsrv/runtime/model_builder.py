@@ -38,11 +38,11 @@ class DeviceReady:
 
 @dataclass(frozen=True, slots=True)
 class BundlesRead:
-    """The bundles that a connection asked for are read, or cannot be (`result` says why)."""
+    """The bundles of a connection are read, or cannot be (`result` is the reason)."""
 
     connection: PeerConnection
     result: RequestedModels | str
-    #: why a model is not tried, by key, for those that have ended runtimes
+    #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
 
 
@@ -55,7 +55,7 @@ class ModulesRead:
 
 @dataclass(frozen=True, slots=True)
 class ModelCompiled:
-    """A model is compiled, or cannot be (`result` says why)."""
+    """A model is compiled, or cannot be (`result` is the reason)."""
 
     key: str
     result: CompiledModel | str
@@ -126,14 +126,14 @@ class ModelBuilder:
         self._build_thread.put(partial(follow_residency, model))
 
     def close_weights(self, host: HostWeights) -> None:
-        """From any thread: give up a model's weights on the host."""
+        """Close a model's weights on the host, and return freed memory to the system. Any thread may call it."""
         self._build_thread.put(host.close)
-        # By then nothing refers to the model.
+        # The build thread runs it after the close, when no reference to the model is left.
         self._build_thread.put(give_back)
 
     def clean_up(self, host: HostStore) -> None:
-        """Free what only building needs, when no model is built."""
-        # Models that want what other runtimes left in shared memory have taken it.
+        """Free resources that only building needs, when no model is being built."""
+        # Models that use tensors that other runtimes left in shared memory have taken them by now.
         self._build_thread.put(host.sweep)
         if self._inspector is not None:
             self._build_thread.put(self._inspector.close)
@@ -141,7 +141,7 @@ class ModelBuilder:
     # --- on the threads -----------------------------------------------------------------------------------
 
     def _start_device(self) -> None:
-        """Start the device before any model comes; after a failure, each model tries again."""
+        """Start the device before the first model; after a failure, each model tries again."""
         try:
             self._get_device()
         except (DeviceError, HostMemoryError) as error:

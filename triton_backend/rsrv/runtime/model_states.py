@@ -58,7 +58,7 @@ BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
 #: states that end as soon as the scheduler releases the model
 ENDING = {S.DRAINING, S.FAILED}
 
-#: what carries an event out
+#: method that carries out an event
 EFFECTS: Mapping[LifecycleEvent, str] = {
     E.MODULES_READ: "ModelBuilder.build",
     E.COMPILED: "ModelAdded",

@@ -71,7 +71,7 @@ class MetaRun:
     held: list[ev.Request] = field(default_factory=list)
     #: tensors on the device, by the numbers that its stub chose
     kept: dict[int, Kept] = field(default_factory=dict)
-    #: device bytes that its calls under way will keep, by the same numbers
+    #: device bytes that its unfinished calls will keep, by the same numbers
     promised: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -88,7 +88,7 @@ class MetaRun:
 
 
 class Runs:
-    """Runs that wait for their admission or are under way, by token and by the scheduler's number."""
+    """Runs that wait for their admission or are active, by token and by the scheduler's number."""
 
     def __init__(self) -> None:
         self._by_token: dict[int, MetaRun] = {}

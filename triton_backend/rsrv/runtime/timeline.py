@@ -116,7 +116,7 @@ class Timeline:
         return self._spans.next
 
     def loading(self, model: str) -> float | None:
-        """Return the start of the model's load that is under way; None: there is none."""
+        """Return the start of the model's current load; None: it is not loading."""
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
     def since(self, number: int, most: int = TIMELINE_ANSWER) -> tuple[int, list[DeviceSpan]]:

@@ -153,11 +153,11 @@ class WeightManager:
             self._builder.follow_residency(model)
 
     def close(self, model: CompiledModel) -> None:
-        """Give up a model's weights on the host, after earlier orders: to free them, or to keep a copy."""
+        """Close a model's weights on the host, after earlier orders to free or to keep them."""
         self._mover.then(lambda: self._builder.close_weights(model.host))
 
     def close_host(self) -> None:
-        """From any thread, as the process's last act: remove weights in shared memory, which would outlive it."""
+        """Remove the weights in shared memory, which outlives the process. Call it last, from any thread."""
         if self.mover is not None:
             self.mover.host.close()
 

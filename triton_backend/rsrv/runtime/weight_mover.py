@@ -225,14 +225,14 @@ class WeightMover:
 
 
 def follow_residency(model: CompiledModel) -> None:
-    """Make or drop the host's copy, as the model's residency says. Takes as long as reading the weights."""
+    """Make or drop the host copy, by the model's residency. It takes as long as reading the weights."""
     try:
         if model.residency == "system":
             model.host.keep()
         else:
             model.host.drop()
     except Exception as error:
-        # Any error: a 2.0 bundle's weight may find no memory to be transposed in, and the runtime goes on.
+        # Any error: a weight of a 2.0 bundle may find no memory to be transposed in; the runtime goes on.
         known = isinstance(error, BundleError | HostMemoryError)
         log.log(
             logging.WARNING if known else logging.ERROR,

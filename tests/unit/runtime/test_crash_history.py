@@ -1,4 +1,4 @@
-"""The black box: what one runtime leaves and the next one makes of it; and models that end runtimes."""
+"""Black box and crash history: the next runtime blames the models that end runtimes."""
 
 import json
 import shutil
@@ -67,12 +67,12 @@ BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
         ([WARMING, HUNG, EXECUTING], False, [("h@1", "EXECUTING", "hung", 1.0)]),
     ],
 )
-def test_who_is_to_blame(
+def test_the_blame_of_a_death(
     found: list[UnfinishedTask], crashed: bool, who: list[tuple[str, str, str, float]]
 ) -> None:
-    """What hung; else what is untried; else, after a crash, what ran, and least what had run well before.
+    """A hang, then untried code, then, after a crash, the running models; least those that had run well before.
 
-    A kill -9 is nobody's fault that runs.
+    A kill -9 is not blamed on running models.
     """
     blamed = blame(found, crashed=crashed, now=1.7e9)
 
@@ -94,13 +94,13 @@ def deaths(*how: str) -> list[Death]:
         (["crashed", "hung"], False),
     ],
 )
-def test_how_often_is_too_often(how: list[str], tried: bool) -> None:
-    """Three deaths, or having hung once."""
+def test_three_deaths_or_one_hang_exclude_a_model(how: list[str], tried: bool) -> None:
+    """Fewer deaths do not."""
     assert (verdict(deaths(*how), 1.7e9) is None) == tried
 
 
-def test_a_verdict_says_what_happened_and_what_helps() -> None:
-    """How often, when, doing what; and three ways to have it tried again. No path: clients are told, too."""
+def test_a_verdict_has_the_cause_and_the_remedies() -> None:
+    """Count, time and phase, and three ways to have the model loaded again. No path: clients see it."""
     assert verdict(deaths("crashed", "hung"), 1.7e9) == (
         "the model has ended the runtime 2 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
         "loaded again until its bundle changes, the server restarts, or deaths.json in the runtime's private "
@@ -109,14 +109,14 @@ def test_a_verdict_says_what_happened_and_what_helps() -> None:
 
 
 def test_deaths_long_ago_do_not_count() -> None:
-    """A model that is always busy is there whoever ends the runtime, now and then; who hung once would hang again."""
+    """A model that is always busy gets a share of each death; a model that hung once would hang again."""
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3500) is not None
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3700) is None
     assert verdict(deaths("hung"), 1.7e9 + 3700) is not None
 
 
 def run_well(activity: Activity, key: str, times: int) -> None:
-    """Executions from their launches to their outputs, and loads."""
+    """Execute a model from launch to output, and load it, some times."""
     for _ in range(times):
         for place in (activity.launch, activity.read, activity.weights):
             place.begin(Phase.EXECUTING, key)
@@ -124,7 +124,7 @@ def run_well(activity: Activity, key: str, times: int) -> None:
 
 
 def crash(activity: Activity, memory: bytearray, accounts: dict[str, list[Death]], *keys: str) -> None:
-    """The runtime ends while these execute, the first of them launched earlier."""
+    """Crash the runtime while these models execute, the first of them launched earlier."""
     for place, key in zip((activity.read, activity.launch, activity.weights), keys, strict=False):
         place.begin(Phase.EXECUTING, key)
     for key, death in blame(read_slots(bytes(memory)), crashed=True, now=1.7e9).items():
@@ -136,8 +136,8 @@ def tried(accounts: dict[str, list[Death]], key: str) -> bool:
 
 
 @given(st.data())
-def test_a_model_that_is_always_busy_is_not_charged_with_what_others_do(data: st.DataObject) -> None:
-    """Beside it three others crash the runtime, each until it is not tried any more; they do run well now and then."""
+def test_a_busy_model_is_not_blamed_for_the_crashes_of_others(data: st.DataObject) -> None:
+    """Three other models, which sometimes run well, crash the runtime, each until it is excluded."""
     accounts: dict[str, list[Death]] = {}
     bad = ["a@1", "b@1", "c@1"]
     while left := [key for key in bad if tried(accounts, key)]:
@@ -155,8 +155,8 @@ def test_a_model_that_is_always_busy_is_not_charged_with_what_others_do(data: st
 
 
 @given(st.data())
-def test_a_model_that_always_crashes_is_found_whoever_runs_beside_it(data: st.DataObject) -> None:
-    """After three deaths if it is alone or the others have run well; after eight beside two that had no time to."""
+def test_a_model_that_always_crashes_is_found_beside_any_others(data: st.DataObject) -> None:
+    """After three deaths if it is alone or the others have run well; after eight beside two that have not yet."""
     accounts: dict[str, list[Death]] = {}
     deaths, soonest = 0, data.draw(st.sampled_from([0, 20]))
     while tried(accounts, "bad@1"):
@@ -171,8 +171,8 @@ def test_a_model_that_always_crashes_is_found_whoever_runs_beside_it(data: st.Da
     assert deaths <= (3 if soonest else 8)
 
 
-def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
-    """Whatever was built beside it was not why the runtime ended."""
+def test_a_hung_loop_blames_no_model(tmp_path: Path) -> None:
+    """A model that was being built is not the reason for the end."""
     activity = Activity(BlackBox(tmp_path).memory)
     activity.build.begin(Phase.BUILDING, "b@1")
     activity.round.begin(Phase.LOOPING, "")
@@ -181,8 +181,8 @@ def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
 
 
-def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
-    """A cleared box says nothing, whatever was under way."""
+def test_a_cleared_box_blames_no_model(tmp_path: Path) -> None:
+    """The runtime clears it when its loop fails, even if a model is being built."""
     box = BlackBox(tmp_path)
     Activity(box.memory).build.begin(Phase.BUILDING, "b@1")
     box.clear()
@@ -195,8 +195,8 @@ def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
     [{"phase": "DREAMING"}, {"at": "yesterday"}, {"share": None}, {"whose": "m@1"}],
     ids=lambda damage: next(iter(damage)),
 )
-def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: dict[str, Any]) -> None:
-    """A damaged file keeps no runtime from starting."""
+def test_an_invalid_record_blames_no_model(tmp_path: Path, damage: dict[str, Any]) -> None:
+    """The runtime starts despite a damaged file."""
     death = {"phase": "EXECUTING", "how": "crashed", "at": 1.7e9, "share": 1.0, **damage}
     (tmp_path / paths.DEATHS).write_text(json.dumps({"m@1": [death] * 3}))
 
@@ -204,7 +204,7 @@ def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: di
 
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:
-    """What was under way when a process was killed is read by the next one; what had ended is not."""
+    """The next process reads the unfinished tasks of a killed one, and no ended tasks."""
     activity = Activity(BlackBox(tmp_path).memory)
     activity.build.begin(Phase.BUILDING, "a-long-name@1")
     activity.build.end()
@@ -217,8 +217,8 @@ def test_the_box_outlives_its_process(tmp_path: Path) -> None:
     assert (tmp_path / paths.BLACKBOX).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_model_that_builds_well_in_the_end_was_not_to_blame(tmp_path: Path) -> None:
-    """Two kills while it was built count until it is there; a third one later is the first again."""
+def test_a_successful_build_clears_earlier_deaths(tmp_path: Path) -> None:
+    """Two kills while it was built count until it is built; a third one later counts as the first."""
     for _ in range(2):
         Activity(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
     box = BlackBox(tmp_path)
@@ -231,8 +231,8 @@ def test_a_model_that_builds_well_in_the_end_was_not_to_blame(tmp_path: Path) ->
     assert BlackBox(tmp_path).history.verdict("m@1") is None
 
 
-def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
-    """That it builds well says nothing about how it executes."""
+def test_a_successful_build_keeps_deaths_of_executions(tmp_path: Path) -> None:
+    """A build proves nothing about executions."""
     book = CrashHistory(tmp_path / paths.DEATHS)
     book.add("m@1", Death("EXECUTING", "hung", 0.0))
     book.add("m@1", Death("BUILDING", "killed", 0.0))
@@ -249,21 +249,21 @@ def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=SLOT_BYTES * SLOTS + 100))
-def test_a_box_with_anything_in_it_is_read(content: bytes) -> None:
-    """Nothing in it ends the runtime that reads it."""
+def test_a_box_of_random_bytes_is_read(content: bytes) -> None:
+    """No content ends the runtime that reads it."""
     assert len(read_slots(content)) <= SLOTS
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"m@1": 7}', '{"m@1": [{"phase": "X"}]}', "\0" * 100])
-def test_an_account_that_cannot_be_read_blames_nobody(tmp_path: Path, text: str) -> None:
-    """It is a file like any other."""
+def test_an_unreadable_history_blames_no_model(tmp_path: Path, text: str) -> None:
+    """The file may hold any text."""
     (tmp_path / paths.DEATHS).write_text(text)
 
     assert CrashHistory(tmp_path / paths.DEATHS).verdict("m@1") is None
 
 
-def test_without_a_place_for_the_box_there_is_none(tmp_path: Path) -> None:
-    """The runtime starts all the same."""
+def test_a_runtime_without_room_for_a_box_has_none(tmp_path: Path) -> None:
+    """It starts without one."""
     box = BlackBox(tmp_path / "not there")
 
     Activity(box.memory).build.begin(Phase.BUILDING, "m@1")
@@ -288,7 +288,7 @@ os.kill(os.getpid(), int(sys.argv[2]))
 def test_a_crash_while_executing_counts_and_a_kill_does_not(
     tmp_path: Path, number: signal.Signals, counts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A deadly signal leaves its stacks behind, which the next runtime puts into the log."""
+    """A fatal signal leaves stacks, which the next runtime logs."""
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(number.value)], check=False)
         assert ended.returncode == -number
@@ -303,7 +303,7 @@ def test_a_crash_while_executing_counts_and_a_kill_does_not(
 def test_a_first_load_is_not_proven_before_it_ends(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """That some of its weights were read says nothing of how the load ends."""
+    """Reading some of its weights does not prove that the load ends well."""
     box = BlackBox(tmp_path)
     runtime = start_runtime(blackbox=box)
     runtime.device.uploads.clear()
@@ -319,11 +319,11 @@ def test_a_first_load_is_not_proven_before_it_ends(
     greeted.sock.close()
 
 
-# --- models that are not tried any more ---------------------------------------------------------------------------
+# --- models that are excluded -------------------------------------------------------------------------------------
 
 
 def told(engine: Engine) -> str:
-    """The error that a request gets."""
+    """Return the error of a request."""
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
     return "" if answer.error is None else answer.error.message
 
@@ -331,7 +331,7 @@ def told(engine: Engine) -> str:
 def test_a_model_that_hung_is_refused_and_the_others_come_back(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its clients are told why, its stub asks now and then, and removing the account brings it back by itself."""
+    """Its clients get the reason, its stub retries, and it loads after the history is deleted."""
     settings = load_settings("stub: {in_place_ms: 0}")
     runtime = start_runtime(settings, asynchronous=True, blackbox=BlackBox(tmp_path))
     good, bad = (make_engine(runtime, doublings[a], name=name) for a, name in (("a", "good"), ("b", "bad")))
@@ -342,7 +342,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     place = runtime.loop.activity.front(runtime.loop.launcher)
     assert place is not None
     place.mark_hung()
-    # As if the process ended now: what this one still writes is not seen there.
+    # Copied as if the process ended now: later writes of this one are not in the copy.
     after = tmp_path / "after"
     after.mkdir()
     shutil.copy(tmp_path / paths.BLACKBOX, after)

@@ -1,4 +1,4 @@
-"""The host tier: each tensor once, kept as long as some model wants it, and read from the file otherwise."""
+"""Host weights: one copy of each tensor while a model keeps it; other weights are read from the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> MakeBundle:
 
 @pytest.fixture(params=["private", "shared"])
 def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
-    """A store; its books are right when the test is over, and nothing of it stays in /dev/shm."""
+    """Return a store; at the end its counts are checked, and /dev/shm is empty."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
         memory = PrivateMemory() if request.param == "private" else SharedMemory(Path(shm))
         store = HostStore(memory)
@@ -69,7 +69,7 @@ def weights_file(bundle: Bundle) -> Path:
 
 
 def rewrite(bundle: Bundle, offset: int = -1, *, dated: bool = True) -> None:
-    """Change one byte in place; `dated` as any file system does it, however fast the test is."""
+    """Change one byte in place; `dated`: also advance the file's time, even if the test is fast."""
     path = weights_file(bundle)
     before = path.stat()
     content = bytearray(path.read_bytes())
@@ -83,7 +83,7 @@ def resident_bytes() -> int:
 
 
 def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeBundle) -> None:
-    """And until the last of the two gives them up."""
+    """The copy stays until the last of the two models drops it."""
     first = store.open(make(a=large(1), b=small(2)), keep=True)
     alone = store.counts
     second = store.open(make(x=small(2), y=large(1)), keep=True)
@@ -97,7 +97,7 @@ def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeB
 
 
 def test_a_model_that_differs_in_one_tensor_costs_one_tensor(store: HostStore, make: MakeBundle) -> None:
-    """A fine-tuned head, say."""
+    """For example a fine-tuned head."""
     store.open(make(a=large(1), b=large(2), head=small(3)), keep=True)
     before = store.counts
 
@@ -108,7 +108,7 @@ def test_a_model_that_differs_in_one_tensor_costs_one_tensor(store: HostStore, m
 
 
 def test_a_tensor_that_a_model_has_twice_is_held_once(store: HostStore, make: MakeBundle) -> None:
-    """Tied embeddings that an exporter has untied."""
+    """For example tied embeddings that an exporter has untied."""
     weights = store.open(make(a=large(1), b=large(1)), keep=True)
 
     assert store.counts == HostCounts(2 * large(1).nbytes, large(1).nbytes, 1)
@@ -119,7 +119,7 @@ def test_a_tensor_that_a_model_has_twice_is_held_once(store: HostStore, make: Ma
 def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_memory(
     store: HostStore, make: MakeBundle
 ) -> None:
-    """A device must not take one for the other; the host's bytes do not care."""
+    """A device must not confuse them; the host shares the bytes."""
     array = large(1)
     weights = store.open(make(a=array, b=array.view(np.int32), c=array.reshape(-1)), keep=True)
 
@@ -133,7 +133,7 @@ def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_mem
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_both_format_versions_give_what_the_modules_take(
+def test_both_format_versions_give_the_modules_arguments(
     store: HostStore, make: MakeBundle, keep: bool
 ) -> None:
     """Format 2.0 stores transposes; the same tensor has the same key, and one copy."""
@@ -156,7 +156,7 @@ def test_both_format_versions_give_what_the_modules_take(
 def test_every_element_type_and_every_shape(
     private: HostStore, make: MakeBundle, token: str, keep: bool
 ) -> None:
-    """Scalars and tensors without elements as well; read-only, contiguous and aligned."""
+    """Scalars and empty tensors as well; read-only, contiguous and aligned."""
     dtype = dtypes.numpy_dtype(token)
     arrays = [np.ones(shape).astype(dtype) for shape in ((), (0,), (2, 0, 3), (5,), (3, 7))]
     bundle = make(**{f"w{i}": array for i, array in enumerate(arrays)})
@@ -175,8 +175,8 @@ def test_every_element_type_and_every_shape(
     private.close()
 
 
-def test_a_model_without_weights_is_nothing(store: HostStore, make: MakeBundle, tmp_path: Path) -> None:
-    """With or without a file."""
+def test_a_model_without_weights_takes_no_memory(store: HostStore, make: MakeBundle, tmp_path: Path) -> None:
+    """With or without a weights file."""
     for bundle in (make(), read_bundle(make_bundle(tmp_path, name="none"))):
         weights = store.open(bundle, keep=True)
         assert weights.kept
@@ -186,7 +186,7 @@ def test_a_model_without_weights_is_nothing(store: HostStore, make: MakeBundle, 
 
 
 def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle) -> None:
-    """A model's residency may be set to what it is."""
+    """An operator may set a residency that the model already has."""
     weights = store.open(make(a=large(1), b=small(1)), keep=False)
     assert store.counts == HostCounts(0, 0, 0)
     weights.drop()
@@ -205,7 +205,7 @@ def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle)
     weights.close()
 
 
-def test_what_another_model_keeps_is_not_read_again(store: HostStore, make: MakeBundle) -> None:
+def test_a_tensor_that_another_model_keeps_is_not_read_again(store: HostStore, make: MakeBundle) -> None:
     """The content is known: neither keeping nor reading needs the file, even if it has changed."""
     keeper = store.open(make(a=large(1)), keep=True)
     bundle = make(a=large(1))
@@ -220,7 +220,7 @@ def test_what_another_model_keeps_is_not_read_again(store: HostStore, make: Make
 
 
 def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, make: MakeBundle) -> None:
-    """Not to an allocator that keeps it for the next one."""
+    """No allocator keeps it."""
     size = 32 << 20
     bundle = make(**{f"w{i}": np.full(size // 16, i, np.uint8) for i in range(16)})
     gc.collect()
@@ -236,7 +236,7 @@ def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, 
     assert resident_bytes() - without < 0.1 * size
 
 
-def test_arrays_outlive_everything(make: MakeBundle, store: HostStore) -> None:
+def test_arrays_outlive_their_model_and_store(make: MakeBundle, store: HostStore) -> None:
     """A transfer may still read when its model is dropped."""
     weights = store.open(make(a=large(1), b=small(2)), keep=True)
     arrays = [weights.read(0), weights.read(1)]
@@ -246,10 +246,8 @@ def test_arrays_outlive_everything(make: MakeBundle, store: HostStore) -> None:
     assert (arrays[1] == 2).all()
 
 
-def test_a_bundle_that_is_replaced_as_it_should_be_can_still_be_read(
-    store: HostStore, make: MakeBundle
-) -> None:
-    """By a rename or a removal: the file lives as long as somebody has it open."""
+def test_a_bundle_that_is_replaced_atomically_can_still_be_read(store: HostStore, make: MakeBundle) -> None:
+    """By a rename or a removal: the open file stays readable."""
     bundle = make(a=large(1))
     weights = store.open(bundle, keep=False)
     os.replace(weights_file(make(a=large(2))), weights_file(bundle))
@@ -262,10 +260,10 @@ def test_a_bundle_that_is_replaced_as_it_should_be_can_still_be_read(
 
 
 @pytest.mark.parametrize("change", ["rewritten", "truncated"])
-def test_a_file_that_is_written_to_is_an_error_that_says_what_to_do(
+def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
     store: HostStore, make: MakeBundle, change: str
 ) -> None:
-    """For who needs the file; what was kept is as good as before."""
+    """Only for reads of the file; host copies stay valid."""
     bundle = make(a=large(1), b=large(2))
     kept, unkept = store.open(bundle, keep=True), store.open(make(c=small(1)), keep=False)
     absent = store.open(bundle, keep=False)
@@ -286,7 +284,7 @@ def test_a_file_that_is_written_to_is_an_error_that_says_what_to_do(
 
 
 def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make: MakeBundle) -> None:
-    """Content decides, and tensor by tensor: neither the time nor what else is in the file."""
+    """The content of each tensor decides, not the file's time or its other tensors."""
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
     rewrite(bundle)
@@ -306,7 +304,7 @@ def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make:
 def test_weights_that_do_not_match_the_manifest_are_not_opened(
     store: HostStore, make: MakeBundle, offset: int, keep: bool
 ) -> None:
-    """Torn before the runtime looked, in the first tensor or in the last; nothing of them is kept."""
+    """Damaged before the runtime opened the file, in the first tensor or in the last; no tensor is kept."""
     bundle = make("3.1", a=large(1), b=large(2))
     before = len(os.listdir("/proc/self/fd"))
     rewrite(bundle, bundle.weights[0].offset + offset if offset > 0 else offset)
@@ -323,7 +321,7 @@ def test_weights_that_do_not_match_the_manifest_are_not_opened(
 
 
 def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make: MakeBundle) -> None:
-    """What is kept under a key is what the key says, or models that share it would get another's weights."""
+    """Otherwise models that share the key would get the weights of another."""
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
     rewrite(bundle, dated=False)
@@ -335,9 +333,7 @@ def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make
     assert store.counts == HostCounts(0, 0, 0)
 
 
-def test_a_file_that_is_gone_or_short_at_the_start_leaves_nothing_behind(
-    store: HostStore, make: MakeBundle
-) -> None:
+def test_a_missing_or_short_file_leaks_nothing(store: HostStore, make: MakeBundle) -> None:
     """No reference and no descriptor."""
     short, gone = make(a=large(1), b=large(2)), make(a=large(1))
     before = len(os.listdir("/proc/self/fd"))
@@ -354,7 +350,7 @@ def test_a_file_that_is_gone_or_short_at_the_start_leaves_nothing_behind(
 
 
 class Interrupted(PrivateMemory):
-    """Calls `before` when memory is needed."""
+    """Memory that calls `before` at each allocation."""
 
     def __init__(self, before: Callable[[], object]) -> None:
         self.before = before
@@ -367,7 +363,7 @@ class Interrupted(PrivateMemory):
 
 
 def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
-    """What was taken before is given up, and the file closed."""
+    """References taken before are dropped, and the file is closed."""
     before = len(os.listdir("/proc/self/fd"))
     bundle = make(a=large(1), b=large(2))
     memory = Interrupted(lambda: rewrite(bundle))
@@ -382,8 +378,8 @@ def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
     store.validate()
 
 
-def test_memory_that_runs_out_leaves_all_as_it_was(make: MakeBundle) -> None:
-    """Half a model is of no use to anyone."""
+def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> None:
+    """No part of the model is kept."""
     left = [1, 1]
 
     def run_out() -> None:
@@ -407,8 +403,8 @@ def test_memory_that_runs_out_leaves_all_as_it_was(make: MakeBundle) -> None:
     store.validate()
 
 
-def test_two_threads_that_keep_the_same_at_once_keep_it_once(make: MakeBundle) -> None:
-    """Both have read it when they meet: one copy stays, the other is released."""
+def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) -> None:
+    """Both have read it: one copy stays, the other is released."""
     meeting = threading.Barrier(2)
     memory = Interrupted(lambda: None)
     store = HostStore(memory)
@@ -432,7 +428,7 @@ def test_two_threads_that_keep_the_same_at_once_keep_it_once(make: MakeBundle) -
 
 
 class Driver:
-    """Page-locks as a GPU's driver does."""
+    """Page locks like those of a GPU's driver."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -442,7 +438,7 @@ class Driver:
         self.locked[address] = nbytes
 
         def unlock() -> None:
-            # Still mapped: memory that is unmapped while it is locked is an error to a driver.
+            # The memory is still mapped: for a driver, unmapping locked memory is an error.
             maps = Path("/proc/self/maps").read_text().splitlines()
             bounds = [[int(word, 16) for word in line.split()[0].split("-")] for line in maps]
             assert any(start <= address < end for start, end in bounds)
@@ -455,7 +451,7 @@ class Driver:
 def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
     make: MakeBundle, shared: bool, tmp_path: Path
 ) -> None:
-    """However many models have it; small tensors have no pages of their own."""
+    """For any number of models; small tensors have no pages of their own."""
     driver = Driver()
     store = HostStore(SharedMemory(tmp_path) if shared else PrivateMemory(), driver.lock)
     first = store.open(make(a=large(1), b=small(1)), keep=True)
@@ -476,10 +472,10 @@ def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
     store.close()
 
 
-def test_memory_that_cannot_be_page_locked_is_used_all_the_same(
+def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
     make: MakeBundle, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And said once, not for every tensor."""
+    """The log says so once, not for every tensor."""
 
     def refuse(address: int, nbytes: int) -> Callable[[], None]:
         raise OSError("no more")
@@ -494,8 +490,8 @@ def test_memory_that_cannot_be_page_locked_is_used_all_the_same(
     assert (weights.read(1) == 2).all()
 
 
-def test_a_violation_of_the_books_is_raised(private: HostStore, make: MakeBundle) -> None:
-    """`validate` is what all tests here rely on."""
+def test_validate_finds_a_wrong_count(private: HostStore, make: MakeBundle) -> None:
+    """All tests of this file rely on it."""
     weights = private.open(make(a=small(1)), keep=True)
     (held,) = private._held.values()
     held.count += 1
@@ -510,10 +506,10 @@ def test_a_violation_of_the_books_is_raised(private: HostStore, make: MakeBundle
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("opened", [False, True], ids=["open", "keep"])
-def test_a_store_that_is_closed_while_weights_come_leaves_nothing(
+def test_a_store_that_is_closed_during_a_load_leaves_nothing(
     make: MakeBundle, monkeypatch: pytest.MonkeyPatch, at: int, opened: bool
 ) -> None:
-    """The server ends while a model is added: what was read of it does not stay in shared memory."""
+    """The server ends while a model is added: no tensor of it stays in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
         store = HostStore(SharedMemory(Path(shm)))
         bundle = make(a=large(1), b=large(2), c=large(3))
@@ -537,7 +533,7 @@ def test_a_store_that_is_closed_while_weights_come_leaves_nothing(
 def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
     private: HostStore, make: MakeBundle
 ) -> None:
-    """Its tensors may lie elsewhere: what the old header says of it are wrong numbers."""
+    """Its tensors may lie elsewhere than the old header says."""
     bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
     os.replace(weights_file(other), weights_file(bundle))
 

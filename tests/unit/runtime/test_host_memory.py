@@ -1,4 +1,4 @@
-"""Host memory for weights: this process's own, and /dev/shm between processes that may die at any moment."""
+"""Host memory of weights: private, or shared in /dev/shm by processes that may be killed at any time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.runtime.peers import Peer
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A directory of /dev/shm in the place of /dev/shm."""
+    """Return a directory in /dev/shm that stands for /dev/shm."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
         yield Path(path)
 
@@ -41,7 +41,7 @@ def start_peer(shm: Path) -> Iterator[Callable[..., Peer]]:
 
 
 def filled(value: int, nbytes: int = LARGE) -> tuple[str, Bytes]:
-    """(digest, bytes) of a tensor, as a peer's `place VALUE NBYTES` makes it."""
+    """Return digest and bytes of the tensor that a peer's `place VALUE NBYTES` makes."""
     content = np.full(nbytes, value, np.uint8)
     return hashlib.sha256(content.data).hexdigest(), content
 
@@ -60,7 +60,7 @@ def inode(shm: Path, value: int) -> int:
 
 
 def mapping_of(array: np.ndarray[Any, Any]) -> str:
-    """The line of /proc/self/maps that an array lies in."""
+    """Return the line of /proc/self/maps with an array's memory."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(word, 16) for word in line.split()[0].split("-"))
         if start <= array.ctypes.data < end:
@@ -73,8 +73,8 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, LARGE - 1, LARGE, LARGE + 1])
-def test_memory_to_fill_is_aligned_and_as_long_as_asked(nbytes: int) -> None:
-    """To 64 bytes, which jax uses in place; from LARGE on to pages, which a GPU's driver locks."""
+def test_new_memory_is_aligned_and_of_the_requested_size(nbytes: int) -> None:
+    """To 64 bytes, so that jax uses it in place; from LARGE on to pages, which a GPU's driver locks."""
     memory = fresh(nbytes)
 
     assert memory.nbytes == nbytes
@@ -83,14 +83,14 @@ def test_memory_to_fill_is_aligned_and_as_long_as_asked(nbytes: int) -> None:
     memory[:] = 1
 
 
-def test_memory_that_no_machine_has_is_an_error_that_says_what_to_do() -> None:
+def test_more_memory_than_the_machine_has_is_an_error_with_a_remedy() -> None:
     """The model fails to load; the runtime goes on."""
     with pytest.raises(HostMemoryError, match="serve fewer models"):
         fresh(1 << 60)
 
 
-def test_private_memory_stays_where_it_was_filled() -> None:
-    """No copy; but nobody writes to it any more."""
+def test_private_memory_is_not_copied() -> None:
+    """It becomes read-only."""
     digest, content = filled(1)
 
     block = PrivateMemory().place(digest, content)
@@ -102,7 +102,7 @@ def test_private_memory_stays_where_it_was_filled() -> None:
 def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """Each process only counts itself."""
+    """Each process counts only its own uses."""
     peers = [start_peer(), start_peer()]
     assert peers[0].ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -115,8 +115,8 @@ def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
     assert names(shm) == []
 
 
-def test_what_readers_get_can_be_written_by_nobody(shm: Path) -> None:
-    """Neither through the mapping nor through the file."""
+def test_a_shared_tensor_is_read_only(shm: Path) -> None:
+    """Through the mapping and through the file."""
     block = place(SharedMemory(shm), 1)
 
     assert mapping_of(block.bytes).split()[1] == "r--s"
@@ -127,7 +127,7 @@ def test_what_readers_get_can_be_written_by_nobody(shm: Path) -> None:
 
 
 def test_a_view_outlives_the_release(shm: Path) -> None:
-    """Its memory goes when it goes."""
+    """Its memory is freed with the last view."""
     memory = SharedMemory(shm)
     block = place(memory, 7)
     view = block.bytes.view(np.uint16)
@@ -142,13 +142,13 @@ def test_a_view_outlives_the_release(shm: Path) -> None:
 
 
 def test_small_tensors_stay_private(shm: Path) -> None:
-    """A file, a mapping and two descriptors cost more than they do."""
+    """A file, a mapping and two descriptors cost more than sharing saves."""
     assert place(SharedMemory(shm), 1, LARGE - 1).bytes.tolist() == [1] * (LARGE - 1)
     assert names(shm) == []
 
 
 def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
-    """Descriptors of the directory, of files that were made, and of files that were found."""
+    """Descriptors of the directory, of files that it made, and of files that it found."""
     before = descriptors()
     memory = SharedMemory(shm)
     blocks = [place(memory, 1), place(memory, 1), place(memory, 2)]
@@ -160,8 +160,10 @@ def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_restarted_runtime_uses_what_a_killed_one_left(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """It is complete, or it would have no name."""
+def test_a_restarted_runtime_uses_the_tensors_of_a_killed_one(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """A file with a name is complete."""
     first = start_peer()
     assert first.ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -175,10 +177,8 @@ def test_a_restarted_runtime_uses_what_a_killed_one_left(shm: Path, start_peer: 
     assert names(shm) == []
 
 
-def test_a_sweep_removes_what_nobody_holds_and_nothing_else(
-    shm: Path, start_peer: Callable[..., Peer]
-) -> None:
-    """Whoever holds it, and whatever else lies there."""
+def test_a_sweep_removes_only_unused_tensors(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """Tensors of any process and other files stay."""
     killed, alive = start_peer(), start_peer()
     assert killed.ask(f"place 1 {LARGE}") == "placed"
     assert alive.ask(f"place 2 {LARGE}") == "placed"
@@ -194,10 +194,10 @@ def test_a_sweep_removes_what_nobody_holds_and_nothing_else(
     mine.release()
 
 
-def test_a_sweep_without_a_free_descriptor_is_for_another_time(
+def test_a_sweep_without_a_free_descriptor_removes_nothing(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a directory takes one; a sweep is not worth an error."""
+    """Reading a directory takes one; it is no error."""
     memory = SharedMemory(shm)
 
     def refuse(_: object) -> list[str]:
@@ -211,7 +211,7 @@ def test_a_sweep_without_a_free_descriptor_is_for_another_time(
 def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The file has no name yet, so it ends with its process, memory and all."""
+    """The file has no name yet, so the kernel frees it with its process."""
     peer = start_peer()
     peer.ask("pause link")
     assert peer.ask(f"place 1 {LARGE}") == "at link"
@@ -221,8 +221,10 @@ def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
     assert names(shm) == []
 
 
-def test_the_slower_of_two_publishers_takes_the_others(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """Both had filled a file; one name, one file."""
+def test_the_slower_of_two_publishers_uses_the_file_of_the_other(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """Both have filled a file; one of them gets the name."""
     slow, fast = start_peer(), start_peer()
     slow.ask("pause link")
     assert slow.ask(f"place 1 {LARGE}") == "at link"
@@ -240,7 +242,7 @@ def test_the_slower_of_two_publishers_takes_the_others(shm: Path, start_peer: Ca
 def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The lock alone says nothing: it is good on a file without a name, too."""
+    """The lock alone does not suffice: a file without a name can be locked, too."""
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     coming.ask("pause flock")
@@ -255,10 +257,10 @@ def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
     assert names(shm) == []
 
 
-def test_who_opened_a_file_does_not_wait_for_the_views_of_one_who_left(
+def test_a_new_user_does_not_wait_for_views_after_the_release(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """They keep the memory, and with it the open file: its lock must not stay with them."""
+    """Views keep the memory and the open file, but must not keep its lock."""
     leaving, coming = SharedMemory(shm), start_peer()
     block = place(leaving, 1)
     view = block.bytes[:1]
@@ -272,17 +274,17 @@ def test_who_opened_a_file_does_not_wait_for_the_views_of_one_who_left(
     assert view.tolist() == [1]
 
 
-def test_who_comes_while_the_last_user_removes_waits_and_makes_it_again(
+def test_a_new_user_during_the_removal_waits_and_makes_the_file_again(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """The one who leaves has the exclusive lock and has not removed the name yet."""
+    """The last user has the exclusive lock and has not yet removed the name."""
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     leaving.ask("pause unlink")
     assert leaving.ask("release") == "at unlink"
     coming.ask("pause flock")
     assert coming.ask(f"place 1 {LARGE}") == "at flock"
-    # It opened the file; whether it waits for the lock when the name goes, or asks for it later, is the same.
+    # It has opened the file; the result is the same if it requests the lock before or after the removal.
     coming.say("go")
     assert leaving.ask("go") == "released"
 
@@ -291,8 +293,10 @@ def test_who_comes_while_the_last_user_removes_waits_and_makes_it_again(
     assert names(shm) == [filled(1)[0]]
 
 
-def test_one_who_is_killed_while_removing_holds_up_nobody(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """Its lock goes with it, and what it did not remove is used."""
+def test_a_process_killed_during_the_removal_blocks_no_other(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """The kernel drops its lock, and the file that it did not remove is used."""
     leaving, coming = start_peer(), start_peer()
     assert leaving.ask(f"place 1 {LARGE}") == "placed"
     made = inode(shm, 1)
@@ -305,8 +309,8 @@ def test_one_who_is_killed_while_removing_holds_up_nobody(shm: Path, start_peer:
     assert inode(shm, 1) == made
 
 
-def test_a_sweep_and_a_publisher_do_not_meet(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """A file is locked before it has a name: there is no moment in which a sweep could take it for left behind."""
+def test_a_sweep_does_not_remove_a_new_file(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """A file is locked before it has a name, so a sweep never takes it for unused."""
     publisher = start_peer()
     publisher.ask("pause link")
     assert publisher.ask(f"place 1 {LARGE}") == "at link"
@@ -319,7 +323,7 @@ def test_a_sweep_and_a_publisher_do_not_meet(shm: Path, start_peer: Callable[...
 
 
 def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None:
-    """Somebody emptied the directory by hand, and another runtime made the tensor again."""
+    """An operator emptied the directory, and another runtime made the tensor again."""
     first, second = SharedMemory(shm), SharedMemory(shm)
     old = place(first, 1)
     (first.path / filled(1)[0]).unlink()
@@ -344,10 +348,10 @@ def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None
         (errno.EIO, "Input/output error; turn runtime.shared_host_weights off"),
     ],
 )
-def test_what_the_system_refuses_is_said_with_what_to_do(
+def test_an_error_of_the_system_has_a_remedy(
     shm: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
 ) -> None:
-    """Nothing half-made stays, and no descriptor is lost."""
+    """No incomplete file stays, and no descriptor leaks."""
     memory = SharedMemory(shm)
     before = descriptors()
 
@@ -363,7 +367,7 @@ def test_what_the_system_refuses_is_said_with_what_to_do(
 
 
 def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has its name already when it is mapped."""
+    """The file already has its name when it is mapped."""
     memory = SharedMemory(shm)
     before = descriptors()
 
@@ -419,8 +423,8 @@ def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("wrong", ["size", "mode", "pipe", "link"])
-def test_a_file_that_cannot_be_ours_is_refused(shm: Path, tmp_path: Path, wrong: str) -> None:
-    """Shorter than its name says, it would kill the process that reads it."""
+def test_a_file_that_rsrv_did_not_make_is_refused(shm: Path, tmp_path: Path, wrong: str) -> None:
+    """Reading a file that is too short would kill the process."""
     memory = SharedMemory(shm)
     digest, content = filled(1)
     path = memory.path / digest

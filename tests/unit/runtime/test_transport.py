@@ -1,4 +1,4 @@
-"""Whose frames are read when."""
+"""Order in which connections are read."""
 
 import socket
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from rsrv.wire.socket import connect, listen, send
 
 
 def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
-    """Which of two connections is read when, if so many frames of each have come when the first one is read."""
+    """Return the order in which two connections are read, if each has that many frames before the first read."""
     read: list[int] = []
     ignored: Callable[..., Any] = lambda *_: None
 
@@ -36,16 +36,16 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
     return read
 
 
-def test_what_one_stub_sends_is_read_together(tmp_path: Path) -> None:
-    """Then it is the other's turn."""
+def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
+    """Then the other connection has its turn."""
     one, other, *rest = turns(tmp_path, pack_ids(Kind.CANCEL, [1]), 2)
 
     assert one == other
     assert one not in rest
 
 
-def test_spans_let_others_have_their_turn(tmp_path: Path) -> None:
-    """However many frames of them a stub tells: reading takes long, and others have requests."""
+def test_a_connection_ends_its_turn_after_spans(tmp_path: Path) -> None:
+    """Reading spans takes long, and other connections have requests."""
     read = turns(tmp_path, pack_json(Kind.SPANS, {}), 3)
 
     assert all(len(set(read[at : at + 2])) == 2 for at in (0, 2, 4))

@@ -1,4 +1,4 @@
-"""The watchdog: what is under way, what hangs, and who is to blame; time is told."""
+"""Watchdog: tasks of the threads, and the one that hangs; the tests set the clock."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,19 +22,19 @@ from tests.waiting import wait_until
 
 
 class Watch:
-    """A watchdog with 60 s of patience that looks every 5 s of a clock which is told the time."""
+    """Watchdog with a limit of 60 s and a check every 5 s, by a clock that the test sets."""
 
-    def __init__(self, activity: Activity, patience: float = 60.0) -> None:
+    def __init__(self, activity: Activity, limit_s: float = 60.0) -> None:
         self.now = 1000.0
         self.launcher: int | None = None
         self.found: list[tuple[Task, float]] = []
-        self._dog = Watchdog(activity, patience, lambda: self.launcher, self._find, lambda: self.now)
+        self._dog = Watchdog(activity, limit_s, lambda: self.launcher, self._find, lambda: self.now)
 
     def _find(self, place: ActivitySlot, task: Task, seconds: float) -> None:
         self.found.append((task, seconds))
 
     def passes(self, seconds: float, looks: int | None = None) -> list[str]:
-        """Who is found within so much time, in as many looks as it has, or as are said."""
+        """Advance the clock in `looks` checks, or at the usual interval; return the models found."""
         self.found.clear()
         count = round(seconds / self._dog.interval_s) if looks is None else looks
         for _ in range(count):
@@ -55,7 +55,7 @@ def watch(activity: Activity) -> Watch:
 
 @contextmanager
 def on(place: ActivitySlot, thread: int, key: str, expected: float = 0.0) -> Iterator[None]:
-    """As if that thread executed."""
+    """Execute on that thread."""
     place.thread = thread
     place.begin(Phase.EXECUTING, key, 8, expected)
     yield
@@ -63,7 +63,7 @@ def on(place: ActivitySlot, thread: int, key: str, expected: float = 0.0) -> Ite
 
 
 def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watch) -> None:
-    """After the patience, and not before; named with its rows, its seconds, and what was expected."""
+    """After the limit, and not before; with its rows, its seconds, and its expected duration."""
     activity.launch.begin(Phase.EXECUTING, "m@1", 8, 0.002)
 
     assert watch.passes(60) == []
@@ -74,10 +74,10 @@ def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watc
     )
 
 
-def test_what_is_expected_to_take_long_may_take_a_hundred_times_as_long(
+def test_a_long_execution_may_take_a_hundred_times_its_expected_time(
     activity: Activity, watch: Watch
 ) -> None:
-    """Two seconds expected are 200 that it may take."""
+    """An execution of two seconds may take 200."""
     activity.read.begin(Phase.EXECUTING, "m@1", 8, 2.0)
 
     assert watch.passes(200) == []
@@ -85,14 +85,14 @@ def test_what_is_expected_to_take_long_may_take_a_hundred_times_as_long(
 
 
 def test_executions_that_end_are_never_found(activity: Activity, watch: Watch) -> None:
-    """However many there are, one after the other."""
+    """Any number of them, one after the other."""
     for _ in range(100):
         with on(activity.launch, 1, "m@1"):
             assert watch.passes(50) == []
 
 
 def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """Ten minutes in which the watchdog itself did not run count as two of its looks."""
+    """Ten minutes without a check count as two intervals."""
     activity.launch.begin(Phase.EXECUTING, "m@1")
     assert watch.passes(10) == []
 
@@ -102,8 +102,8 @@ def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Wat
     assert watch.passes(20) == ["m@1"]
 
 
-def test_who_waits_for_the_device_is_not_to_blame(activity: Activity, watch: Watch) -> None:
-    """A device that works for one thread at a time says for which; the one that came first may wait all the same."""
+def test_a_task_that_waits_for_the_device_does_not_hang(activity: Activity, watch: Watch) -> None:
+    """A synchronous device names the thread that it executes for; an earlier task may wait for it."""
     activity.launch.thread, activity.warm_up.thread = 1, 2
     activity.launch.begin(Phase.EXECUTING, "waits@1")
     watch.launcher = 2
@@ -115,8 +115,8 @@ def test_who_waits_for_the_device_is_not_to_blame(activity: Activity, watch: Wat
     assert set(watch.passes(100)) == {"hangs@1"}
 
 
-def test_of_what_was_launched_ahead_the_first_is_to_blame(activity: Activity, watch: Watch) -> None:
-    """A device that is given several executions does them in order."""
+def test_the_first_of_executions_launched_ahead_hangs(activity: Activity, watch: Watch) -> None:
+    """A device executes in the order of launches."""
     number = activity.launch.begin(Phase.EXECUTING, "first@1")
     activity.launch.end()
     activity.launch.begin(Phase.EXECUTING, "second@1")
@@ -125,8 +125,8 @@ def test_of_what_was_launched_ahead_the_first_is_to_blame(activity: Activity, wa
     assert set(watch.passes(100)) == {"first@1"}
 
 
-def test_a_load_that_does_not_go_on_is_found(activity: Activity, watch: Watch) -> None:
-    """Each tensor may take its time, a hundredth of a gigabyte per second at least; what waits for the device, too."""
+def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
+    """Each tensor may take a hundred times its expected time; waiting for the device does not count."""
     for _ in range(10):
         activity.weights.begin(Phase.LOADING, "m@1", 5 * 10**9, 5.0)
         assert watch.passes(400) == []
@@ -138,8 +138,8 @@ def test_a_load_that_does_not_go_on_is_found(activity: Activity, watch: Watch) -
     assert "(100 bytes in its largest tensor" in describe(*watch.found[0])
 
 
-def test_a_loop_that_does_not_come_round_is_found(activity: Activity, watch: Watch) -> None:
-    """While it waits for something to happen it may take for ever; an execution of its own is that model's fault."""
+def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
+    """Waiting for events has no limit; an execution on the loop is blamed on its model."""
     assert watch.passes(1000) == []
     activity.round.begin(Phase.LOOPING, "")
     assert set(watch.passes(70)) == {"the loop"}
@@ -157,10 +157,10 @@ def test_a_loop_that_does_not_come_round_is_found(activity: Activity, watch: Wat
     ),
     st.lists(st.floats(0, 100), min_size=60, max_size=60),
 )
-def test_nothing_is_found_that_began_within_the_patience(
+def test_a_task_younger_than_the_limit_is_never_found(
     steps: list[tuple[str, bool]], times: list[float]
 ) -> None:
-    """Whatever begins and ends in whatever order, and however the looks are delayed."""
+    """For any order of beginnings and ends, and any delay of the checks."""
     activity = Activity()
     watch = Watch(activity)
     began: dict[int, float] = {}
@@ -175,14 +175,14 @@ def test_nothing_is_found_that_began_within_the_patience(
             assert watch.now - began[task.number] >= seconds > 60
 
 
-# --- what the runtime notes ---------------------------------------------------------------------------------------
+# --- slots of a running runtime -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_runtime_says_what_it_executes(
+def test_a_runtime_notes_its_execution(
     start_runtime: StartRuntime, doubling: Path, asynchronous: bool
 ) -> None:
-    """While the device holds an execution, its model and size are known; afterwards nothing is under way."""
+    """While the device executes, the slot has the model and its size; afterwards all slots are idle."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
@@ -216,10 +216,8 @@ def idle(runtime: Runtime) -> bool:
     return all(place.task is None for place in places)
 
 
-def test_a_runtime_says_what_it_builds_loads_and_warms_up(
-    start_runtime: StartRuntime, doubling: Path
-) -> None:
-    """Held in a compilation, in a transfer and in a warm-up, each is noted with the model."""
+def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, doubling: Path) -> None:
+    """Held in a compilation, in a transfer and in a warm-up, each slot has the model."""
     runtime = start_runtime()
     device, activity = runtime.device, runtime.loop.activity
     device.compiles.clear()
@@ -241,10 +239,10 @@ def test_a_runtime_says_what_it_builds_loads_and_warms_up(
     greeted.sock.close()
 
 
-def test_reading_a_file_is_not_the_devices_work(
+def test_reading_a_file_is_not_watched(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storage that stalls while a load reads it is nobody's hang; the transfer that follows is watched."""
+    """Storage that stalls is not a hang of a model; the transfer that follows is watched."""
     noted: list[bool] = []
     read = HostWeights.read
 
@@ -268,8 +266,8 @@ def test_reading_a_file_is_not_the_devices_work(
     greeted.sock.close()
 
 
-def test_all_that_the_loop_does_is_part_of_its_round(runtime: Runtime) -> None:
-    """What arrives is handled within the round; waiting for it is not."""
+def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
+    """Its wait for events is not watched."""
     found: list[Task | None] = []
 
     runtime.loop._inbox.post(lambda: found.append(runtime.loop.activity.round.task))
@@ -280,8 +278,8 @@ def test_all_that_the_loop_does_is_part_of_its_round(runtime: Runtime) -> None:
     wait_until(lambda: runtime.loop.activity.round.task is None)
 
 
-def test_each_run_of_a_warm_up_has_its_own_time(doubling: Path) -> None:
-    """Four for each of three sizes: a model of many sizes may take long, and none of its executions may."""
+def test_each_execution_of_a_warm_up_has_its_own_limit(doubling: Path) -> None:
+    """Four executions for each of three sizes: the warm-up of many sizes may take long, an execution may not."""
     place = ActivitySlot()
     numbers: list[int] = []
     device = FakeDevice(lambda inputs, weights: [2 * inputs[0]])

@@ -1,4 +1,4 @@
-"""Frames of meta models survive the way there, and nothing malformed gets through."""
+"""Frames of meta models: round trips, and refusals of malformed frames."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ some_calls = st.builds(Call, u64, u64, u16, u16, u32, spots, spots)
 
 @given(st.lists(entrances, max_size=5), st.lists(leavings, max_size=5), st.lists(releases, max_size=5))
 def test_short_frames_survive(enter: list[Entrance], leave: list[RunExit], release: list[Release]) -> None:
-    """What a stub packs, the runtime unpacks."""
+    """The runtime unpacks the frames that a stub packs."""
     frame = calls.pack_entrances(enter)
     assert frames.read_header(frame) == (Kind.ENTER, len(enter))
     assert calls.unpack_entrances(frame, len(enter)) == enter
@@ -47,7 +47,7 @@ def test_calls_survive(sent: list[Call]) -> None:
 
 
 def test_many_calls_take_several_frames() -> None:
-    """No frame is larger than a message of the socket may be, and no call is split."""
+    """Each frame fits a message of the socket, and no call is split."""
     sent = [
         Call(i, 1, 0, 0, 1, [Spot(Where.MEMORY, 0, i)] * 40, [Spot(Where.NOWHERE)] * 40) for i in range(300)
     ]
@@ -61,14 +61,14 @@ def test_many_calls_take_several_frames() -> None:
 
 
 def test_a_call_with_too_many_tensors_is_refused() -> None:
-    """No frame holds it, and its sender hears that."""
+    """It fits no frame, and the sender gets an error."""
     with pytest.raises(ProtocolError, match="9000 tensors"):
         calls.pack_calls([Call(1, 1, 0, 0, 1, [Spot(Where.NOWHERE)] * 9000, [])])
 
 
 @given(st.lists(some_calls, min_size=1, max_size=3), st.integers(1, 40), st.sampled_from([-1, 1]))
 def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: int, more: int) -> None:
-    """A frame holds exactly what its header says."""
+    """A frame has exactly the calls that its header counts."""
     (frame,) = calls.pack_calls(sent)
 
     with pytest.raises(ProtocolError):
@@ -80,7 +80,7 @@ def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: i
 
 
 def test_an_unknown_status_is_refused() -> None:
-    """A run ends in one of the ways that there are."""
+    """A run ends with one of the known statuses."""
     frame = bytearray(calls.pack_leavings([RunExit(1, Status.OK)]))
     frame[-8] = 99
 

@@ -1,4 +1,4 @@
-"""The rule where tensors lie, which both ends apply."""
+"""Layout of tensors in shared memory, computed by both ends."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +18,13 @@ def test_tensors_follow_each_other_aligned() -> None:
 
 
 def test_the_batch_axis_may_be_anywhere() -> None:
-    """Rows replace the -1, whichever axis it is on; a tensor without a batch axis keeps its shape."""
+    """Rows replace the -1 on any axis; a tensor without a batch axis keeps its shape."""
     assert (X.shape(7), MASK.shape(7), SCALAR.shape(7)) == ((7, 3), (5, 7), ())
 
 
 @given(st.integers(0, 10_000))
 def test_blocks_hold_their_tensors(rows: int) -> None:
-    """For any number of rows: places are aligned, in order, and far enough apart."""
+    """For any number of rows, offsets are aligned, in order, and far enough apart."""
     block = Block((X, MASK, SCALAR))
     offsets, total = block.places(rows)
     for tensor, start, end in zip(block.tensors, offsets, (*offsets[1:], total), strict=True):
@@ -33,7 +33,7 @@ def test_blocks_hold_their_tensors(rows: int) -> None:
 
 
 def test_an_interface_survives_its_json() -> None:
-    """What the runtime says at registration is what the stub understands."""
+    """The stub reads the interface that the runtime sends at registration."""
     interface = Interface((Variant(Block((X, SCALAR)), Block((MASK,)), (1, 4)),), exact=True)
 
     assert Interface.from_json(interface.to_json()) == interface

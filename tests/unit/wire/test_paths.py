@@ -1,4 +1,4 @@
-"""The runtime's private directory: whose it is, and what is swept."""
+"""Private directory of a runtime: its owner, and the sweep of stale ones."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    """Somebody else may have made it, and may be waiting in it."""
+    """Another user may have made it, and may listen in it."""
     (tmp_path / "open").mkdir(mode=0o755)
 
     with pytest.raises(paths.RuntimeDirectoryError, match="mode 0700"):
@@ -30,7 +30,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
-    """A link could lead anywhere."""
+    """A link may point to any directory."""
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
 
@@ -54,7 +54,7 @@ def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path)
 
 
 def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -> None:
-    """The claim lives as long as its holder; also where the server's pid means nothing, as in another container."""
+    """The lock lives as long as its holder, also if the server's pid is unknown here, as in another container."""
     directory = tmp_path / "4194303-77-gpu0"
     directory.mkdir()
     claim = paths.hold(directory)

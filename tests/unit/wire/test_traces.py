@@ -1,4 +1,4 @@
-"""Frames of traces survive the way there, and nothing malformed gets through."""
+"""Frames of traces: round trips, and refusals of malformed frames."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ GOOD: list[Any] = ["a" * 32, "b" * 16, "", "queue", 1, 2, "", {}]
 
 @given(st.lists(marks, max_size=5))
 def test_marks_survive(sent: list[Mark]) -> None:
-    """What a stub packs, the runtime unpacks."""
+    """The runtime unpacks the frames that a stub packs."""
     frame = traces.pack_marks(sent)
 
     assert frames.read_header(frame) == (Kind.TRACE, len(sent))
@@ -41,7 +41,7 @@ def test_marks_survive(sent: list[Mark]) -> None:
 
 @given(st.lists(spans, max_size=4), st.integers(0, 9))
 def test_spans_survive(sent: list[Span], dropped: int) -> None:
-    """Whatever their texts."""
+    """Spans with any texts are unpacked unchanged."""
     (frame,) = traces.pack_spans(sent, dropped)
 
     assert frames.read_header(frame)[0] is Kind.SPANS
@@ -49,7 +49,7 @@ def test_spans_survive(sent: list[Span], dropped: int) -> None:
 
 
 def test_many_spans_with_long_texts_take_several_frames() -> None:
-    """None is larger than a message of the socket may be, and what was dropped is said once."""
+    """Each fits a message of the socket, and the number of dropped spans is sent once."""
     long = "\U0001f600" * traces.MAX_TEXT
     sent = [Span("a" * 32, "b" * 16, "", long, n, n, long, {long: long}) for n in range(traces.MAX_SPANS)]
 
@@ -63,7 +63,7 @@ def test_many_spans_with_long_texts_take_several_frames() -> None:
 
 
 def test_more_spans_than_a_frame_may_have_are_refused() -> None:
-    """Requests would wait while they are read."""
+    """Requests would wait while the runtime reads them."""
     with pytest.raises(ProtocolError, match="33 spans"):
         traces.read_spans({"spans": [GOOD] * (traces.MAX_SPANS + 1), "dropped": 0})
 
@@ -99,8 +99,8 @@ WRONG: list[tuple[int, Any]] = [
     ],
     ids=str,
 )
-def test_what_is_no_span_is_refused(told: dict[str, Any]) -> None:
-    """Hooks run where they come from: a runtime keeps nothing that an exporter would choke on."""
+def test_a_malformed_span_is_refused(told: dict[str, Any]) -> None:
+    """Hooks run in the process that sends them: the runtime keeps no span that would fail the exporter."""
     assert traces.read_spans({"spans": [GOOD], "dropped": 0}) == ([Span(*GOOD)], 0)
     with pytest.raises(ProtocolError):
         traces.read_spans(told)

@@ -194,7 +194,7 @@ def test_an_einsum_cannot_be_pinned_and_is_refused() -> None:
     """StableHLO's own has no precision; jax never writes it. The message says which it is and what to do."""
     body = '%z = "stablehlo.einsum"(%x, %y) {einsum_config = "ij,jk->ik"} : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>'
     assert treated(function(body), "strip") == Precision(hardware=1)
-    with pytest.raises(BundleError, match=r"model\.mlir: 1 stablehlo\.einsum: .* export the model anew"):
+    with pytest.raises(BundleError, match=r"model\.mlir: 1 stablehlo\.einsum: .* Export the model again"):
         applied(artifact(function(body)), "pin")
 
 

@@ -76,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as made:
             folder, ports = (Path(made), free_ports(4)) if once else (FOLDER, (8000, 8001, 8002, 8004))
             with serving(folder, ports) as server:
-                good = server is not None and all([classify(server), share(server), evict(server)])
-                if server is not None and not once:
+                if server is None or not complete(server, folder / demo.BUNDLES):
+                    return 1
+                good = all([classify(server), share(server), evict(server)])
+                if not once:
                     step(f"live page: {server.page}; the server runs until Ctrl-C")
                     try:
                         return server.process.wait()
@@ -113,6 +115,7 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
         for line in process.stdout:
             print(line, end="", flush=True)
             if serves := line.startswith(SERVES):
+                print(next(process.stdout, ""), end="", flush=True)
                 break
         rest.start()
         yield DemoServer(process, http, grpc, page) if serves else None
@@ -128,6 +131,18 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
 def step(title: str) -> None:
     """Print a headline."""
     print(f"== {title}", flush=True)
+
+
+def complete(server: DemoServer, bundles: Path) -> bool:
+    """Return whether all of the demo's models are served, and say what to do if not."""
+    missing = {one.name for one in (demo.DATA / demo.BUNDLES).iterdir()} - server.status()["models"].keys()
+    if missing:
+        names = ", ".join(sorted(missing))
+        print(
+            f"{names}: not served. Remove {bundles}, and start again: the demo copies it then",
+            file=sys.stderr,
+        )
+    return not missing
 
 
 def classify(server: DemoServer) -> bool:

@@ -1,4 +1,4 @@
-"""From rsrv.yaml to what the scheduler is told."""
+"""Settings of the scheduler from rsrv.yaml and from commands."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.unit.runtime.conftest import build
 
 
 def test_the_defaults_are_the_schedulers_own() -> None:
-    """Two places state them; they must not drift apart."""
+    """Two modules define them; they must agree."""
     assert scheduler_settings(load_settings()) == SchedulerSettings()
 
 
@@ -29,7 +29,7 @@ def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: 
 
 
 def test_every_key_arrives() -> None:
-    """And the budget, which the settings alone do not say."""
+    """The budget as well, which is not among the settings."""
     settings = load_settings(
         """
         scheduler:
@@ -62,7 +62,7 @@ def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
 
 
 def test_only_an_external_control_plane_moves_weights_in_explicit_mode() -> None:
-    """In the other modes requests do."""
+    """In the other modes requests move them."""
     on_demand = {
         mode: scheduler_settings(load_settings(f"lifecycle: {{mode: {mode}}}")).on_demand
         for mode in ("dynamic", "static", "explicit")
@@ -71,8 +71,8 @@ def test_only_an_external_control_plane_moves_weights_in_explicit_mode() -> None
     assert on_demand == {"dynamic": True, "static": True, "explicit": False}
 
 
-def test_what_is_said_of_a_model_reaches_every_version_of_it() -> None:
-    """A program is as rsrv.yaml wants it, then as it was changed; others' stay as they are."""
+def test_settings_of_a_model_reach_each_of_its_versions() -> None:
+    """A program follows rsrv.yaml, then the changes; programs of other models do not change."""
     policy = Policy(load_settings("models: {m: {weight: 2, residency: device}}"))
     program = Program("m@1", {(0, 1): 1.0}, True, 1)
     assert policy.program(program, "m").pinned
@@ -88,8 +88,8 @@ def test_what_is_said_of_a_model_reaches_every_version_of_it() -> None:
     assert policy.paused("n") is None
 
 
-def test_what_one_model_cannot_take_no_model_takes() -> None:
-    """A change of several is one change."""
+def test_a_change_that_one_model_refuses_changes_no_model() -> None:
+    """A change of several models is atomic."""
     policy = Policy(load_settings())
 
     with pytest.raises(SettingsError, match=r"models\.a\.weight"):
@@ -98,8 +98,8 @@ def test_what_one_model_cannot_take_no_model_takes() -> None:
     assert policy.settings == load_settings()
 
 
-def test_a_pause_of_all_forgets_what_was_said_of_some() -> None:
-    """And those that are named after it are as they were told last."""
+def test_a_pause_of_all_models_overrides_earlier_pauses() -> None:
+    """A later command for one model overrides it in turn."""
     policy = Policy(load_settings())
     policy.pause(["a"], Pause.HOLD)
     policy.pause(None, Pause.DRAIN)

@@ -1,4 +1,4 @@
-"""What docs/security.md promises of processes, directories and words, beside what the parts' own tests show."""
+"""Promises of docs/security.md on processes, directories and messages that no other test covers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNSAFE_CALLS = {
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """What a source text uses that turns data into code."""
+    """Return the uses in a source text that turn data into code."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -70,7 +70,7 @@ def unsafe(source: str) -> Iterator[str]:
 
 
 def test_nothing_turns_data_into_code() -> None:
-    """No pickle, no eval, no shell anywhere in the product; a bundle's model.py is code, and the one thing that is run."""
+    """The product has no pickle, no eval and no shell; it runs only a bundle's model.py, which is code."""
     sources = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(sources) > 80
     found = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
@@ -80,7 +80,7 @@ def test_nothing_turns_data_into_code() -> None:
 
 
 def test_the_search_for_unsafe_code_finds_it() -> None:
-    """It would be of no use otherwise."""
+    """Otherwise it would prove nothing."""
     text = "import pickle.x\nfrom marshal import loads\neval(a)\nos.system(b)\nsubprocess.run(c, shell=True)"
     assert len(list(unsafe(text))) == 5
 
@@ -88,7 +88,7 @@ def test_the_search_for_unsafe_code_finds_it() -> None:
 def test_another_user_cannot_talk_to_a_runtime(
     start_runtime: StartRuntime, tmp_path: Path, open_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not through the private directory, and not if that were open to all. Only root can play another user here."""
+    """Neither through the private directory, nor if that were open to all. Only root can act as another user here."""
     runtime = start_runtime()
     root = os.getuid() == 0
     assert stranger_hears(runtime.socket) == ("PermissionError" if root else "a greeting")
@@ -103,7 +103,7 @@ def test_another_user_cannot_talk_to_a_runtime(
 
 
 def stranger_hears(path: Path) -> str:
-    """What becomes of somebody else's hello."""
+    """Return the answer to the greeting of another user."""
     script = """
 import os, socket, sys
 from rsrv.wire.frames import hello
@@ -125,7 +125,7 @@ except ConnectionError:
 
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Iterator[Path]:
-    """A directory that everybody can enter, on the file system of `tmp_path`."""
+    """Return a directory that all users can enter, on the file system of `tmp_path`."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -134,7 +134,7 @@ def open_folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_stub_does_not_talk_to_another_users_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who listens there may have been quicker with making the directory."""
+    """Another user may have made the directory first, and may listen in it."""
     with listen(tmp_path / "socket"):
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         with pytest.raises(ProtocolError, match="run both as one user"):
@@ -142,7 +142,7 @@ def test_a_stub_does_not_talk_to_another_users_runtime(
 
 
 def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
-    """What lies in it is run: a directory that others may write to is refused, one that they may read is closed."""
+    """Its executables are run: a directory that others can write to is refused, one that they can read is closed."""
     for mode, expected in ((0o700, 0o700), (0o755, 0o700), (0o750, 0o700)):
         directory = tmp_path / f"{mode:o}"
         directory.mkdir()
@@ -161,7 +161,7 @@ SECRET = "hunter2-never-to-be-seen"
 
 
 def leaky(arrays: dict[str, Array]) -> dict[str, Array]:
-    """A hook that says all it knows when it fails."""
+    """Fail as a hook with secrets in its error."""
     raise RuntimeError(f"{os.environ['RSRV_TEST_TOKEN']} in {__file__}")
 
 
@@ -170,10 +170,10 @@ def leaky(arrays: dict[str, Array]) -> dict[str, Array]:
     [Hooks(), Hooks(preprocess=leaky), Hooks(postprocess=leaky), Hooks(preprocess=lambda a: {"x": object()})],  # type: ignore[dict-item]
     ids=["device", "preprocess", "postprocess", "nonsense"],
 )
-def test_what_clients_are_told_has_no_secrets(
+def test_errors_of_clients_have_no_secrets(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hooks: Hooks
 ) -> None:
-    """No environment, no path and no traceback, whatever fails and whatever it says of itself."""
+    """No environment, no path and no traceback, for any failure and any message of it."""
     monkeypatch.setenv("RSRV_TEST_TOKEN", SECRET)
     engine = start_engine(hooks)
     runtime.device.fail = f"{SECRET} in {tmp_path}"

@@ -300,6 +300,8 @@ def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: P
 
 def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, life: Living) -> None:
     """Although nothing has changed; a name that there is not is said to be unknown."""
+    # The stub of an earlier load may still be ending.
+    wait_until(lambda: len(server.stub_pids("steady")) == 1)
     (before,) = server.stub_pids("steady")
     life.reload("steady")
     assert served(call, "steady") == (1, 0)

@@ -29,7 +29,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     os.chmod(tmp_path / "cache", 0o777)
 
-    with pytest.raises(DeviceError, match="whoever can write it can run code"):
+    with pytest.raises(DeviceError, match="be writable by no other user, who could run code"):
         JaxDevice("cpu", tmp_path / "cache")
 
 

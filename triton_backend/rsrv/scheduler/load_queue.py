@@ -1,7 +1,7 @@
 """The line for the link: which absent weights load next, and which weights are evicted for them.
 
 The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
-discipline ranks first loads, beside the executions that run. It gets free bytes, or those that `make_room` evicts. Not
+discipline ranks first loads, beside the executions that run. It gets free bytes, or those of the victims that `eviction.make_room` chooses. Not
 evicted for it are:
 
 - pinned weights, weights on which something executes, and weights that a committed request waits for;

@@ -102,7 +102,7 @@ class Scheduler:
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.
         3. Expire: queued requests and waiting runs whose deadline is `now` or earlier end; free places are given to
-           waiting runs; held-back models are released; if the discipline sheds, requests that would be late even if
+           waiting runs; models whose delay has ended become candidates; if the discipline sheds, requests that would be late even if
            they executed next end, too.
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next load, while none

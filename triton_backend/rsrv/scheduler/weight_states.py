@@ -33,7 +33,7 @@ class WeightState(StrEnum):
     RESIDENT = "resident"
     #: on the device until nothing executes on them, or has to execute first.
     EVICTING = "evicting"
-    #: not on the device: a load failed, and is not retried before the back-off ends.
+    #: not on the device: a load failed, and without a new reason it is not retried before the back-off ends.
     BACKOFF = "backoff"
 
 

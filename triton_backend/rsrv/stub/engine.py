@@ -41,7 +41,7 @@ log = logging.getLogger("rsrv.stub")
 #: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
 #: whole server down, and the rest of Triton's queue stays hidden meanwhile
 _MAX_BLOCK_S = 0.2
-#: how much longer than its own executions a request may wait for others' inside execute()
+#: execute() waits only if the device is free within this many times `stub.in_place_ms`
 _QUEUE_FACTOR = 5
 #: weight of a longer execution in the learned length
 _RISE = 0.01

@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
 
 
 def test_without_any_worker_it_serves_and_is_not_ready() -> None:
-    """They may come; who asks meanwhile is http_refusal that nobody is there."""
+    """A gateway starts without workers; it is ready when the first one answers its probe."""
 
     async def main() -> None:
         world = World(a="m")

@@ -210,7 +210,7 @@ async def test_the_client_leaves() -> None:
 
 @looped
 async def test_deadlines() -> None:
-    """The worker has the time that is left of the client's deadline, else of the setting; when it is over, it is http_refusal."""
+    """The worker has what is left of the client's deadline, else the setting's time; when it is over, the worker is told."""
     left: list[float] = []
 
     async def note(request: Any, context: Any) -> Any:
@@ -266,7 +266,7 @@ async def test_a_deadline_is_told_to_models() -> None:
 
 @looped
 async def test_a_sequence_stays_where_it_is() -> None:
-    """Requests of one sequence go to one worker, whoever asks, and others' to others; it is not taken is_retryable."""
+    """The requests of a sequence go to one worker, sequences are spread, and what that worker refuses goes to no other."""
     async with serving(4) as house:
         homes = {}
         for sequence in range(1, 30):
@@ -285,7 +285,7 @@ async def test_a_sequence_stays_where_it_is() -> None:
 
 @looped
 async def test_a_worker_dies() -> None:
-    """What was under way on a worker that dies is answered by another one, and the gateway is http_refusal to look."""
+    """Requests in flight on a worker that dies are answered by another one, and the gateway is told to probe it."""
     async with serving(2) as house:
         first, _ = house.workers
         hold(first)
@@ -450,7 +450,7 @@ async def test_the_end() -> None:
 
 @looped
 async def test_calls_that_come_at_the_end() -> None:
-    """Clients who call again and again are answered or http_refusal UNAVAILABLE to the end: no call is cancelled."""
+    """Clients that keep calling get answers or UNAVAILABLE to the end: no call is cancelled."""
     async with serving(1) as house, AsyncExitStack() as ends:
         address = f"127.0.0.1:{house.proxy.grpc.port}"
         own = [("grpc.use_local_subchannel_pool", 1)]

@@ -515,7 +515,7 @@ async def test_a_stream_of_events() -> None:
 
 @looped
 async def test_a_client_that_does_not_read() -> None:
-    """A client that takes nothing of a long answer has its connection suspects_worker, and its worker nothing to do for it."""
+    """The connection of a client that reads nothing of a long answer is cut, and its worker does no more work for it."""
     async with serving(1, request_timeout_s=0.2) as house:
         (worker,) = house.workers
         ended = asyncio.Event()

@@ -264,7 +264,7 @@ async def test_loading_takes_its_time() -> None:
 
 @looped
 async def test_a_stream_that_stops() -> None:
-    """A stream whose worker says nothing for longer than a request may take is suspects_worker off."""
+    """A stream is cut off when its worker sends nothing for longer than a request may take."""
     async with serving(1, request_timeout_s=0.05) as house:
         (worker,) = house.workers
 
@@ -348,7 +348,7 @@ async def test_tls(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
-    """Whoever starts it is http_refusal which setting is wrong."""
+    """A wrong setting ends the start with an error that names it."""
 
     async def start(**settings: Any) -> None:
         async with serving(0, **settings):

@@ -1,4 +1,4 @@
-"""What all tests of bundles begin with."""
+"""Fixtures of all tests of bundles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def as_jax_begins() -> Iterator[None]:
-    """Tests of the runtime, in the same process, may have turned 64 bits on, and its precision."""
+    """Reset jax's 64-bit types and precision, which tests of the runtime change in this process."""
     with jax.enable_x64(False), jax.default_matmul_precision(None):
         yield

@@ -1,4 +1,4 @@
-"""Makes bundles by hand, good ones and bad ones."""
+"""Build bundles by hand, valid ones and broken ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VARIANTS: Mapping[str, Any] = {
 
 
 def changed(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """A deep copy of a manifest with some keys replaced; None removes a key."""
+    """Return a deep copy of a manifest with some keys replaced; None removes a key."""
     document = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
@@ -49,14 +49,14 @@ def changed(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def tensor(name: str = "x", dtype: Any = "f32", shape: Any = "nc", **dims: Any) -> dict[str, Any]:
-    """A tensor entry."""
+    """Return a tensor entry of a manifest."""
     return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
 
 
 def safetensors_bytes(
     header: Mapping[str, Any] | str, buffer: bytes = b"", *, length: int | None = None
 ) -> bytes:
-    """A safetensors file with any header, true or false."""
+    """Return a safetensors file with the given header, valid or not."""
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + buffer
 
@@ -64,7 +64,7 @@ def safetensors_bytes(
 def one_weight(
     shape: Sequence[int] = (2, 3), dtype: str = "F32", buffer: bytes | None = None, **header: Any
 ) -> bytes:
-    """A file with one weight `w`; keywords replace top-level keys of its header."""
+    """Return a file with one weight `w`; keywords replace top-level keys of its header."""
     size = 4
     for extent in shape:
         size *= extent
@@ -115,7 +115,7 @@ def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
 
 
 def seal(directory: Path) -> Path:
-    """Make the bundle in a directory one of format 3.1, with the checksums of its modules and weights as they are."""
+    """Convert the bundle in a directory to format 3.1, with the checksums of its present files."""
     sums = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".mlir", ".safetensors"):

@@ -1,4 +1,4 @@
-"""`rsrv-bundle check --numerics`: bundles whose answers are the same however they are asked, and others."""
+"""`rsrv-bundle check --numerics`: the answers of a bundle compared across batch sizes and with its source."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MANIFEST = changed(
 
 
 def dense(x: Array) -> dict[str, Array]:
-    """x: [n, 3] -> y: [n, 2]: what `exported` computes."""
+    """Map x: [n, 3] to y: [n, 2], the function that `exported` computes."""
     return {"y": x @ KERNEL}
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, for 1, 2 and 4 rows."""
+    """Export one layer for 1, 2 and 4 rows."""
     out_dir = tmp_path_factory.mktemp("bundles") / "dense"
     export_bundle(
         lambda p, x: {"y": x @ p},
@@ -52,7 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forged(parent: Path, functions: Mapping[int, Callable[[Any], Any]]) -> Bundle:
-    """A bundle whose module for each size is another function of x: f32 [n, 3] -> f32 [n, 3]."""
+    """Return a bundle whose module for each size is another function of x: f32 [n, 3] -> f32 [n, 3]."""
     struct: Any = jax.ShapeDtypeStruct
 
     def module(size: int) -> bytes:
@@ -73,7 +73,7 @@ def lines_of(bundle: Bundle, wanted: Comparison | None = None) -> list[str]:
 def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
     exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What its batch sizes differ by; the smallest one has nothing to be compared with."""
+    """Each line gives the difference of a batch size from the smallest one, which has no reference itself."""
     assert cli.main(["check", "--numerics", str(exported)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"ok {exported}: format 3.1")
@@ -100,14 +100,14 @@ def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
 def test_an_answer_that_depends_on_other_requests_is_found(
     tmp_path: Path, functions: Mapping[int, Callable[[Any], Any]], problem: str
 ) -> None:
-    """On the size of the batch, on its other rows, or on the row's place."""
+    """A module is refused if its answer depends on the batch size, the other rows or the row's position."""
     with pytest.raises(BundleError) as found:
         lines_of(forged(tmp_path, functions))
     assert any(problem in line for line in found.value.problems)
 
 
 def test_the_page_has_the_tolerances_of_the_code() -> None:
-    """One column for each element type that may differ at all."""
+    """The table of the page has one column for each element type whose answers may differ."""
     lines = (ROOT / "docs" / "bundles.md").read_text().splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
     names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
@@ -116,7 +116,7 @@ def test_the_page_has_the_tolerances_of_the_code() -> None:
 
 
 def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
-    """It calls into libraries that are not here; the message is the compiler's."""
+    """A module for CUDA is refused with the compiler's message, because its libraries are missing here."""
     lowered = jax.export.export(jax.jit(jnp.linalg.qr), platforms=["cuda"])(np.zeros((3, 3), np.float32))
     square = {"name": "x", "dtype": "f32", "shape": "ac", "dims": {"a": 3, "c": 3}}
     document = changed(
@@ -129,14 +129,14 @@ def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_wider_tolerance_lets_more_through(tmp_path: Path) -> None:
-    """Of its element type."""
+    """A wider tolerance for f32 accepts a larger difference of f32 results."""
     bundle = forged(tmp_path, {1: lambda x: x, 4: lambda x: x * 1.001})
     (line,) = lines_of(bundle, Comparison(tolerance={"f32": 0.01}))
     assert line == "model.b4: 0.001 from the smallest batch size, 0 among rows and places"
 
 
 def test_a_source_is_asked_by_name(exported: Path) -> None:
-    """Its rows are those of the largest module; a mapping, a tuple and an array are good answers."""
+    """The source gets the largest module's rows by name, and may return a mapping, a tuple or an array."""
     bundle = read_bundle(exported)
     asked: list[tuple[int, ...]] = []
 
@@ -152,7 +152,7 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
 
 
 def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
-    """Every module of it."""
+    """Every module that differs from the source is named."""
     with pytest.raises(BundleError) as found:
         lines_of(read_bundle(exported), Comparison(lambda x: 1.1 * (x @ KERNEL)))
     assert [line.partition(":")[0] for line in found.value.problems] == [
@@ -173,7 +173,7 @@ def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
 def test_a_source_that_fails_is_not_held_against_the_bundle(
     exported: Path, source: Callable[..., Any], problem: str
 ) -> None:
-    """The message says what it did."""
+    """An error of the source is reported as the source's, with its message."""
     with pytest.raises(SourceError, match=re.escape(problem)):
         lines_of(read_bundle(exported), Comparison(source))
 
@@ -181,7 +181,7 @@ def test_a_source_that_fails_is_not_held_against_the_bundle(
 def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What fails there is wrong usage, with the reason."""
+    """`--source` imports a function from the working directory, and exits 2 if the import fails."""
     (tmp_path / "source_of_dense.py").write_text("def doubled(x):\n    return x[:, :2] * 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -198,7 +198,7 @@ def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
 def test_a_source_may_be_what_the_exporter_takes(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here a function of parameters and inputs; the other kinds are loaded in the same way."""
+    """`--jax` takes a model as the exporter does: here a function of parameters and inputs."""
     text = "import numpy as np\ndef model():\n    k = np.arange(6, dtype='f4').reshape(3, 2)\n"
     (tmp_path / "jax_of_dense.py").write_text(f"{text}    return lambda p, x: {{'y': x @ p}}, k\n")
     monkeypatch.chdir(tmp_path)
@@ -208,7 +208,7 @@ def test_a_source_may_be_what_the_exporter_takes(
 
 
 def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
-    """Of the samples, or else of what the source came with; zeros fill a batch up."""
+    """Random indices are drawn from the samples or else from the source's examples; zeros pad a batch."""
     table = np.arange(8, dtype=np.float32)[:, np.newaxis]
     bundle = export_bundle(
         lambda p, i: {"y": p[i]},
@@ -232,7 +232,7 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
 
 
 def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_path: Path) -> None:
-    """Without them nothing is known about it; an example that is only a shape is none, nor what numpy cannot read."""
+    """If random inputs give NaN, examples or samples are compared; without them, the check fails."""
     bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
 
     def source(x: Array) -> Any:
@@ -256,7 +256,7 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
-    """Beside what is in the manifest already, comments too; a bundle beyond its tolerance keeps its numbers."""
+    """`--store` adds the differences to the manifest and keeps its comments; a failed check stores none."""
     manifest = exported / "manifest.yaml"
     copy = tmp_path / "dense"
     copy.mkdir()
@@ -279,7 +279,7 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])
 def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
-    """Whatever it had before; what was not measured now stays."""
+    """Storing keeps the other keys of the manifest, and numbers that were not measured again."""
     bundle = forged(tmp_path, {1: lambda x: x, 2: lambda x: x})
     with (bundle.path / "manifest.yaml").open("a") as file:
         file.write(text)
@@ -292,7 +292,7 @@ def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
 
 
 def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
-    """The message says what to do."""
+    """Numbers cannot be stored in format 2; the message names the upgrade command."""
     bundle = read_bundle(
         make_bundle(tmp_path, changed(GOOD, format_version="2.0"), weights=b"\2\0\0\0\0\0\0\0{}")
     )
@@ -301,7 +301,7 @@ def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
 
 
 def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
-    """The models that it calls have."""
+    """The check of a meta model says that it has no modules of its own."""
     meta = make_bundle(tmp_path, META, modules=(), hooks="def run(inputs, call): ...\n")
     assert lines_of(read_bundle(meta)) == ["has no modules of its own"]
 
@@ -325,7 +325,7 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_flags_exit_2(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And say what is wrong."""
+    """A wrong combination of flags exits 2 with a message that says what is wrong."""
     assert cli.main(["check", *flags, "bundle"]) == 2
     assert problem in capsys.readouterr().err
 
@@ -336,7 +336,7 @@ def test_wrong_flags_exit_2(flags: list[str], problem: str, capsys: pytest.Captu
 def test_samples_are_asked_as_well(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any number of them, whatever was compiled."""
+    """Samples of any number of rows are compared, independent of the compiled batch sizes."""
     np.savez(tmp_path / "samples.npz", x=np.full((5, 3), 1e38, np.float32))
     flags = ["--numerics", "--samples", str(tmp_path / "samples.npz")]
     assert cli.main(["check", *flags, str(exported)]) == 0
@@ -355,7 +355,7 @@ def test_samples_that_are_none_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What was not compared does not agree."""
+    """Unusable samples exit 2, because a comparison without samples proves nothing."""
     file = tmp_path / "samples.npz"
     np.savez(file, **arrays)  # type: ignore[arg-type] # numpy's own keyword
     assert cli.main(["check", "--numerics", "--samples", str(file), str(exported)]) == 2
@@ -376,7 +376,7 @@ def preprocess(inputs):
 
 
 def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
-    """One request each; of the executable inputs' names they do not."""
+    """Samples by client names pass the hook one request each; samples by executable names do not."""
     document = changed(MANIFEST, client_inputs=[tensor("text", "u8", c=-1)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"], hooks=HOOKS))
     (rows,) = rows_of(bundle, {"text": np.array([[65, 66], [67, 68], [69, 70]], np.uint8)})[0]
@@ -400,14 +400,14 @@ def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
     ],
 )
 def test_samples_that_do_not_fit_are_refused(tmp_path: Path, samples: dict[str, Array], problem: str) -> None:
-    """Naming what was expected."""
+    """Samples of a wrong name, type or shape are refused with the expected one."""
     bundle = read_bundle(make_bundle(tmp_path, MANIFEST, modules=["model.b1.mlir"]))
     with pytest.raises(BundleError, match=re.escape(problem)):
         rows_of(bundle, {name: np.asarray(array) for name, array in samples.items()})
 
 
 def test_samples_may_have_types_that_numpy_has_no_name_for(tmp_path: Path) -> None:
-    """A file has them as bytes."""
+    """Samples of a type that numpy has no name for, such as bf16, are read from their raw bytes."""
     document = changed(MANIFEST, executable_inputs=[tensor("x", "bf16", "cn", c=2)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
     given = np.array([[1, 2], [3, 4], [5, 6]], ml_dtypes.bfloat16)
@@ -418,7 +418,7 @@ def test_samples_may_have_types_that_numpy_has_no_name_for(tmp_path: Path) -> No
 
 
 def test_each_sample_goes_to_its_variant(tmp_path: Path) -> None:
-    """What the hook makes of it decides."""
+    """The shape that the hook returns decides which variant a sample belongs to."""
     document = changed(
         MANIFEST,
         executable_inputs=[tensor(c=-1)],
@@ -436,7 +436,7 @@ def test_each_sample_goes_to_its_variant(tmp_path: Path) -> None:
 
 
 def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None:
-    """Wherever the batch axis is; the last batch is filled up with zeros."""
+    """Rows are batched along any batch axis, and the last batch is padded with zeros."""
     document = changed(
         MANIFEST,
         executable_inputs=[tensor("x", "f32", "cn", c=3)],

@@ -1,4 +1,4 @@
-"""Inputs by name, and names for results."""
+"""Inputs by name, and names of results."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Found:
     ],
 )
 def test_containers_that_have_names_name_their_parts(result: Any, named: dict[str, Any]) -> None:
-    """One array is `output`; what is None is not there."""
+    """A result's containers name their parts; a lone array is `output`, and None is left out."""
     assert list(Results.of(result).named(None).items()) == list(named.items())
 
 
 def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
-    """And they name a lone array."""
+    """Given names order a mapping, and name the parts of a tuple or a lone array."""
     assert list(Results.of({"a": 1, "b": 2}).named(["b", "a"]).items()) == [("b", 2), ("a", 1)]
     assert Results.of((1, None, 2)).named(["x", "y"]) == {"x": 1, "y": 2}
     assert Results.of(3).named(["z"]) == {"z": 3}
@@ -62,7 +62,7 @@ def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
     ],
 )
 def test_names_that_do_not_fit_are_refused(result: Any, given: list[str] | None, message: str) -> None:
-    """With both sides of the matter."""
+    """Names that do not fit the results are refused; the message lists both."""
     with pytest.raises(BundleError, match=re.escape(message)):
         Results.of(result).named(given)
 
@@ -86,14 +86,14 @@ def anything(*args: Any, **kwargs: Any) -> Any:
         (positional, {"y": 1, "x": 2}, (1, 2)),
         (lambda *args: args, {"y": 1, "x": 2}, (1, 2)),
         (anything, {"x": 1}, ((1,), {})),
-        # By name wherever that may work: nobody can swap them.
+        # Inputs are passed by name where possible, so that they cannot be swapped.
         (anything, {"x": 1, "y": 2}, ((), {"x": 1, "y": 2})),
     ],
 )
 def test_inputs_go_by_name_where_they_can(
     call: Callable[..., Any], inputs: dict[str, Any], result: Any
 ) -> None:
-    """Else in their order."""
+    """Inputs are passed by name if the callable allows it, and in their order otherwise."""
     assert caller(call, tuple(inputs))(inputs) == result
 
 
@@ -105,6 +105,6 @@ def test_inputs_go_by_name_where_they_can(
     ],
 )
 def test_inputs_that_a_model_does_not_take_are_refused(names: list[str], message: str) -> None:
-    """Before it is called."""
+    """Inputs that a model does not take are refused before it is called."""
     with pytest.raises(BundleError, match=re.escape(message)):
         caller(plain, names)

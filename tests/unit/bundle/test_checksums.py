@@ -1,4 +1,4 @@
-"""The checksums of format 3.1: a file that is not what was exported is refused by name."""
+"""The checksums of format 3.1: a file that differs from its export is refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORN = "{} does not match the manifest: it is being written, or was changed with
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle as the exporter writes it."""
+    """Return a bundle as the exporter writes it."""
     path = tmp_path_factory.mktemp("exported") / "dense"
     params = {"kernel": np.arange(6, dtype=np.float32).reshape(3, 2), "bias": np.ones(2, np.float32)}
     export_bundle(
@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(source: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of it."""
     path = tmp_path / source.name
     path.mkdir()
     for file in source.iterdir():
@@ -56,19 +56,19 @@ def exported(source: Path, tmp_path: Path) -> Path:
 
 
 def sums(path: Path) -> dict[str, str]:
-    """What `sha256sum` says of the modules and the weights."""
+    """Return the SHA-256 of the modules and the weights."""
     files = [file for file in path.iterdir() if file.suffix in (".mlir", ".safetensors")]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def tear(file: Path) -> None:
-    """Its last bytes are not written yet."""
+    """Zero the last bytes, as if they were not written yet."""
     content = file.read_bytes()
     file.write_bytes(content[:-4] + bytes(4) if content[-4:] != bytes(4) else content[:-4] + b"torn")
 
 
 def test_the_exporter_writes_the_checksums_of_modules_and_weights(exported: Path) -> None:
-    """As `sha256sum` would; and storing numerics later keeps them."""
+    """The exporter writes the same checksums as `sha256sum`, and storing numerics keeps them."""
     manifest = read_bundle(exported).manifest
     assert manifest.format_version == "3.1"
     assert set(manifest.sha256) == {"model.b1.mlir", "model.b4.mlir", "weights.safetensors"}
@@ -81,7 +81,7 @@ def test_the_exporter_writes_the_checksums_of_modules_and_weights(exported: Path
 def test_a_torn_file_is_refused_by_name(
     exported: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the reader, by what opens the file, and by `rsrv-bundle check`; not once it has its content again."""
+    """The reader, the functions that open a file and the command refuse a torn file until it is complete."""
     content = (exported / name).read_bytes()
     tear(exported / name)
     (problem,) = problems_of(exported)
@@ -98,7 +98,7 @@ def test_a_torn_file_is_refused_by_name(
 
 
 def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported: Path) -> None:
-    """Tensors that leave the file are what its author cannot do anything about."""
+    """A weights file that ends early is reported as torn; with matching checksums, as breaking the format."""
     file = exported / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     (problem,) = problems_of(exported)
@@ -109,7 +109,7 @@ def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported:
 
 
 def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
-    """The header, and tensors that are no argument, before, between and behind those that are."""
+    """The checksum covers the header and also tensors that are no arguments, wherever they lie."""
     entries = {
         name: {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
         for i, name in enumerate("abcde")
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path) -> None:
-    """It is that of names and contents, of which the manifest knows most."""
+    """The digest of a bundle is the same with and without reading the files that have checksums."""
     assert read_bundle(exported, verify=False).digest == read_bundle(exported).digest
     document = yaml12.load((exported / "manifest.yaml").read_bytes())
     document["format_version"] = "3.0"
@@ -154,7 +154,7 @@ def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path
 def test_checksums_are_those_of_the_weights_and_of_every_module(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
-    """All of them, and no others; older formats have none."""
+    """A manifest needs checksums of exactly the weights and all modules; older formats have none."""
     made = seal(make_bundle(tmp_path, weights=one_weight()))
     document = yaml12.load((made / "manifest.yaml").read_bytes())
     (made / "manifest.yaml").write_text(json.dumps(changed(document, **change)))
@@ -172,7 +172,7 @@ def test_checksums_are_those_of_the_weights_and_of_every_module(
     ],
 )
 def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem: str) -> None:
-    """The message names the file and what to do, and its checksum adds no second one."""
+    """A missing file causes one problem, which names the file; its checksum adds no second one."""
     made = seal(make_bundle(tmp_path, weights=one_weight()))
     (made / file).unlink()
     assert problems_of(made) == (problem,)
@@ -180,7 +180,7 @@ def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem
 
 @pytest.mark.parametrize("manifest", [GOOD, VARIANTS, META])
 def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
-    """Every kind of bundle can be of format 3.1; a meta model has nothing to sum."""
+    """Format 3.1 fits every kind of bundle; without weights there is no checksum of weights."""
     names = ["model.v0.b1.mlir", "model.v0.b4.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir"]
     modules = (
         []
@@ -195,7 +195,7 @@ def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: d
 
 
 def test_an_upgrade_writes_the_checksums(exported: Path, tmp_path: Path) -> None:
-    """Of the modules as it writes them."""
+    """An upgrade writes the checksums of the modules that it writes."""
     before = sums(exported)
     new = upgrade(exported, tmp_path / "new", stablehlo="1.0.0")
     assert new.manifest.format_version == "3.1"

@@ -1,4 +1,4 @@
-"""The command line: exit codes and lines."""
+"""The command line of `rsrv-bundle check`: exit codes and lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.bundle.forge import GOOD, META, changed, make_bundle
 def test_good_bundles_print_one_line_each_and_exit_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A short summary, for models and meta models."""
+    """A good model or meta model prints one line of summary."""
     export_bundle(
         lambda p, x: x * p,
         np.float32(2),
@@ -39,7 +39,7 @@ def test_good_bundles_print_one_line_each_and_exit_0(
 def test_broken_bundles_print_one_line_per_problem_and_exit_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Signatures and hooks are looked at together, and other bundles are checked all the same."""
+    """All problems of all bundles are printed, those of signatures and hooks together."""
     junk = make_bundle(tmp_path, hooks="pass\n")
     bad = make_bundle(tmp_path, changed(GOOD, kind="x", name=3), name="bad")
     assert cli.main(["check", str(junk), str(bad)]) == 1
@@ -57,7 +57,7 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
 def test_a_directory_that_is_not_there_is_wrong_usage(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No bundle is broken."""
+    """A missing directory is an error of the command line, and no bundle is reported as broken."""
     assert cli.main([*command, "none"]) == 2
     assert capsys.readouterr().err == "rsrv-bundle: none: there is no such directory\n"
 
@@ -66,7 +66,7 @@ def test_a_directory_that_is_not_there_is_wrong_usage(
 def test_problems_say_whose_they_are(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside another bundle all the more."""
+    """Every line of a problem names its bundle, also if two bundles are given."""
     bad = make_bundle(tmp_path, changed(GOOD, kind="x"), name="bad")
     good = [str(make_bundle(tmp_path))] if command == ["diff"] else []
     assert cli.main([*command, *good, str(bad)]) == (2 if good else 1)
@@ -78,7 +78,7 @@ def test_problems_say_whose_they_are(
 def test_a_meta_model_that_could_not_run_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What one bundle alone shows is found here; whether its callees exist is for rsrv-gen."""
+    """A run hook with a wrong signature fails the check; missing callees are rsrv-gen's to find."""
     meta = make_bundle(tmp_path, META, name="meta", modules=(), hooks="def run(inputs): ...\n")
     assert cli.main(["check", str(meta)]) == 1
     assert capsys.readouterr().out == (
@@ -87,7 +87,7 @@ def test_a_meta_model_that_could_not_run_is_broken(
 
 
 def test_an_internal_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The summary names what is not the rule."""
+    """The summary of an internal model says `internal`."""
     assert (
         cli.main(["check", "--no-signatures", str(make_bundle(tmp_path, changed(GOOD, internal=True)))]) == 0
     )
@@ -95,20 +95,20 @@ def test_an_internal_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_modules_can_be_left_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For machines without jaxlib."""
+    """`--no-signatures` checks a bundle without jaxlib."""
     assert cli.main(["check", "--no-signatures", str(make_bundle(tmp_path))]) == 0
     assert capsys.readouterr().out.startswith("ok ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["check"], ["chek", "."], ["check", "--nope", "."]])
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """And says how it is meant."""
+    """Wrong arguments exit 2 and print the usage."""
     assert cli.main(arguments) == 2
     assert "usage: rsrv-bundle" in capsys.readouterr().err
 
 
 def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """Asking is no mistake."""
+    """`--help` prints the commands and exits 0."""
     assert cli.main(["--help"]) == 0
     assert "check" in capsys.readouterr().out
 
@@ -116,7 +116,7 @@ def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_signatures_without_jaxlib_are_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check that was not made must not look like one that passed."""
+    """Without jaxlib, the check exits 2 and names `--no-signatures`: it must not seem to have passed."""
     monkeypatch.setattr(checking, "find_spec", lambda _: None)
     assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
     assert "--no-signatures" in capsys.readouterr().err

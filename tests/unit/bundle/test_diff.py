@@ -1,4 +1,4 @@
-"""`rsrv-bundle diff`: what two bundles share, and where they differ."""
+"""`rsrv-bundle diff`: the tensors that two bundles share, and where the bundles differ."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ONES, TWOS = np.ones((2, 3), np.float32), np.full((2, 3), 2, np.float32)
 def bundle(
     parent: Path, weights: Mapping[str, Array], manifest: Mapping[str, Any] = GOOD, **options: Any
 ) -> Path:
-    """A bundle with these weights, in this order; its modules are junk, at which diff does not look."""
+    """Write a bundle with these weights, in this order; its modules are junk, which diff does not read."""
     path = make_bundle(parent, manifest, **options)
     write_weights(path / "weights.safetensors", list(weights.items()))
     return path
 
 
 def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    """The exit code, and what is printed after the first two lines, which name the bundles."""
+    """Return the exit code, and the lines printed after the first two, which name the bundles."""
     status = cli.main(["diff", str(a), str(b)])
     return status, capsys.readouterr().out.splitlines()[2:]
 
 
 def test_the_same_bundle_twice_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0, as of diff(1); its tensors are all shared."""
+    """Two identical bundles exit 0, as in diff(1), and share all tensors."""
     a = bundle(tmp_path / "a", {"w": ONES})
     shutil.copytree(a, tmp_path / "b")
     assert diff(a, tmp_path / "b", capsys) == (
@@ -54,7 +54,7 @@ def test_the_same_bundle_twice_is_the_same(tmp_path: Path, capsys: pytest.Captur
 def test_a_fine_tuned_head_is_told_from_the_backbone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By content: one that is called otherwise is shared, too, and one of another shape is not."""
+    """Tensors are compared by content: a renamed one is shared, one of another shape is not."""
     a = bundle(tmp_path / "a", {"backbone": ONES, "head": TWOS, "old": TWOS[0], "turned": ONES})
     b = bundle(tmp_path / "b", {"trunk": ONES, "head": TWOS * 2, "new": TWOS.T, "turned": ONES.T})
     assert diff(a, b, capsys) == (
@@ -74,7 +74,7 @@ def test_a_fine_tuned_head_is_told_from_the_backbone(
 def test_differences_of_interfaces_and_files_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line each."""
+    """Each difference of interfaces and files has a line."""
     a = bundle(tmp_path / "a", {"w": ONES}, hooks="def preprocess(i): ...\n", files={"vocab.txt": b"a"})
     document = changed(
         GOOD,
@@ -103,7 +103,7 @@ def test_differences_of_interfaces_and_files_are_told(
 
 
 def test_the_order_of_arguments_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The modules are called with other tensors, although all are shared."""
+    """Arguments in another order are a difference, although all tensors are shared."""
     a = bundle(tmp_path / "a", {"v": ONES, "w": TWOS})
     b = bundle(tmp_path / "b", {"w": TWOS, "v": ONES})
     status, lines = diff(a, b, capsys)
@@ -112,7 +112,7 @@ def test_the_order_of_arguments_is_a_difference(tmp_path: Path, capsys: pytest.C
 
 
 def test_inputs_in_another_order_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By position modules take them."""
+    """Inputs in another order are a difference, because modules take inputs by position."""
     inputs = [tensor("x", c=1), tensor("z", c=1)]
     a = bundle(tmp_path / "a", {}, changed(GOOD, executable_inputs=inputs))
     b = bundle(tmp_path / "b", {}, changed(GOOD, executable_inputs=inputs[::-1]))
@@ -122,7 +122,7 @@ def test_inputs_in_another_order_differ(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_comment_is_no_difference_of_what_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But the files are not the same, and the exit code says so."""
+    """A comment in the manifest makes the exit code 1; the last line says that the content is the same."""
     a = bundle(tmp_path / "a", {"w": ONES})
     shutil.copytree(a, tmp_path / "b")
     with (tmp_path / "b" / "manifest.yaml").open("a") as file:
@@ -132,7 +132,7 @@ def test_a_comment_is_no_difference_of_what_is_said(
 
 
 def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They have no weights."""
+    """Meta models differ in the models that they call."""
     hooks = "def run(inputs, call): ...\n"
     a = make_bundle(tmp_path / "a", META, modules=(), hooks=hooks)
     b = make_bundle(tmp_path / "b", changed(META, meta={"calls": ["first"]}), modules=(), hooks=hooks)
@@ -141,14 +141,14 @@ def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_trouble_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bundle that cannot be read does not differ from another one."""
+    """If a bundle cannot be read, diff exits 2."""
     a = bundle(tmp_path / "a", {"w": ONES})
     assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
     assert "none: there is no such directory" in capsys.readouterr().err
 
 
 def test_tensors_are_the_same_if_they_are_for_the_server(tmp_path: Path) -> None:
-    """In format 2.0 the file has them in reverse, which is not what the modules take."""
+    """Weights of format 2.0, stored transposed, equal those of 3.0 if the modules take the same tensors."""
     old = read_bundle(bundle(tmp_path / "a", {"w": ONES.T}, changed(GOOD, format_version="2.0")))
     new = read_bundle(bundle(tmp_path / "b", {"w": ONES}))
     assert weights_of(old) == weights_of(new)
@@ -161,7 +161,7 @@ TENSORS = st.lists(
 
 @given(TENSORS, TENSORS)
 def test_every_tensor_is_in_one_place_and_every_byte_is_counted(a: list[Tensor], b: list[Tensor]) -> None:
-    """Whatever their names and contents."""
+    """For any two lists of tensors, each tensor is in one category and every byte is counted once."""
     related = relate(a, b)
     of_a = (
         [tensor for tensor, _ in related.shared] + [one for one, _ in related.changed] + list(related.only_a)

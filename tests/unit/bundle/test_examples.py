@@ -1,4 +1,4 @@
-"""The example bundles: their references agree with what was built."""
+"""The example bundles agree with their references."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS = {"examples": EXAMPLES, "rsrv.hooks": EXAMPLES.parents[1] / "triton_backen
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All examples that need no training."""
+    """Build all examples that need no training."""
     out_dir = tmp_path_factory.mktemp("examples")
     examples.build.build(out_dir, ["mlp", "two_sizes", "v2_affine"])
     return out_dir
@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("maker", [mlp, two_sizes, v2_affine])
 def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: ModuleType) -> None:
-    """Every variant and size, on random inputs."""
+    """Every module of every variant and size gives the reference's answers on random inputs."""
     bundle = read_bundle(built / maker.__name__.rpartition(".")[2])
     weights = load_weights(bundle)
     for key, signature in check_signatures(bundle).items():
@@ -47,7 +47,7 @@ def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: Mod
 
 
 def test_a_second_build_does_nothing_and_imports_no_jax(built: Path) -> None:
-    """So that it can stand in front of every test run."""
+    """A second build does nothing and imports no jax, so that it can precede every test run."""
     script = Path(examples.build.__file__)
     code = f"import sys, runpy; sys.argv = ['build.py', '-o', {str(built)!r}, 'mlp', 'v2_affine']\n"
     code += f"try: runpy.run_path({str(script)!r}, run_name='__main__')\nexcept SystemExit as e: assert not e.code\n"
@@ -57,16 +57,16 @@ def test_a_second_build_does_nothing_and_imports_no_jax(built: Path) -> None:
 
 
 def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message lists those there are."""
+    """An unknown example is refused with the list of examples."""
     with pytest.raises(SystemExit):
         examples.build.main(["-o", str(tmp_path), "nope"])
     assert f"there are {', '.join(examples.build.NAMES)}" in capsys.readouterr().err
 
 
-def test_whatever_a_maker_imports_decides_whether_its_bundle_is_built_anew(
+def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each source of ours that a maker uses, by way of others, too, is in the hash that its bundle is stamped with."""
+    """The hash of a built bundle covers every source of ours that its maker imports, also indirectly."""
     read: list[Path] = []
     real = Path.read_bytes
 
@@ -85,7 +85,7 @@ def test_whatever_a_maker_imports_decides_whether_its_bundle_is_built_anew(
 
 
 def uses(source: Path) -> set[Path]:
-    """The source, and whatever examples and parts of the library for hooks it imports, directly or not."""
+    """Return the source, and the examples and hook library modules that it imports, directly or not."""
     found: set[Path] = set()
     waiting = [source]
     while waiting:
@@ -98,7 +98,7 @@ def uses(source: Path) -> set[Path]:
 
 
 def source_of(module: str) -> Path | None:
-    """Of an example or a part of the library for hooks; None for all else."""
+    """Return the source of an example or of a hook library module; None for other modules."""
     for package, folder in OURS.items():
         if module.startswith(f"{package}."):
             path = folder.joinpath(*module.removeprefix(f"{package}.").split("."))
@@ -111,7 +111,7 @@ def source_of(module: str) -> Path | None:
 def test_a_missing_package_is_named_with_the_extra_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a package that only some examples need, too."""
+    """If a package of an example is missing, the message names it and the extra that installs it."""
     monkeypatch.setitem(examples.build._PACKAGES, "mlp", ("no-such-package",))
     assert examples.build.main(["-o", str(tmp_path), "mlp"]) == 1
     said = capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(
 
 
 def test_held_out_digits_are_the_same_every_time() -> None:
-    """A fifth of the images, from 0 to 1."""
+    """The held-out digits are always the same fifth of the images, scaled to 0..1."""
     images, labels = digits.held_out()
     assert (images.shape, images.dtype) == ((360, 8, 8, 1), np.float32)
     assert (labels.shape, labels.dtype) == ((360,), np.int64)
@@ -129,7 +129,7 @@ def test_held_out_digits_are_the_same_every_time() -> None:
 
 
 def test_the_digits_hook_turns_logits_into_class_and_score() -> None:
-    """Softmax of [0, ln 3] is [1/4, 3/4]."""
+    """The hook returns the class and its softmax: that of [0, ln 3] is [1/4, 3/4]."""
     found = digits_hooks.postprocess({"logits": np.log(np.array([[1, 3], [1, 1]], np.float32))})
     assert found["class"].tolist() == [[1], [0]]
     np.testing.assert_allclose(found["score"], [[0.75], [0.5]], rtol=1e-6)

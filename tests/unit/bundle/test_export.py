@@ -1,4 +1,4 @@
-"""Exporting functions, and what the exporter refuses."""
+"""`export_bundle`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KERNEL = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
 def dense(params: Any, x: jax.Array) -> Any:
-    """x: [n, 3] -> [n, 2]."""
+    """Map x: [n, 3] to [n, 2]."""
     return x @ params["kernel"]
 
 
 def export(out_dir: Path, fn: Any = dense, params: Any = None, inputs: Any = None, **options: Any) -> Any:
-    """export_bundle with defaults for all that a test does not care about."""
+    """Call export_bundle with defaults for all arguments that a test does not set."""
     return export_bundle(
         fn,
         {"kernel": KERNEL} if params is None else params,
@@ -40,7 +40,7 @@ def export(out_dir: Path, fn: Any = dense, params: Any = None, inputs: Any = Non
 
 
 def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
-    """Names, sizes, numerics, provenance; and nothing else is left behind."""
+    """An export writes names, sizes, numerics and provenance, and leaves nothing else behind."""
     bundle = export(tmp_path / "dense", description="One layer.")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
     assert bundle.manifest.description == "One layer."
@@ -62,13 +62,13 @@ def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
 
 
 def test_equal_exports_have_equal_digests(tmp_path: Path) -> None:
-    """No date, no path, no order by chance."""
+    """Two exports of one function have the same digest: no date, path or random order gets in."""
     assert export(tmp_path / "a" / "m").digest == export(tmp_path / "b" / "m").digest
     assert b"test_export" not in (tmp_path / "a" / "m" / "model.b1.mlir").read_bytes()
 
 
 def test_every_element_type_survives(tmp_path: Path) -> None:
-    """As weight, input and output; f8 only as a weight, since clients cannot take it."""
+    """Each element type survives as weight, input and output; f8, which clients cannot send, as weight."""
     params = {
         "bf": np.array([1.5, -2], ml_dtypes.bfloat16),
         "f8": np.array([0.5, 448], ml_dtypes.float8_e4m3fn),
@@ -100,7 +100,7 @@ def test_every_element_type_survives(tmp_path: Path) -> None:
 
 
 def test_64_bit_types_need_jax_to_keep_them(tmp_path: Path) -> None:
-    """Narrowing in silence would serve another function."""
+    """An f64 input is refused while jax would narrow it, and is exported if jax keeps 64 bits."""
     inputs = {"x": np.zeros((1, 3))}
     with pytest.raises(BundleError, match=re.escape("x: is f64, which jax narrows to 32 bits")):
         export(tmp_path / "m", inputs=inputs)
@@ -112,7 +112,7 @@ def test_64_bit_types_need_jax_to_keep_them(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_batch_axis_is_one_module(tmp_path: Path) -> None:
-    """Also when all it has are scalars."""
+    """A model without a batch axis is one module, also if all its inputs are scalars."""
     bundle = export(
         tmp_path / "m",
         lambda p, a, b: {"sum": a + b * p},
@@ -128,14 +128,14 @@ def test_a_model_without_a_batch_axis_is_one_module(tmp_path: Path) -> None:
 
 
 def test_a_model_without_weights_has_no_weights_file(tmp_path: Path) -> None:
-    """3.0 allows that."""
+    """A model without weights has no weights file, as format 3.0 allows."""
     bundle = export(tmp_path / "m", lambda p, x: x * 2, {})
     assert bundle.weights_file is None
     assert load_weights(bundle) == []
 
 
 def test_unused_inputs_and_weights_stay_arguments(tmp_path: Path) -> None:
-    """Otherwise every argument behind them would shift."""
+    """Unused inputs and weights stay arguments, because the positions of the others depend on them."""
     bundle = export(
         tmp_path / "m",
         lambda p, x, unused: x + p[1],
@@ -148,7 +148,7 @@ def test_unused_inputs_and_weights_stay_arguments(tmp_path: Path) -> None:
 
 
 def test_inputs_keep_the_given_order_and_axes(tmp_path: Path) -> None:
-    """The batch axis may differ by input; names decide what the function gets."""
+    """Inputs keep the given order and may have different batch axes; the function gets them by name."""
 
     def fn(params: Any, a: Any, z: Any) -> Any:
         return {"q": z.T - a, "b": z[None] * 1}
@@ -160,7 +160,7 @@ def test_inputs_keep_the_given_order_and_axes(tmp_path: Path) -> None:
 
 
 def test_variants_share_weights_and_open_the_axes_that_vary(tmp_path: Path) -> None:
-    """Outputs follow: an axis that depends on the variant is -1."""
+    """Variants share weights; an axis whose extent depends on the variant is -1, also in outputs."""
 
     def fn(params: Any, image: Any) -> Any:
         return image @ params, image.mean((1, 2))
@@ -187,7 +187,7 @@ def test_variants_share_weights_and_open_the_axes_that_vary(tmp_path: Path) -> N
 
 
 def test_hooks_and_client_specs_are_written(tmp_path: Path) -> None:
-    """As text or as a file; the hooks decide what clients see."""
+    """Hooks are given as text or as a file, and the client specs are written with them."""
     text = "def postprocess(outputs):\n    return outputs\n"
     (tmp_path / "hooks.py").write_text(text)
     clients = [{"name": "label", "dtype": "i64", "shape": "nk", "dims": {"k": 1}}]
@@ -232,14 +232,14 @@ def test_hooks_and_client_specs_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    """And nothing appears where the bundle was to be."""
+    """An unservable function is refused, and nothing is written."""
     with pytest.raises(BundleError, match=re.escape(message)):
         export(tmp_path / "m", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_large_captured_constants_are_refused(tmp_path: Path) -> None:
-    """They would be in every module again; one repeated value costs nothing and is fine."""
+    """Large captured constants are refused: every module would repeat them. A broadcast value is allowed."""
     table = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
     with pytest.raises(
         BundleError, match=r"captures 12000 bytes of constants \(largest: tensor<3x1000xf32>\)"
@@ -249,7 +249,7 @@ def test_large_captured_constants_are_refused(tmp_path: Path) -> None:
 
 
 def test_complex_constants_are_counted_too(tmp_path: Path) -> None:
-    """Fourier transforms bring them."""
+    """Complex constants, as of Fourier transforms, count, too."""
     table = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.complex64)
     with pytest.raises(
         BundleError, match=r"captures 24000 bytes of constants \(largest: tensor<3x1000xcomplex<f32>>\)"
@@ -259,7 +259,10 @@ def test_complex_constants_are_counted_too(tmp_path: Path) -> None:
 
 
 def test_integers_are_drawn_from_the_example(tmp_path: Path) -> None:
-    """Often they are indices, and only the model's author knows which there are. Zeros only tell a shape."""
+    """Random integers are drawn from the example's values, unless these are only zeros.
+
+    Integers are often indices, and only the model's author knows the valid ones.
+    """
     seen: list[Any] = []
 
     def eager(ids: Any, more: Any) -> Any:
@@ -281,7 +284,7 @@ def test_integers_are_drawn_from_the_example(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_is_not_what_its_author_runs_is_refused(tmp_path: Path) -> None:
-    """Say, because two inputs were swapped on the way."""
+    """A bundle that differs from the author's function is refused: here two inputs were swapped."""
     with pytest.raises(BundleError, match=r"model\.b2\.mlir: output 'output': differs from fn by"):
         export_bundle(
             lambda params, a, b: a - b,
@@ -295,7 +298,7 @@ def test_a_bundle_that_is_not_what_its_author_runs_is_refused(tmp_path: Path) ->
 
 
 def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check runs what was written: here, weights that came out of the file a tenth larger."""
+    """The check runs the written bundle: here its weights come back a tenth larger, and it is refused."""
     monkeypatch.setattr(
         numerics, "load_weights", lambda bundle: [w * np.float32(1.1) for w in load_weights(bundle)]
     )
@@ -308,7 +311,10 @@ def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> None:
-    """Rounding tells at an edge only, and then by a whole one; without a tolerance they are equal or refused."""
+    """Integers may differ by a given tolerance; without one, they must be equal.
+
+    Rounding differs at an edge only, and then by a whole number.
+    """
 
     def model(params: Any, x: Any) -> Any:
         return jnp.round(jax.nn.sigmoid(x) * 200).astype(jnp.uint8)
@@ -328,19 +334,19 @@ def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> Non
 
 
 def test_an_infinite_error_is_beyond_every_tolerance(tmp_path: Path) -> None:
-    """The manifest could not hold it."""
+    """An infinite difference is refused at every tolerance."""
     with pytest.raises(BundleError, match="differs from fn by inf"):
         export(tmp_path / "m", original=Original(lambda x: x[:, :2] * np.inf), tolerance={"f32": np.inf})
 
 
 def log(params: Any, x: Any) -> Any:
-    """x: [n, 3] -> [n]: NaN for any row of the normal distribution that has something negative."""
+    """Map x: [n, 3] to [n]: NaN for any row of the normal distribution that has a negative element."""
     return jnp.log(x - 5).sum(-1)
 
 
 @pytest.mark.parametrize("example", [np.zeros((1, 3)), np.full((2, 3), 6)])
 def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> None:
-    """An example that is the same everywhere only tells a shape."""
+    """A bundle that gives only NaN on random inputs is refused; an example of one constant is no help."""
     with pytest.raises(BundleError) as found:
         export(tmp_path / "m", log, {}, {"x": example.astype(np.float32)})
     [line] = found.value.problems
@@ -350,7 +356,7 @@ def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -> None:
-    """Its rows are repeated or cut to the batch size, beside the random ones."""
+    """Floats of the example are compared beside random ones, repeated or cut to the batch size."""
     seen: list[Any] = []
 
     def eager(x: Any) -> Any:
@@ -365,14 +371,14 @@ def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -
 
 
 def test_a_foreign_platform_is_lowered_for_but_not_run(tmp_path: Path) -> None:
-    """Then the manifest claims no numerics."""
+    """A module for a foreign platform is not run, and its manifest claims no numerics."""
     bundle = export(tmp_path / "m", platform="tpu")
     assert bundle.manifest.numerics == {}
     assert bundle.manifest.provenance["platform"] == "tpu"
 
 
 def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
-    """And whole: no file of the old one stays."""
+    """An existing bundle is replaced only with `overwrite`, and then as a whole."""
     export(tmp_path / "m", batch_sizes=[1, 8])
     with pytest.raises(FileExistsError, match="overwrite=True"):
         export(tmp_path / "m")
@@ -389,7 +395,7 @@ def untraced(params: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("name", [".m", "a b", "é"])
 def test_a_name_that_no_model_can_have_is_refused_first(tmp_path: Path, name: str) -> None:
-    """Before anything is traced."""
+    """A directory name that no model may have is refused before anything is traced."""
     with pytest.raises(TargetError, match="a bundle's directory name is letters"):
         export(tmp_path / name, untraced)
     assert list(tmp_path.iterdir()) == []
@@ -398,7 +404,7 @@ def test_a_name_that_no_model_can_have_is_refused_first(tmp_path: Path, name: st
 def test_an_interrupted_replacement_leaves_the_old_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two renames there is no bundle, and the old one is where it would be deleted."""
+    """If an export is interrupted between its two renames, the old bundle is restored."""
     old = export(tmp_path / "m", batch_sizes=[1, 8])
     rename = Path.rename
 
@@ -415,20 +421,20 @@ def test_an_interrupted_replacement_leaves_the_old_bundle(
 
 @pytest.mark.parametrize("size", [-1, 0, 1.5, "2"])
 def test_a_batch_size_is_a_number_of_rows(tmp_path: Path, size: Any) -> None:
-    """From one on, and whole."""
+    """A batch size that is no whole number from 1 on is refused."""
     with pytest.raises(BundleError, match="is no number of rows; give whole numbers from 1 on"):
         export(tmp_path / "m", batch_sizes=[size])
 
 
 @pytest.mark.parametrize("letters", ["nn", "nb", "aa"])
 def test_axes_have_letters_of_their_own(tmp_path: Path, letters: str) -> None:
-    """And one batch axis at most, whether it is called n or b."""
+    """Two axes of one letter are refused, as are two batch axes, n and b."""
     with pytest.raises(BundleError, match=f"axes: x: '{letters}' names two axes alike"):
         export(tmp_path / "m", axes={"x": letters})
 
 
 def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:
-    """Otherwise no bundle would be built twice."""
+    """The export date is stored only when it is given, so that exports are reproducible."""
     bundle = export(tmp_path / "m", exported_at="2026-02-03")
     assert bundle.manifest.provenance["exported_at"] == "2026-02-03"
 
@@ -447,10 +453,10 @@ def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:
 def test_difference_is_relative_to_the_largest_magnitude(
     got: list[float], want: list[float], expected: tuple[float, float]
 ) -> None:
-    """Elementwise ratios explode near zero."""
+    """A difference is relative to the largest magnitude, because elementwise ratios explode near zero."""
     assert difference(np.array(got), np.array(want)) == expected
 
 
 def test_neighbouring_large_integers_differ() -> None:
-    """As floats they would be equal."""
+    """Large neighbouring integers differ, although they are equal as floats."""
     assert difference(np.array([2**62 + 1]), np.array([2**62])) == (1.0, 2.0**-62)

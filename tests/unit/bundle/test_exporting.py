@@ -1,4 +1,4 @@
-"""`rsrv-bundle export`, and where it gets models and inputs from."""
+"""`rsrv-bundle export`: how it finds models and inputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def needs_more():
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module in the working directory."""
+    """Return the name of a module in the working directory."""
     name = re.sub(r"\W", "_", tmp_path.name)
     (tmp_path / f"{name}.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_of_each_kind_is_exported(
     models: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the name of a function that makes it, or of the model; inputs from the line or from the function."""
+    """A model of each framework is exported, named itself or by a function that makes it."""
     arguments[1] = models + arguments[1]
     assert cli.main(["export", *arguments, "-o", "out/m", "--batch-sizes", "1,2"]) == 0
     assert capsys.readouterr().out.startswith(f"ok out/m: {line}")
@@ -119,7 +119,7 @@ INPUT = ["--input", "x=f32[3]"]
 def test_an_export_that_is_ended_leaves_nothing_behind(
     models: str, name: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No temporary directory, and no traceback; the signal means to the program what it meant before."""
+    """An export that a signal ends leaves no temporary directory, and restores the signal's handler."""
 
     def end(*_: object) -> None:
         assert len(list(Path("out").glob(".export-*"))) == 1
@@ -166,7 +166,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
 def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
     models: str, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nothing is written."""
+    """An error of the model exits 1, one of the command line exits 2, and nothing is written."""
     arguments[1] = models + arguments[1]
     assert cli.main(["export", "-o", "out/m", "--batch-sizes", "1,2", *arguments]) == status
     assert message.replace(":untraced", "unexpected keyword argument 'y'") in capsys.readouterr().err
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
 
 
 def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
-    """On numpy arrays, by name."""
+    """The source is called on numpy arrays by name, as its author calls it."""
     source = load("jax", f"{models}:with_examples")
     np.testing.assert_array_equal(source.examples["x"], [[0, 2, 4], [1, 3, 5]])
     [answer] = source.eager(x=np.ones((1, 3), np.float32)).values
@@ -184,7 +184,7 @@ def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
 
 
 def test_inputs_as_text_name_their_axes() -> None:
-    """Numbers get letters that nobody wrote; the batch is in front, or where its letter stands."""
+    """Inputs as text get letters for their fixed axes, and a batch axis in front or at its letter."""
     found = parse_inputs(
         ["image=f32[3,h,a]", "mask=bool[h,n]", "scale=f16[]"], ["h=4,a=6", "h=8,a=6"], batched=True
     )
@@ -211,7 +211,7 @@ def test_inputs_as_text_name_their_axes() -> None:
     ],
 )
 def test_inputs_that_cannot_be_read_are_refused(inputs: list[str], shapes: list[str], message: str) -> None:
-    """With the text that is wrong, and how it is written."""
+    """Malformed inputs are refused with the wrong text and the right syntax."""
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_inputs(inputs, shapes, batched=True)
 
@@ -226,7 +226,7 @@ def dirty(code: object) -> object:
 
 
 def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install, and not only if it is missing."""
+    """If a framework is missing or has another version, the message says what to install."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
     monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
     with pytest.raises(LoadError, match=r"dce_jaxpr.*; install 'rsrv\[export-flax\]'"):
@@ -236,7 +236,7 @@ def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest
 def test_what_is_not_yet_committed_is_stored_on_request(
     models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the commit that it belongs to; not without being asked, since it may hold secrets."""
+    """Uncommitted changes are stored with their commit if asked for only, since they may hold secrets."""
     git(tmp_path, "init", "-q")
     (tmp_path / "notes").write_text("one\n")
     git(tmp_path, "add", ".")
@@ -255,13 +255,13 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     assert provenance["git_dirty"] is True
     assert len(provenance["git_commit"]) == 40
     assert load("jax", f"{models}:pair").export.keywords["code"] is sys.modules[models]
-    # What is not known or too much is left out.
+    # Unknown or too large changes are left out.
     factory = sys.modules[models].with_examples
     monkeypatch.setattr("rsrv_bundle.provenance.MAX_PATCH_BYTES", len(patch) - 1)
     assert working_tree_patch(factory) is None
     assert working_tree_patch(len) is None
     assert len(patch) < MAX_PATCH_BYTES
-    # Of another file alone, too; not what git was never told about.
+    # So are those of another file alone, and of files that git does not track.
     git(tmp_path, "checkout", "-q", f"{models}.py")
     assert dirty(sys.modules[models].with_examples) is True
     git(tmp_path, "checkout", "-q", "notes")

@@ -1,4 +1,4 @@
-"""Exporting Equinox modules, and what is refused."""
+"""Exporting Equinox modules, and the refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = {"x": np.zeros((1, 3), np.float32)}
 
 
 class Served(eqx.Module):
-    """A module whose layers keep a state, with that state."""
+    """Module whose layers keep a state, together with that state."""
 
     layer: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -38,7 +38,7 @@ def with_norm() -> Served:
 
 
 def test_layers_take_rows_and_the_bundle_takes_batches(tmp_path: Path) -> None:
-    """Arrays are weights, by their paths; those of a state, too."""
+    """Layers that take rows become a bundle that takes batches; arrays, also of the state, become weights."""
     model = eqx.nn.inference_mode(with_norm())
     bundle = export_equinox(model, X, batch_sizes=[1, 3], out_dir=tmp_path / "m")
     names = [weight.name for weight in bundle.weights]
@@ -53,7 +53,7 @@ def test_layers_take_rows_and_the_bundle_takes_batches(tmp_path: Path) -> None:
 
 
 class Whole(eqx.Module):
-    """Takes whole batches."""
+    """Module that takes whole batches."""
 
     kernel: jax.Array
 
@@ -62,7 +62,7 @@ class Whole(eqx.Module):
 
 
 def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
-    """So does one without a batch axis, whose rows are not asked for."""
+    """A model that takes whole batches gets them, also without a batch axis."""
     model = Whole(jnp.eye(3) * 2)
     inputs = {"b": X["x"], "a": X["x"]}
     bundle = export_equinox(model, inputs, rows=False, batch_sizes=[2], out_dir=tmp_path / "m")
@@ -75,7 +75,7 @@ def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    """Dropout that draws, and a batch that is not in front where rows are taken one by one."""
+    """Dropout that draws random numbers is refused, as are layers that compare the rows of a batch."""
     options: dict[str, Any] = {"batch_sizes": [1], "out_dir": tmp_path / "m"}
     with pytest.raises(
         BundleError, match=r"compares the rows of a batch, .* use eqx.nn.inference_mode\(model\)"

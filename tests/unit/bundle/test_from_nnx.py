@@ -1,4 +1,4 @@
-"""Exporting Flax NNX modules, and what is refused."""
+"""Exporting Flax NNX modules, and the refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Network(nnx.Module):
 
 
 def trained() -> Any:
-    """A Network with statistics of its own, in evaluation mode."""
+    """Return a Network with statistics of its own, in evaluation mode."""
     # Flax's methods have no types.
     model: Any = Network()
     model(jax.random.normal(jax.random.key(1), (8, 3)))
@@ -42,7 +42,7 @@ def trained() -> Any:
 
 
 def test_variables_are_weights_by_their_paths(tmp_path: Path) -> None:
-    """A layer that is used twice is stored once; random streams are no weights."""
+    """Variables become weights named by their paths; a layer used twice is stored once."""
     model = trained()
     bundle = export_nnx(model, X, batch_sizes=[1, 2], out_dir=tmp_path / "m")
     names = [weight.name for weight in bundle.weights]
@@ -59,7 +59,7 @@ def test_variables_are_weights_by_their_paths(tmp_path: Path) -> None:
 
 
 def test_a_model_in_training_mode_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    """Random numbers and statistics that change are both found."""
+    """A model that draws random numbers or changes its statistics is refused and left unchanged."""
     model = Network()
     before = model.norm.mean[...]
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_a_model_in_training_mode_is_refused_and_stays_as_it_is(tmp_path: Path) 
 
 
 def test_a_sequence_takes_its_input_under_any_name(tmp_path: Path) -> None:
-    """It has no names of its own; other modules have, and insist on them."""
+    """A sequence takes its input under any name; other modules insist on their names."""
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     options: dict[str, Any] = {"batch_sizes": [2], "out_dir": tmp_path / "m"}
     bundle = export_nnx(nnx.Sequential(layer, nnx.relu), X, **options)
@@ -88,7 +88,7 @@ def test_a_sequence_takes_its_input_under_any_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
 def test_a_recurrent_layer_is_exported(tmp_path: Path, cell: Any) -> None:
-    """It asks for random numbers to begin with, and then begins with zeros."""
+    """A recurrent layer is exported: its initial random state is replaced by zeros."""
     model: Any = nnx.RNN(cell(3, 4, rngs=nnx.Rngs(0)))
     model.eval()
     inputs = {"inputs": np.zeros((1, 5, 3), np.float32)}

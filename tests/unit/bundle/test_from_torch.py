@@ -1,4 +1,4 @@
-"""Exporting PyTorch modules, and what is refused."""
+"""Exporting PyTorch modules, and the refusals."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ X = {"x": torch.zeros(1, 3)}
 
 @pytest.fixture(autouse=True)
 def same_weights() -> None:
-    """Each test's modules have the same random weights in every run: some make bf16 less exact than allowed."""
+    """Seed the random weights of each test's modules: with some weights, bf16 exceeds its tolerance."""
     torch.manual_seed(0)
 
 
 def export(out_dir: Path, module: nn.Module, inputs: Any = None, **options: Any) -> Any:
-    """export_torch with defaults for all that a test does not care about."""
+    """Call export_torch with defaults for all arguments that a test does not set."""
     return export_torch(
         module.eval(), X if inputs is None else inputs, out_dir=out_dir, **{"batch_sizes": [2], **options}
     )
 
 
 class Function(nn.Module):
-    """A module without weights."""
+    """Module without weights."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Function(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Much of what a text model has: indices, a mask, attention, tied and unused weights, all kinds of buffers."""
+    """Text model with indices, a mask, attention, tied and unused weights, and all kinds of buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Encoder(nn.Module):
         self.head.weight = self.embed.weight
         self.unused = nn.Linear(9, 9)
         self.register_buffer("place", torch.arange(8.0), persistent=False)
-        # Neither parameter nor buffer.
+        # A plain attribute: neither a parameter nor a buffer.
         self.scale = torch.linspace(0, 1, 8)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -80,7 +80,10 @@ IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]
 
 
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
-    """Integers stay 64 bits wide, and indices within the example's, shared weights are stored once, those without use not."""
+    """A text encoder gives PyTorch's answers.
+
+    Integers stay 64 bits wide, shared weights are stored once, and unused ones are left out.
+    """
     settings = (
         jax.config.read("jax_enable_x64"),
         torch.backends.mha.get_fastpath_enabled(),
@@ -111,7 +114,7 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
 
 
 def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
-    """A convolution with batch normalisation and pooling, traced at each size by itself."""
+    """A convolutional network traced at two image sizes shares its weights."""
     module = nn.Sequential(
         nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(4),
@@ -133,7 +136,7 @@ def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
 
 
 def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
-    """Complex numbers stay inside; PyTorch's question whether there is an inverse is left out."""
+    """Fourier transforms and matrix inverses are exported; complex numbers stay inside the module."""
     matrix = torch.eye(3) * 2
 
     def forward(x: torch.Tensor) -> Any:
@@ -146,7 +149,7 @@ def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "token"), [(torch.bfloat16, "bf16"), (torch.float64, "f64")])
 def test_other_precisions_stay(tmp_path: Path, dtype: torch.dtype, token: str) -> None:
-    """Numbers that Python writes down do not widen them."""
+    """f16 and bf16 stay as they are: Python numbers in the module do not widen them."""
     module = nn.Sequential(nn.Linear(3, 4), nn.GELU(approximate="tanh"), nn.LayerNorm(4)).to(dtype)
     bundle = export(tmp_path / "m", module, {"input": torch.zeros(1, 3, dtype=dtype)})
     assert {spec.dtype for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)} == {token}
@@ -154,7 +157,7 @@ def test_other_precisions_stay(tmp_path: Path, dtype: torch.dtype, token: str) -
 
 
 def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
-    """Also when they are given in another order than forward has them, and one is for a keyword."""
+    """Inputs of one shape reach their parameters by name, in any given order."""
 
     class Difference(nn.Module):
         def forward(
@@ -174,7 +177,7 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
 
 
 def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
-    """A dataclass names its parts, a tuple needs names."""
+    """A dataclass names its results; a tuple needs given names."""
 
     @dataclasses.dataclass
     class Found:
@@ -188,7 +191,7 @@ def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
 
 
 class Waves(nn.Module):
-    """Multiplies each wave with a complex weight, which is kept as such or as pairs of real numbers."""
+    """Module that multiplies each wave by a complex weight, stored as such or as pairs of real numbers."""
 
     def __init__(self, pairs: bool) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class Waves(nn.Module):
 
 
 def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
-    """The format has no complex tensors: docs/coming-from.md says to keep real ones, and the exporter checks the answers."""
+    """Complex weights are refused, as the format has no complex tensors; pairs of reals are exported."""
     with pytest.raises(BundleError, match="weight: has the element type complex64"):
         export(tmp_path / "refused", Waves(pairs=False), {"x": torch.zeros(1, 4)})
     bundle = export(tmp_path / "waves", Waves(pairs=True), {"x": torch.zeros(1, 4)})
@@ -210,7 +213,7 @@ def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
 
 
 class Scale(nn.Module):
-    """One buffer, or one plain attribute."""
+    """Module with one buffer or one plain attribute."""
 
     def __init__(self, scale: torch.Tensor, *, persistent: bool | None = True) -> None:
         super().__init__()
@@ -224,21 +227,21 @@ class Scale(nn.Module):
 
 
 def test_columns_of_one_element_are_exported(tmp_path: Path) -> None:
-    """A single element may have any stride, in weights and at batch size 1 in results."""
+    """Tensors of one element are exported with any stride, as weights and as results at batch size 1."""
     bundle = export(tmp_path / "m", Scale(torch.arange(4.0)[None][:, 1]), batch_sizes=[1, 2])
     assert [spec.dims for spec in bundle.manifest.outputs] == [(-1, 3), (-1,)]
     assert [np.asarray(weight).tolist() for weight in load_weights(bundle)] == [[1.0]]
 
 
 def test_classes_become_vectors(tmp_path: Path) -> None:
-    """PyTorch's question whether there are so many classes is left out."""
+    """`one_hot` is exported, without PyTorch's check of the number of classes."""
     module = Function(lambda x: nn.functional.one_hot(x, 5))
     bundle = export(tmp_path / "m", module, {"x": torch.tensor([[4, 0, 1]])})
     assert bundle.manifest.outputs[0].dims == (-1, 3, 5)
 
 
 def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
-    """Weights keep their names; compiled parts run uncompiled, where torchax is already there, too."""
+    """A compiled module is exported with its original weight names, and its compiled parts run uncompiled."""
     inner = nn.Sequential(nn.Linear(3, 2)).eval()
     compiled: Any = torch.compile(inner, backend="eager")
     bundle = export(tmp_path / "m", compiled, {"input": X["x"]})
@@ -248,13 +251,13 @@ def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
 
 
 def test_nothing_of_torchax_is_there_before_an_export() -> None:
-    """With it torch.compile does not work."""
+    """Importing the exporter does not import torchax, because torch.compile does not work with it."""
     program = "import sys, rsrv_bundle.from_torch; assert 'torchax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_torchax_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install."""
+    """If torchax has another version, the message says what to install."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.torch_programs", raising=False)
     monkeypatch.delattr("rsrv_bundle.torch_programs", raising=False)
     monkeypatch.setitem(sys.modules, "torchax", None)
@@ -267,7 +270,7 @@ def test_a_torchax_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_error_of_ours_is_not_told_as_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are converted after the model has run."""
+    """An error of the exporter after the model has run is not reported as the model's."""
 
     def broken(name: str, value: Any) -> Any:
         if name.startswith("outputs"):
@@ -280,7 +283,7 @@ def test_an_error_of_ours_is_not_told_as_the_models(tmp_path: Path, monkeypatch:
 
 
 def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
-    """Also if it is only a part, and by the eager call, too."""
+    """A module in training mode, or with a part in it, is refused, by the eager call, too."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()
     module[1].train()
     with pytest.raises(BundleError, match=r"module: is in training mode \(1\); call module.eval\(\) first"):
@@ -290,7 +293,7 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
-    """Buffers that are not stored, and plain attributes, too."""
+    """Modules with weights, buffers or attributes on another device are refused."""
     with FakeTensorMode():
         far = torch.empty(3, device="cuda")
     for module, message in (
@@ -304,13 +307,13 @@ def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """With what to export instead."""
+    """Scripted, quantized and other kinds of modules are refused with what to export instead."""
     net = nn.Sequential(nn.Linear(3, 2)).eval()
-    # Their functions have no types.
+    # These functions have no types.
     jit: Any = torch.jit
     quantization: Any = torch.ao.quantization
     with warnings.catch_warnings():
-        # PyTorch keeps these two, and says that there will be others.
+        # PyTorch keeps these two deprecated functions.
         warnings.simplefilter("ignore")
         script = jit.trace(net, X["x"])
         quantised = quantization.quantize_dynamic(net, {nn.Linear})
@@ -326,7 +329,7 @@ def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """Changes when it runs."""
+    """Module that changes its state when it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +375,7 @@ LARGE = torch.rand(600, 600)
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, message: str) -> None:
-    """In words that name the line, the operation, or the tensor; and nothing is left behind."""
+    """A refusal names the line, the operation or the tensor, and nothing is written."""
     name = "input" if isinstance(module, nn.Sequential) else "x"
     with pytest.raises(BundleError, match=message):
         export(tmp_path / "m", module, {name: torch.zeros(1, 3)}, batch_sizes=[2, 3])
@@ -380,7 +383,10 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, mes
 
 
 def test_an_index_that_the_model_does_not_take_is_explained(tmp_path: Path) -> None:
-    """An example of zeros tells no indices, so others are tried; and an input must be an array."""
+    """If random indices are out of the model's range, the message asks for an example.
+
+    An example must be an array.
+    """
     with pytest.raises(BundleError, match=r"the model itself fails on random inputs \(IndexError"):
         export(tmp_path / "m", nn.Embedding(3, 2), {"input": torch.zeros(1, 4, dtype=torch.int64)})
     with pytest.raises(BundleError, match="x: is a list; give a tensor, an array"):
@@ -389,7 +395,7 @@ def test_an_index_that_the_model_does_not_take_is_explained(tmp_path: Path) -> N
 
 @given(st.sampled_from(TOKENS), st.lists(st.integers(0, 3), max_size=3), st.binary(min_size=8, max_size=8))
 def test_arrays_become_tensors_and_come_back(token: str, shape: list[int], bits: bytes) -> None:
-    """All element types, any bits, any shape; neither shares its memory with the other."""
+    """Arrays of every element type and shape become tensors and come back, without shared memory."""
     dtype = numpy_dtype(token)
     count = int(np.prod(shape, dtype=int))
     source = np.frombuffer(bits * max(1, count), np.uint8)[: count * dtype.itemsize]
@@ -405,7 +411,7 @@ def test_arrays_become_tensors_and_come_back(token: str, shape: list[int], bits:
 
 
 def test_a_float_of_8_bits_is_a_weight_only(tmp_path: Path) -> None:
-    """Clients cannot take it."""
+    """An f8 tensor is accepted as a weight, and complex64 is refused."""
     assert to_numpy("x", torch.ones(2).to(torch.float8_e4m3fn)).dtype == ml_dtypes.float8_e4m3fn
     with pytest.raises(
         BundleError, match="x: has the element type complex64, which the format has no name for"

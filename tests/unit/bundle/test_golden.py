@@ -1,4 +1,4 @@
-"""Bundles of every format version, made once and kept, give the answers that they gave then."""
+"""Golden bundles of every format version give the answers that were recorded with them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Array = np.ndarray[Any, Any]
 SETS = sorted(file.parent for file in golden_bundles.GOLDEN.glob(f"*/{golden_bundles.DIGESTS}"))
 BUNDLES = sorted(file.with_suffix("") for one in SETS for file in one.glob("*/*.npz"))
 NAMES = [path.relative_to(golden_bundles.GOLDEN).as_posix() for path in BUNDLES]
-#: what an upgrade changes most of
+# : The keys that an upgrade changes most.
 OLDER = [path for path in BUNDLES if path.parent.name == "format_2_0" or "stablehlo" in path.name]
 golden = pytest.mark.parametrize("path", BUNDLES, ids=NAMES)
 
 
 class Answers:
-    """What a bundle answered when it was made."""
+    """Answers that a bundle gave when it was made."""
 
     def __init__(self, path: Path, bundle: Bundle) -> None:
         with np.load(path.with_suffix(".npz")) as found:
@@ -42,7 +42,7 @@ class Answers:
         return manifest.inputs if direction == "in" else manifest.outputs
 
     def of(self, place: str, direction: str) -> dict[str, Array]:
-        """By tensor."""
+        """Return them by tensor."""
         found = {}
         for spec in self.specs(place, direction):
             array = self.arrays[f"{place}/{direction}/{spec.name}"]
@@ -61,7 +61,7 @@ class Answers:
 
 
 def check_answers(bundle: Bundle, answers: Answers) -> None:
-    """Through every module, and through the hooks."""
+    """Compare the answers of every module, and those through the hooks."""
     if bundle.modules:
         found = golden_bundles.ask_modules(bundle, lambda place, _: list(answers.of(place, "in").values()))
         for place in {name.partition("/")[0] for name in found}:
@@ -72,7 +72,7 @@ def check_answers(bundle: Bundle, answers: Answers) -> None:
 
 
 def test_all_that_the_format_has_is_in_a_set() -> None:
-    """All versions, and what their bundles differ in."""
+    """The golden sets cover all format versions and features."""
     assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0", "3.1"}
     for version in ("2_0", "3_0", "3_1"):
         bundles = [read_bundle(path) for path in BUNDLES if path.parent.name == f"format_{version}"]
@@ -85,7 +85,7 @@ def test_all_that_the_format_has_is_in_a_set() -> None:
 
 
 def test_no_file_of_a_set_has_changed() -> None:
-    """tests/golden/README.md says why none may; neither may what a digest is, by which a server knows a bundle."""
+    """No file of a golden set has changed, and neither has any digest, by which servers identify bundles."""
     for one in SETS:
         noted = json.loads((one / golden_bundles.DIGESTS).read_text())
         assert noted == {
@@ -95,14 +95,14 @@ def test_no_file_of_a_set_has_changed() -> None:
 
 @golden
 def test_an_old_bundle_answers_as_it_did(path: Path) -> None:
-    """Reader, weights, modules and hooks together."""
+    """An old bundle gives its recorded answers through reader, weights, modules and hooks."""
     bundle = read_bundle(path)
     check_answers(bundle, Answers(path, bundle))
 
 
 @pytest.mark.parametrize("path", OLDER, ids=[path.name for path in OLDER])
 def test_an_old_bundle_can_be_upgraded(path: Path, tmp_path: Path) -> None:
-    """To the present format and version of StableHLO; whether it answers as before is what `upgrade` looks at."""
+    """An old bundle is upgraded to the present format and StableHLO version with the same interface."""
     new = upgrade(path, tmp_path / path.name, stablehlo=known_version(None))
     assert new.manifest.format_version == "3.1"
     assert new.manifest.inputs == read_bundle(path).manifest.inputs
@@ -111,7 +111,7 @@ def test_an_old_bundle_can_be_upgraded(path: Path, tmp_path: Path) -> None:
 
 
 def test_old_modules_pass_the_process_that_looks_first() -> None:
-    """It is what the server asks."""
+    """The inspector accepts the modules of all golden bundles."""
     look = Inspector()
     try:
         for path in BUNDLES:

@@ -1,4 +1,4 @@
-"""The hooks file is looked at without being run."""
+"""The hooks file is checked without being run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rsrv_bundle.hooks import check_hooks
     ],
 )
 def test_a_hook_may_be_defined_in_any_way(tmp_path: Path, text: str) -> None:
-    """The file is parsed, so exiting in it does nothing here."""
+    """A hook is found in any form of definition, and the file's own code is not executed."""
     file = tmp_path / "model.py"
     file.write_text(f"{text}\nraise SystemExit(3)\n")
     assert check_hooks(file, "model") == ("preprocess",)
 
 
 def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
-    """Nobody could call them."""
+    """Functions inside other definitions do not count as hooks."""
     file = tmp_path / "model.py"
     file.write_text("class A:\n    def preprocess(self): ...\ndef f():\n    def postprocess(o): ...\n")
     with pytest.raises(BundleError, match="defines no hook"):
@@ -50,7 +50,7 @@ def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_run_may_be_written_in_any_way_that_takes_two_arguments(tmp_path: Path, text: str) -> None:
-    """A coroutine, defaults and stars are fine, and what can't be seen without running it is not judged."""
+    """`run` may be a coroutine or have defaults and stars; what only running would show is not judged."""
     file = tmp_path / "model.py"
     file.write_text(text)
     assert check_hooks(file, "meta") == ("run",)
@@ -75,7 +75,7 @@ def test_run_may_be_written_in_any_way_that_takes_two_arguments(tmp_path: Path, 
 def test_a_hook_that_could_not_be_called_is_refused(
     tmp_path: Path, kind: Kind, text: str, message: str
 ) -> None:
-    """The message shows what the function takes, and how it is called."""
+    """A hook with a wrong signature is refused; the message shows both signatures."""
     file = tmp_path / "model.py"
     file.write_text(text)
     with pytest.raises(BundleError) as caught:
@@ -84,7 +84,7 @@ def test_a_hook_that_could_not_be_called_is_refused(
 
 
 def test_a_meta_model_runs(tmp_path: Path) -> None:
-    """Its hook is `run`."""
+    """A meta model defines `run`, which is no hook of a plain model."""
     file = tmp_path / "model.py"
     file.write_text("def run(inputs, call): ...\n")
     assert check_hooks(file, "meta") == ("run",)
@@ -104,7 +104,7 @@ def test_a_meta_model_runs(tmp_path: Path) -> None:
     ids=["default", "elif", "brackets", "signs", "length"],
 )
 def test_python_without_end_is_refused(tmp_path: Path, text: str) -> None:
-    """Looking at it must not end whoever looks at many bundles."""
+    """Deeply nested or malformed Python is refused as invalid, and does not crash the check."""
     file = tmp_path / "model.py"
     file.write_text(text)
     with pytest.raises(BundleError, match=r"model\.py: is not valid Python"):

@@ -1,4 +1,4 @@
-"""Modules that crash, stall or bloat whoever parses them, against a process that may die of it."""
+"""The inspector's child process parses modules that may crash it, stall it or exhaust its memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def look() -> Iterator[Inspector]:
 
 
 def pid(look: Inspector) -> int:
-    """The process that looks next."""
+    """Return the id of the process that parses the next module."""
     look.start()
     assert look._child is not None
     return look._child.process.pid
 
 
-#: An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 follows it to a SIGSEGV, a later one may refuse it.
+# : An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 ends in SIGSEGV; later ones may refuse
+# it.
 CRASHING = base64.b64decode(
     """
     TUzvUg1TdGFibGVITE9fdjEuMTUuMAABHQUBBQ0BAwsDCw8TFxsfA18xAAERBw8jCw8LCwsDIQsLDwsXCw8TCwsLC0
@@ -54,7 +55,7 @@ CRASHED = r"parsing it ends in SIG\w+: it is damaged|is not a valid StableHLO"
 
 
 def test_a_good_module_is_seen_as_it_is(look: Inspector) -> None:
-    """One process serves them all, and says what this one would have said."""
+    """One process parses all good modules, with the results of parsing in this process."""
     first = pid(look)
     for _ in range(3):
         found, expected = look(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
@@ -63,7 +64,7 @@ def test_a_good_module_is_seen_as_it_is(look: Inspector) -> None:
 
 
 def test_a_bad_module_is_refused_in_the_same_words(look: Inspector) -> None:
-    """And the process is replaced, since what it parsed may have damaged it."""
+    """A bad module gets the same message as in this process, and the child is replaced afterwards."""
     first = pid(look)
     for junk in (b"hello", GOOD_MODULE[:-20]):
         with pytest.raises(BundleError) as here:
@@ -76,7 +77,7 @@ def test_a_bad_module_is_refused_in_the_same_words(look: Inspector) -> None:
 
 
 def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector) -> None:
-    """The error names the file and the signal; the next module is looked into as if nothing had been."""
+    """If a module crashes the parser, the error names file and signal, and the next module is parsed."""
     with pytest.raises(BundleError, match=f"^model.b4.mlir: ({CRASHED})"):
         look(CRASHING, "model.b4.mlir")
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -85,7 +86,7 @@ def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector)
 def test_a_module_that_takes_for_ever_is_given_up(
     look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Here another program is in the parser's place, and uses the processor for nothing."""
+    """A parser that uses its CPU time without end is killed, and the next module is parsed."""
     busy = tmp_path / "busy"
     busy.write_text(f"#!{sys.executable}\nimport os\nos.write(0, b'ready\\n')\nwhile True: pass\n")
     busy.chmod(0o700)
@@ -100,7 +101,7 @@ def test_a_module_that_takes_for_ever_is_given_up(
 def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
     look: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here it is stopped, which is as good as a machine that has better things to do."""
+    """A parser that gets no CPU time, here because it is stopped, is reported as the machine's fault."""
     look(GOOD_MODULE, "model.mlir")
     monkeypatch.setattr(inspection, "_SECONDS", 0.1)
     os.kill(pid(look), signal.SIGSTOP)
@@ -113,7 +114,7 @@ def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
 
 
 def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
-    """Nobody notices."""
+    """If the idle process is killed, the next module is parsed by a new one."""
     look(GOOD_MODULE, "model.mlir")
     os.kill(pid(look), signal.SIGKILL)
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -122,7 +123,7 @@ def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
 def test_a_process_that_is_killed_again_is_no_modules_fault(
     look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The machine has no memory for it, and is said to be the reason."""
+    """A process that is killed twice is reported as a lack of memory, not as the module's fault."""
     killed = tmp_path / "killed"
     killed.write_text(
         f"#!{sys.executable}\nimport os\nos.write(0, b'ready\\n')\nos.read(0, 1)\nos.kill(os.getpid(), 9)\n"
@@ -136,7 +137,7 @@ def test_a_process_that_is_killed_again_is_no_modules_fault(
 def test_a_process_that_cannot_start_is_no_modules_fault(
     look: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installation without jaxlib is said to be one."""
+    """If the process cannot start, as without jaxlib, the error says so and blames no module."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(InspectorError, match="does not start"):
         look(GOOD_MODULE, "model.mlir")
@@ -146,7 +147,7 @@ def test_a_process_that_cannot_start_is_no_modules_fault(
 
 
 def test_memory_and_time_of_the_process_are_limited(look: Inspector) -> None:
-    """By the kernel, since a parser that is stuck in native code hears nothing else."""
+    """The kernel limits memory, CPU time and core files of the process, even if native code hangs."""
     look(GOOD_MODULE, "model.mlir")
     lines = Path(f"/proc/{pid(look)}/limits").read_text().splitlines()
     limits = {line[:25].strip(): line[26:].split()[0] for line in lines}
@@ -156,7 +157,7 @@ def test_memory_and_time_of_the_process_are_limited(look: Inspector) -> None:
 
 
 def test_the_process_ends_with_its_owner() -> None:
-    """Also when that is killed and closes nothing."""
+    """The process ends when its owner's sockets close, as when the owner is killed."""
     with closing(Inspector()) as look:
         look(GOOD_MODULE, "model.mlir")
         child = look._child
@@ -167,7 +168,7 @@ def test_the_process_ends_with_its_owner() -> None:
 
 
 def test_the_command_says_which_module_crashes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv-bundle check` goes on to the next bundle."""
+    """`rsrv-bundle check` names the module that crashes its parser and checks the next bundle."""
     bad, good = (
         make_bundle(
             tmp_path,

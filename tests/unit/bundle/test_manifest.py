@@ -1,4 +1,4 @@
-"""Every rule that a manifest can break, with the message it gets."""
+"""Each rule of the manifest, with the message if it is broken."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ V2: dict[str, Any] = changed(GOOD, format_version=2.0)
 
 
 def with_input(**entry: Any) -> dict[str, Any]:
-    """GOOD with keys of its input replaced; None removes one."""
+    """Return GOOD with keys of its input replaced; None removes a key."""
     return changed(GOOD, executable_inputs=[changed(GOOD["executable_inputs"][0], **entry)])
 
 
 def calls(calls: list[str], external: Any) -> dict[str, Any]:
-    """The section `meta`."""
+    """Return the section `meta`."""
     return {"calls": calls, "external": external}
 
 
@@ -152,7 +152,7 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("manifest", "fragment"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_a_broken_rule_is_named(tmp_path: Path, manifest: dict[str, Any], fragment: str) -> None:
-    """Each line says the file, the key and the rule."""
+    """A broken rule gets one line, which names the file, the key and the rule."""
     lines = [line for line in problems_of(make_bundle(tmp_path, manifest)) if fragment in line]
     assert len(lines) == 1
     assert lines[0].startswith("manifest.yaml: ")
@@ -162,27 +162,27 @@ def test_a_broken_rule_is_named(tmp_path: Path, manifest: dict[str, Any], fragme
 def test_a_broken_rule_of_meta_models_is_named(
     tmp_path: Path, manifest: dict[str, Any], fragment: str
 ) -> None:
-    """Meta models have rules of their own."""
+    """A broken rule of meta models is named."""
     lines = problems_of(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
     assert [line for line in lines if fragment in line]
 
 
 def test_a_meta_model_without_hooks_is_refused(tmp_path: Path) -> None:
-    """Its hooks are all it is."""
+    """A meta model without a model.py is refused."""
     assert problems_of(make_bundle(tmp_path, META, modules=())) == (
         "manifest.yaml: kind: a meta model needs a model.py",
     )
 
 
 def test_a_good_meta_model_needs_neither_modules_nor_weights(tmp_path: Path) -> None:
-    """It chains other models."""
+    """A meta model is read without modules and weights."""
     bundle = read_bundle(make_bundle(tmp_path, META, modules=(), hooks=HOOKS))
     assert bundle.manifest.meta_calls == ("first", "second")
     assert (bundle.modules, bundle.weights, bundle.manifest.wire_inputs[0].dims) == ({}, (), (-1, -1))
 
 
 def test_a_meta_model_may_call_models_that_are_no_bundles(tmp_path: Path) -> None:
-    """Other models of Triton have a list of their own."""
+    """`meta.external` lists other Triton models that a meta model may call."""
     manifest = changed(META, meta=calls(["first"], ["tokenizer", "resnet"]))
     bundle = read_bundle(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
     assert bundle.manifest.meta_calls == ("first",)
@@ -194,25 +194,25 @@ def test_a_meta_model_may_call_models_that_are_no_bundles(tmp_path: Path) -> Non
 def test_a_model_is_internal_when_it_says_so(
     tmp_path: Path, version: str, value: bool | None, internal: bool
 ) -> None:
-    """In both formats, and not by itself."""
+    """A model is internal in both formats only if its manifest says so."""
     manifest = changed(GOOD, format_version=version, internal=value)
     assert read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.internal is internal
 
 
 def test_a_model_that_was_written_as_public_is_read(tmp_path: Path) -> None:
-    """Models are public by default; the key by which older bundles said so is accepted and changes nothing."""
+    """The key `public` of older bundles is accepted and changes nothing."""
     manifest = changed(GOOD, public=True)
     assert not read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.internal
 
 
 @pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b"])
 def test_a_manifest_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    """There is nothing else to say about it."""
+    """A manifest that is no mapping gets only that message."""
     assert problems_of(make_bundle(tmp_path, text)) == ("manifest.yaml: must be a mapping of keys to values",)
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    """One look, one list: the manifest, the modules and the weights."""
+    """Problems of the manifest, the modules and the weights are reported together."""
     bad = changed(GOOD, kind="x", executable_outputs=[tensor("y", dtype="f", c=1)])
     lines = problems_of(make_bundle(tmp_path, bad, modules=["model.b1.mlir"], weights=b"short"))
     assert len(lines) == 4
@@ -224,26 +224,26 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_a_newline_in_a_key_does_not_forge_a_second_line(tmp_path: Path) -> None:
-    """Names come from strangers and go into logs."""
+    """A newline in a key does not split the line of its problem."""
     (line,) = problems_of(make_bundle(tmp_path, changed(GOOD, **{"a\nb": 1})))
     assert "\n" not in line
 
 
 @pytest.mark.parametrize("version", [2, 2.0, "2", "2.0", 3, 3.0, "3"])
 def test_versions_may_be_written_as_numbers(tmp_path: Path, version: Any) -> None:
-    """YAML makes a number of 2.0."""
+    """A format version written as a YAML number is read."""
     made = make_bundle(tmp_path, changed(GOOD, format_version=version), weights=one_weight())
     assert read_bundle(made).manifest.format_version == f"{str(version)[0]}.0"
 
 
 def test_version_3_shapes_are_row_major(tmp_path: Path) -> None:
-    """What is written is what numpy has."""
+    """Shapes of format 3 are row-major, as in numpy."""
     (spec,) = read_bundle(make_bundle(tmp_path)).manifest.inputs
     assert spec == TensorSpec("x", "f32", (-1, 3, 4, 5), 0, "nchw")
 
 
 def test_version_2_shapes_are_reversed(tmp_path: Path) -> None:
-    """The first letter varies fastest there."""
+    """Shapes of format 2 are reversed: their first letter varies fastest."""
     manifest = changed(
         V2,
         executable_inputs=[tensor(shape="whcn", w=5, h=4, c=3)],
@@ -255,14 +255,14 @@ def test_version_2_shapes_are_reversed(tmp_path: Path) -> None:
 
 
 def test_version_2_ignores_unknown_keys_and_odd_provenance(tmp_path: Path) -> None:
-    """As its own reader does."""
+    """Unknown keys and odd provenance of format 2 are ignored."""
     odd = {"executable_input": [], "provenance": "me", "numerics": {"a": "b"}, "meta": 3, "internal": "no"}
     bundle = read_bundle(make_bundle(tmp_path, changed(V2, **odd), weights=one_weight()))
     assert (bundle.manifest.provenance, bundle.manifest.internal) == ({}, False)
 
 
 def test_an_unquoted_shape_of_one_batch_axis_is_text(tmp_path: Path) -> None:
-    """`shape: n` and a dims key `y` are no booleans."""
+    """An unquoted `shape: n` and a dims key `y` are text, not booleans."""
     text = """
 format_version: 3.0
 executable_inputs: [{name: x, dtype: f32, shape: ny, dims: {y: 4}}]
@@ -273,14 +273,14 @@ executable_outputs: [{name: y, dtype: i64, shape: n}, {name: z, dtype: bool, sha
 
 
 def test_a_scalar_has_an_empty_shape(tmp_path: Path) -> None:
-    """No letters, no axes."""
+    """A scalar has an empty shape without axes."""
     manifest = changed(GOOD, batching=None, executable_inputs=[tensor(shape="")])
     (spec,) = read_bundle(make_bundle(tmp_path, manifest, modules=["model.mlir"])).manifest.inputs
     assert spec == TensorSpec("x", "f32", (), None, "")
 
 
 def test_client_specs_replace_what_clients_see(tmp_path: Path) -> None:
-    """With hooks, the wire and the modules may differ, and f8 may stay inside."""
+    """Client specs replace the modules' tensors on the wire, and the modules may use f8."""
     manifest = changed(
         GOOD,
         executable_inputs=[tensor(dtype="f8_e5m2", c=2)],
@@ -292,13 +292,13 @@ def test_client_specs_replace_what_clients_see(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_are_sorted_and_unique(tmp_path: Path) -> None:
-    """The manifest's order means nothing."""
+    """Compiled batch sizes are sorted, and duplicates are removed."""
     manifest = changed(GOOD, batching={"compiled_batch_sizes": [4, 1, 4]})
     assert read_bundle(make_bundle(tmp_path, manifest)).manifest.compiled_batch_sizes == (1, 4)
 
 
 def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
-    """The same letter in two inputs is one size; the batch axis may sit elsewhere."""
+    """Variants map to concrete shapes and back; a letter is one size in all inputs."""
     modules = [f"model.v{v}.b{b}.mlir" for v in (0, 1) for b in (1, 4)]
     bundle = read_bundle(make_bundle(tmp_path, VARIANTS, modules=modules))
     assert bundle.manifest.variable_axes == ((0, 2), (0, 3), (1, 0))
@@ -317,7 +317,7 @@ def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
 
 
 def test_the_documented_manifests_are_good_ones(tmp_path: Path) -> None:
-    """The pages show a whole manifest of either kind."""
+    """The whole manifests on the pages are valid."""
     model, meta = (
         (Path(__file__).parents[3] / "docs" / page)
         .read_text(encoding="utf-8")

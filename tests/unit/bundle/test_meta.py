@@ -26,7 +26,7 @@ def written(out_dir: Path, run: Path | str = RUN, **changes: Any) -> None:
 
 
 def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
-    """Interface, callees, model.py and the files beside it; equal arguments give equal bytes."""
+    """A written meta bundle reads back as it was given, and equal arguments give equal bytes."""
     (source := tmp_path / "source.py").write_text(RUN)
     written(tmp_path / "outer", source, files={"words.txt": "één\n"}, description="Calls another.")
     bundle = read_bundle(tmp_path / "outer")
@@ -50,7 +50,7 @@ def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
     ids=["no run", "no Python", "calls itself", "no outputs"],
 )
 def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """The error names the rule; what was there before is still there, alone."""
+    """If a rule is broken, the error names it and the earlier bundle remains alone."""
     written(tmp_path / "outer")
     before = read_bundle(tmp_path / "outer").digest
     with pytest.raises(BundleError, match=message):
@@ -60,7 +60,7 @@ def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> None:
-    """Otherwise the error says how."""
+    """An existing bundle is replaced only with `overwrite`; otherwise the error names it."""
     written(tmp_path / "outer")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         written(tmp_path / "outer")

@@ -1,4 +1,4 @@
-"""Compiled modules against the manifest and the weights."""
+"""Compiled modules checked against the manifest and the weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X4, Y4, W = (F32, (4, 3, 4, 5)), (F32, (4, 2)), (F32, (2, 3))
 
 
 def lower(fn: Callable[..., Any], *arguments: tuple[str, tuple[int, ...]], **options: Any) -> bytes:
-    """An artifact of `fn`, whatever it does with its arguments."""
+    """Return an artifact of `fn`."""
     struct: Any = jax.ShapeDtypeStruct
     structs = [
         struct(shape, jnp.dtype({"f32": "float32", "i32": "int32", "bool": "bool"}[d]))
@@ -44,7 +44,7 @@ def lower(fn: Callable[..., Any], *arguments: tuple[str, tuple[int, ...]], **opt
 
 @functools.cache
 def returning(*results: tuple[str, tuple[int, ...]], takes: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
-    """An artifact with this signature."""
+    """Return an artifact with this signature."""
     return lower(lambda *_: tuple(jnp.zeros(shape, dtype) for dtype, shape in _named(results)), *takes)
 
 
@@ -53,20 +53,20 @@ def _named(results: tuple[tuple[str, tuple[int, ...]], ...]) -> list[tuple[Any, 
 
 
 def bundle_of(parent: Path, modules: dict[str, bytes], manifest: Any = None, **more: Any) -> Bundle:
-    """A bundle with one weight and these modules."""
+    """Write a bundle with one weight and these modules."""
     manifest = changed(GOOD, batching=None) if manifest is None else manifest
     return read_bundle(make_bundle(parent, manifest, modules=modules, weights=one_weight(), **more))
 
 
 def problems_of(bundle: Bundle) -> tuple[str, ...]:
-    """What is wrong with its modules."""
+    """Return the problems of its modules."""
     with pytest.raises(BundleError) as caught:
         check_signatures(bundle)
     return caught.value.problems
 
 
 def test_a_fitting_module_passes_with_its_own_size(tmp_path: Path) -> None:
-    """Size 0 becomes the batch extent found inside; a result beyond the declared ones is allowed."""
+    """An unsuffixed module has the batch size found inside, and may return more than the declared outputs."""
     blob = returning(Y4, ("i32", ()), takes=(X4, W))
     bundle = bundle_of(tmp_path, {"model.mlir": blob})
     signatures = check_signatures(bundle)
@@ -75,7 +75,7 @@ def test_a_fitting_module_passes_with_its_own_size(tmp_path: Path) -> None:
 
 
 def test_a_module_without_a_batch_axis_has_size_1(tmp_path: Path) -> None:
-    """There is nothing to count."""
+    """A module without a batch axis has size 1."""
     manifest = changed(
         GOOD,
         batching=None,
@@ -111,14 +111,14 @@ def test_a_module_without_a_batch_axis_has_size_1(tmp_path: Path) -> None:
 def test_a_signature_that_does_not_fit_is_named(
     tmp_path: Path, blob: Callable[[], bytes], expected: str
 ) -> None:
-    """Which argument, what it is, what it should be."""
+    """A wrong signature is refused with the argument, its type and the expected one."""
     lines = problems_of(bundle_of(tmp_path, {"model.b4.mlir": blob()}))
     assert all(line.startswith("model.b4.mlir: ") for line in lines)
     assert expected in lines[0]
 
 
 def test_every_module_is_checked_and_all_problems_come_together(tmp_path: Path) -> None:
-    """A size in the name must be the size inside."""
+    """All modules are checked, and a batch size in a name must be that of the module."""
     modules = {"model.b1.mlir": b"junk", "model.b4.mlir": returning(Y4, takes=(X4, W))}
     modules["model.b8.mlir"] = modules["model.b4.mlir"]
     lines = problems_of(bundle_of(tmp_path, modules))
@@ -126,7 +126,7 @@ def test_every_module_is_checked_and_all_problems_come_together(tmp_path: Path) 
 
 
 def test_variants_are_checked_with_their_own_sizes(tmp_path: Path) -> None:
-    """A module of the other variant does not pass."""
+    """A module of another variant's shapes is refused."""
     good = {
         "model.v0.mlir": returning(Y4, takes=((F32, (4, 3, 4, 5)), ("bool", (5, 4)), W)),
         "model.v1.mlir": returning(Y4, takes=((F32, (4, 3, 6, 7)), ("bool", (7, 4)), W)),
@@ -138,7 +138,7 @@ def test_variants_are_checked_with_their_own_sizes(tmp_path: Path) -> None:
 
 
 def read(tmp_path: Path, blob: bytes) -> str:
-    """The reader's complaint about one file."""
+    """Return the reader's problem with one file."""
     file = tmp_path / "model.mlir"
     file.write_bytes(blob)
     with pytest.raises(BundleError) as caught:
@@ -148,7 +148,7 @@ def read(tmp_path: Path, blob: bytes) -> str:
 
 
 def test_what_is_no_artifact_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Text, emptiness, a torn file; and the compiler's own complaints stay off the terminal."""
+    """Text, empty and torn files are refused, and the compiler prints nothing to the terminal."""
     blob = returning(Y4, takes=(X4, W))
     for junk in (b"", b"hello", b"module {}", blob[:4], blob[4:]):
         assert "is not a StableHLO portable artifact" in read(tmp_path, junk)
@@ -160,7 +160,7 @@ def test_what_is_no_artifact_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_an_artifact_of_a_newer_version_is_refused_with_both_versions(tmp_path: Path) -> None:
-    """The user learns which side to move."""
+    """A newer artifact is refused with both versions, so that the user knows which side to update."""
     blob = returning(Y4, takes=(X4, W))
     version = ".".join(map(str, artifact_version(blob)))
     newer = blob.replace(f"StableHLO_v{version}".encode(), f"StableHLO_v9{version[1:]}".encode())
@@ -168,7 +168,7 @@ def test_an_artifact_of_a_newer_version_is_refused_with_both_versions(tmp_path: 
 
 
 def test_dynamic_shapes_are_refused(tmp_path: Path) -> None:
-    """A bundle holds one module per size."""
+    """Dynamic shapes are refused, because a bundle has one module per size."""
     exported = jax.export.export(jax.jit(lambda x: x + 1))(
         jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), jnp.float32)
     )
@@ -176,14 +176,14 @@ def test_dynamic_shapes_are_refused(tmp_path: Path) -> None:
 
 
 def test_element_types_outside_the_format_are_refused(tmp_path: Path) -> None:
-    """Complex numbers have no name in the manifest."""
+    """Complex results are refused, because the manifest has no name for them."""
     assert "result 0: has the element type complex<f32>" in read(
         tmp_path, lower(lambda x: x + 1j, (F32, (2,)))
     )
 
 
 def test_host_callbacks_are_refused(tmp_path: Path) -> None:
-    """They would call an address of the exporting process."""
+    """Host callbacks are refused, because they call an address of the exporting process."""
 
     def aim(module: Any) -> None:
         from jaxlib.mlir import ir
@@ -200,14 +200,14 @@ def test_host_callbacks_are_refused(tmp_path: Path) -> None:
 
 
 def test_library_calls_are_allowed(tmp_path: Path) -> None:
-    """Linear algebra is a custom call on most platforms."""
+    """Linear algebra calls of known libraries are allowed."""
     file = tmp_path / "model.mlir"
     file.write_bytes(strip_locations(lower(jnp.linalg.cholesky, (F32, (3, 3)))).blob)
     assert read_signature(file).outputs == ((F32, (3, 3)),)
 
 
 def test_main_must_be_there_and_public(tmp_path: Path) -> None:
-    """It is what the runtime calls."""
+    """A module without a public `main`, which the runtime calls, is refused."""
     blob = returning(Y4, takes=(X4, W))
 
     def set_main(key: str, value: str) -> bytes:
@@ -223,7 +223,7 @@ def test_main_must_be_there_and_public(tmp_path: Path) -> None:
 
 
 def test_partitioned_modules_are_refused(tmp_path: Path) -> None:
-    """One executable runs on one device."""
+    """Partitioned modules are refused, because an executable runs on one device."""
 
     def split(module: Any) -> None:
         from jaxlib.mlir import ir
@@ -236,7 +236,7 @@ def test_partitioned_modules_are_refused(tmp_path: Path) -> None:
 
 
 def edited(blob: bytes, edit: Callable[[Any], None]) -> bytes:
-    """An artifact after a change to its module."""
+    """Return an artifact after a change to its module."""
     from jaxlib.mlir.dialects import stablehlo
 
     with parsed(blob) as module:
@@ -247,7 +247,7 @@ def edited(blob: bytes, edit: Callable[[Any], None]) -> bytes:
 
 
 def test_locations_are_stripped_and_nothing_else_changes(tmp_path: Path) -> None:
-    """The path of the exporting program is nobody's business; results stay the same."""
+    """Stripping removes source locations, and with them the exporter's path, and keeps the results."""
     blob = lower(lambda x: (jnp.sin(x) @ x, jax.lax.top_k(x, 1)[0]), (F32, (2, 2)))
     stripped = strip_locations(blob).blob
     assert __file__.encode() in blob
@@ -263,7 +263,7 @@ def test_locations_are_stripped_and_nothing_else_changes(tmp_path: Path) -> None
 
 
 def test_64_bit_modules_run_where_64_bit_types_are_on() -> None:
-    """jax narrows to 32 bits by default, a bundle's types are what its manifest says."""
+    """64-bit modules compute with 64 bits if jax has them on."""
     signature = Signature((("i64", (2,)),), (("i64", (2,)),))
     with jax.enable_x64(True):
         struct: Any = jax.ShapeDtypeStruct
@@ -275,7 +275,7 @@ def test_64_bit_modules_run_where_64_bit_types_are_on() -> None:
 
 
 def call_tree(levels: int, *, main: str = "f0") -> str:
-    """A module whose functions each call the next one ten times."""
+    """Return a module whose functions each call the next one ten times."""
     body = "".join(
         f"""func.func {"public" if i == 0 else "private"} @{main if i == 0 else f"f{i}"}(%x: tensor<f32>) -> tensor<f32> {{
         {"".join(f"%{j + 1} = func.call @f{i + 1}(%x) : (tensor<f32>) -> tensor<f32>" + chr(10) for j in range(10))}
@@ -288,11 +288,11 @@ def call_tree(levels: int, *, main: str = "f0") -> str:
 
 
 def assembled(text: str) -> bytes:
-    """An artifact of a module in MLIR's own words."""
+    """Return an artifact of a module in MLIR's text form."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    # In the context of another one, which has brought the dialects along.
+    # In the context of another module, which has loaded the dialects.
     with parsed(returning(Y4, takes=(X4, W))):
         module = ir.Module.parse(text)
         blob: bytes = stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
@@ -300,7 +300,7 @@ def assembled(text: str) -> bytes:
 
 
 def test_functions_that_unfold_without_end_are_refused(tmp_path: Path) -> None:
-    """A few hundred bytes that the compiler would inline into billions of operations, or into endlessly many."""
+    """Functions whose calls expand to billions of operations, or recurse, are refused."""
     assert "comes to more than 1000000 operations" in read(tmp_path, assembled(call_tree(9, main="main")))
     file = tmp_path / "small.mlir"
     file.write_bytes(assembled(call_tree(3, main="main")))
@@ -310,7 +310,7 @@ def test_functions_that_unfold_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_larger_than_any_memory_are_refused(tmp_path: Path) -> None:
-    """They cost nothing to write down; the compiler multiplies their extents without a look."""
+    """Tensors larger than any memory are refused, because the compiler multiplies their extents unchecked."""
     shape = "x".join(["1000000"] * 3)
     big = f"""func.func public @main(%x: tensor<f32>) -> tensor<f32> {{
         %y = stablehlo.broadcast_in_dim %x, dims = [] : (tensor<f32>) -> tensor<{shape}xf32>
@@ -319,7 +319,7 @@ def test_tensors_larger_than_any_memory_are_refused(tmp_path: Path) -> None:
 
 
 def test_regions_nested_without_end_are_refused(tmp_path: Path) -> None:
-    """Whoever walks them recursively runs out of stack."""
+    """Deeply nested regions are refused, because a recursive walk would exhaust the stack."""
     inner = "stablehlo.return %p : tensor<f32>"
     for _ in range(120):
         inner = f"""%q = "stablehlo.if"(%c) ({{ {inner} }}, {{ stablehlo.return %p : tensor<f32> }}) :
@@ -330,7 +330,7 @@ def test_regions_nested_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
-    """Whoever exchanges it in between finds out."""
+    """A module that is changed after its check is refused when it is read."""
     blob = returning(Y4, takes=(X4, W))
     bundle = bundle_of(tmp_path, {"model.mlir": blob})
     ((key, signature),) = check_signatures(bundle).items()

@@ -1,4 +1,4 @@
-"""In what precision modules multiply f32, before and after, on modules made by hand."""
+"""The precision of f32 products before and after treatment, on modules made by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def algorithm(types: str, operations: int = 1) -> str:
 
 
 def dot(types: tuple[str, str, str] = (F32, F32, F32), more: str = "") -> str:
-    """An operation on matrices %x and %y of these element types, with a result of the third."""
+    """Return an operation on matrices %x and %y of these element types, with a result of the third."""
     x, y, z = (f"tensor<2x2x{kind}>" for kind in types)
     return f"%z = stablehlo.dot_general %x, %y, contracting_dims = [1] x [0]{more} : ({x}, {y}) -> {z}"
 
@@ -40,7 +40,7 @@ def dot(types: tuple[str, str, str] = (F32, F32, F32), more: str = "") -> str:
 def function(
     body: str, takes: tuple[str, ...] = (F32, F32), returns: str = F32, *, result: str = "%z", after: str = ""
 ) -> str:
-    """A module's text: main takes %x and %y, 2 x 2 matrices of these types, and returns one."""
+    """Return a module's text: main takes 2 x 2 matrices %x and %y of these types, and returns one."""
     arguments = ", ".join(f"%{name}: tensor<2x2x{kind}>" for name, kind in zip("xyg", takes, strict=False))
     kind = f"tensor<2x2x{returns}>"
     return f"func.func public @main({arguments}) -> {kind} {{\n{body}\nreturn {result} : {kind} }}\n{after}"
@@ -50,7 +50,7 @@ def artifact(text: str) -> bytes:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    # In the context of another one, which has brought the dialects along.
+    # In the context of another module, which has loaded the dialects.
     with parsed(product(2)[0]):
         version = stablehlo.get_current_version()
         return bytes(
@@ -64,14 +64,14 @@ def text_of(blob: bytes) -> str:
 
 
 def applied(blob: bytes, treatment: Treatment) -> tuple[bytes, Precision]:
-    """As the runtime does it with a module that it has looked into."""
+    """Treat a module after inspecting it, as the runtime does."""
     with parsed(blob) as module:
         seen = precision_of(module)
     return treat(blob, "model.mlir", treatment, seen)
 
 
 def treated(text: str, treatment: Treatment) -> Precision:
-    """What is in the module then. Treating it once more changes nothing."""
+    """Return the precision after the treatment, which must be idempotent."""
     blob, precision = applied(artifact(text), treatment)
     again, seen = applied(blob, treatment)
     assert again == blob
@@ -82,14 +82,14 @@ def treated(text: str, treatment: Treatment) -> Precision:
 
 @pytest.mark.parametrize("treatment", ["keep", "strip"])
 def test_what_the_exporter_left_open_stays_open(treatment: Treatment) -> None:
-    """The very bytes come back, so that the cache finds what was compiled of them before."""
+    """`keep` returns a product without a precision byte for byte, so that the compile cache hits."""
     blob = artifact(function(dot()))
 
     assert applied(blob, treatment) == (blob, Precision(hardware=1))
 
 
 def test_a_tf32_algorithm_stays_where_the_hardware_has_tf32() -> None:
-    """It is what the exporter asked for."""
+    """`keep` leaves a TF32 algorithm, which the exporter asked for, in place."""
     blob = artifact(function(dot(more=algorithm(ROUNDED))))
 
     assert applied(blob, "keep") == (blob, Precision(tf32=1))
@@ -97,7 +97,7 @@ def test_a_tf32_algorithm_stays_where_the_hardware_has_tf32() -> None:
 
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_is_stripped_for_other_hardware(operations: int) -> None:
-    """It would be refused there, or computed otherwise; what is left is the hardware's own way."""
+    """`strip` removes a TF32 algorithm, which other hardware would refuse or compute differently."""
     blob, precision = applied(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "strip")
 
     assert precision == Precision(hardware=1, stripped=1)
@@ -112,7 +112,7 @@ X = np.array([[1, 2], [3, 4]], np.float32)
 
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_becomes_one_of_f32(operations: int) -> None:
-    """Of three TF32 products, too: their sum is not f32."""
+    """`pin` replaces a TF32 algorithm by f32, also one of three TF32 products."""
     blob, precision = applied(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "pin")
 
     assert precision == Precision(f32=1, rewritten=1)
@@ -135,7 +135,7 @@ def test_a_tf32_algorithm_becomes_one_of_f32(operations: int) -> None:
     ],
 )
 def test_products_of_f32_are_pinned_and_no_others(types: tuple[str, str, str], pinned: int) -> None:
-    """The operands decide, one of them suffices; a complex number is a pair of f32."""
+    """A product is pinned if one of its operands is f32 or complex64."""
     precision = treated(function(dot(types), types[:2], types[2]), "pin")
 
     assert precision == Precision(f32=pinned, pinned=pinned)
@@ -152,12 +152,12 @@ def test_products_of_f32_are_pinned_and_no_others(types: tuple[str, str, str], p
     ],
 )
 def test_less_than_the_highest_precision_is_not_f32(given: str, pinned: int) -> None:
-    """On a GPU, HIGH is TF32; both operands count."""
+    """A product counts as f32 only if both operands have the highest precision: on a GPU, HIGH is TF32."""
     assert treated(function(dot(more=given)), "pin") == Precision(f32=1, pinned=pinned)
 
 
 def test_another_algorithm_is_the_exporters_choice() -> None:
-    """It says the same on all hardware: it is counted, and left."""
+    """Another explicit algorithm is counted and left unchanged by every treatment."""
     for treatment in ("keep", "strip", "pin"):
         assert treated(function(dot(more=algorithm(COARSE))), treatment) == Precision(algorithm=1)
 
@@ -179,19 +179,19 @@ CONFIG = ", precision_config = [#stablehlo<precision DEFAULT>, #stablehlo<precis
     ],
 )
 def test_other_products_are_pinned_likewise(body: str, takes: tuple[str, ...]) -> None:
-    """Convolutions, and the dot that StableHLO had before."""
+    """Convolutions and StableHLO's older dot are pinned, too."""
     assert treated(function(body, takes), "keep") == Precision(hardware=1)
     assert treated(function(body, takes), "pin") == Precision(f32=1, pinned=1)
 
 
 def test_a_convolution_of_another_type_is_left_alone() -> None:
-    """There is nothing of f32 in it."""
+    """A bf16 convolution is not counted."""
     text = function(CONVOLUTION.format(kind="bf16", more=""), ("bf16", "bf16"), "bf16")
     assert treated(text, "pin") == Precision()
 
 
 def test_an_einsum_cannot_be_pinned_and_is_refused() -> None:
-    """StableHLO's own has no precision; jax never writes it. The message says which it is and what to do."""
+    """StableHLO's einsum has no precision: pinning it is refused with the operation and what to do."""
     body = '%z = "stablehlo.einsum"(%x, %y) {einsum_config = "ij,jk->ik"} : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>'
     assert treated(function(body), "strip") == Precision(hardware=1)
     with pytest.raises(BundleError, match=r"model\.mlir: 1 stablehlo\.einsum: .* Export the model again"):
@@ -199,7 +199,7 @@ def test_an_einsum_cannot_be_pinned_and_is_refused() -> None:
 
 
 def test_products_in_regions_and_functions_are_found() -> None:
-    """In a loop's body, a branch, a reduction's body, a function that is called, and a composite's decomposition."""
+    """Products in loops, branches, reductions, called functions and composites are counted and pinned."""
     square = "tensor<2x2xf32>"
     inner = dot().replace("%x", "%a").replace("%y", "%b")
     helper = f"func.func private @{{}}(%a: {square}, %b: {square}) -> {square} {{{{ {inner} \n return %z : {square} }}}}\n"
@@ -239,10 +239,10 @@ def ragged() -> bytes:
 
 
 def test_a_ragged_product_is_pinned_where_the_compiler_looks() -> None:
-    """jax exports a composite with a decomposition: the compiler takes the composite's own precision."""
+    """A ragged product is pinned in its composite, whose precision the compiler uses."""
     blob, precision = applied(ragged(), "pin")
 
-    # The two products of its decomposition are pinned as well, and are the same one.
+    # The two products of its decomposition are pinned as well, and are the same.
     assert precision == Precision(f32=1, pinned=1)
     assert text_of(blob).count("precision = [HIGHEST, HIGHEST]") == 2
     assert applied(ragged(), "keep") == (ragged(), Precision(hardware=1))
@@ -251,7 +251,7 @@ def test_a_ragged_product_is_pinned_where_the_compiler_looks() -> None:
 
 
 def test_a_ragged_product_of_its_own_dialect_is_pinned() -> None:
-    """As other exporters may write it."""
+    """A ragged product of CHLO, as other exporters may write it, is pinned."""
     square = "tensor<2x2xf32>"
     body = f"""%g = stablehlo.constant dense<[1, 1]> : tensor<2xi32>
       %w = stablehlo.broadcast_in_dim %y, dims = [1, 2] : ({square}) -> tensor<2x2x2xf32>
@@ -262,7 +262,7 @@ def test_a_ragged_product_of_its_own_dialect_is_pinned() -> None:
 
 
 def hlo(blob: bytes) -> str:
-    """What the compiler is given."""
+    """Return the HLO that the compiler gets."""
     signature = signature_of(blob, "model.mlir")
     shapes = [np.zeros(shape, {"f32": np.float32, "i32": np.int32}[kind]) for kind, shape in signature.inputs]
     lowered: Any = jax.jit(as_exported(blob, signature).call).lower(*shapes).compiler_ir("hlo")
@@ -270,13 +270,13 @@ def hlo(blob: bytes) -> str:
 
 
 def test_the_probes_product_is_the_hardwares_whatever_the_process_prefers() -> None:
-    """With `runtime.numerics: f32` the process has another default, and the probe is about the hardware's."""
+    """The probe's product leaves its precision to the hardware, also under `runtime.numerics: f32`."""
     with jax.default_matmul_precision("highest"):
         assert product(2)[1].precision == Precision(hardware=1)
 
 
 def test_the_compiler_is_given_what_was_pinned() -> None:
-    """Nothing between the artifact and XLA forgets it."""
+    """A pinned precision reaches the HLO that XLA compiles."""
     before, signature = product(2)
     after, precision = applied(before, "pin")
 
@@ -288,7 +288,7 @@ def test_the_compiler_is_given_what_was_pinned() -> None:
 
 
 def test_what_computes_in_a_library_is_named() -> None:
-    """Its precision is nobody's here to say: by target, and only where it is about f32."""
+    """f32 operations in libraries, whose precision cannot be set, are counted by their target."""
     square = "tensor<2x2xf32>"
     body = f"""%a = stablehlo.cholesky %x, lower = true : {square}
       %b = "stablehlo.triangular_solve"(%a, %y) {{left_side = true, lower = true, unit_diagonal = false,
@@ -308,7 +308,7 @@ def test_what_computes_in_a_library_is_named() -> None:
 
 
 def test_custom_calls_that_multiply_nothing_are_not_counted() -> None:
-    """Where a tensor lies, say."""
+    """Custom calls that multiply nothing, as those of sharding, are not counted."""
     square = "tensor<2x2xf32>"
     body = f"%z = stablehlo.custom_call @Sharding(%x) : ({square}) -> {square}"
 
@@ -324,13 +324,13 @@ NOTHING_TO_DO: list[tuple[Precision, Treatment]] = [
 
 
 def test_a_module_without_anything_to_change_is_not_even_parsed() -> None:
-    """Whoever looked into it has seen that: loading beside traffic costs nothing more."""
+    """A module without anything to change is not parsed again."""
     for seen, treatment in NOTHING_TO_DO:
         assert treat(b"any", "model.mlir", treatment, seen) == (b"any", seen)
 
 
 def test_a_damaged_module_is_refused() -> None:
-    """Its file is named."""
+    """A damaged module is refused by name."""
     with pytest.raises(BundleError, match=r"^model\.mlir: is not a valid StableHLO portable artifact"):
         treat(product(2)[0][:-20], "model.mlir", "pin", Precision(hardware=1))
 
@@ -345,7 +345,7 @@ WAYS = st.sampled_from(
 def test_no_product_is_lost_or_left_as_it_must_not_be(
     products: list[tuple[str, str]], treatment: Treatment
 ) -> None:
-    """Whatever products a module has: pinned, all of f32 are in f32 or as the exporter chose; stripped, none is in TF32."""
+    """Pinning leaves no f32 product below f32, and stripping leaves none in TF32, for any products."""
     body = ""
     for i, (kind, way) in enumerate(products):
         body += f"%c{i} = stablehlo.convert %x : (tensor<2x2xf32>) -> tensor<2x2x{kind}>\n"

@@ -1,4 +1,4 @@
-"""The files of a bundle: which must be there, which may not."""
+"""The files of a bundle: the required, the optional and the forbidden ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_BATCH = changed(GOOD, batching=None, executable_inputs=[tensor(shape="c", c=2
 
 
 def test_reading_needs_nothing_heavy() -> None:
-    """The stub and the generator import this package; jax and friends stay out until they are needed."""
+    """Importing the reader imports no jax, safetensors or YAML: the stub and the generator use it."""
     code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.commands.checking; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "safetensors", "ruamel.yaml", "ml_dtypes"} & set(found.split())
 
 
 def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
-    """Name, files, weights, digest."""
+    """A good bundle is read with its name, files, weights and digest."""
     bundle = read_bundle(make_bundle(tmp_path, weights=one_weight(), hooks=HOOKS))
     assert (bundle.name, bundle.path) == ("model_a", tmp_path / "model_a")
     assert set(bundle.modules) == {(0, 1), (0, 4)}
@@ -38,19 +38,19 @@ def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_sizes_on_disk_that_are_not_declared_count_too(tmp_path: Path) -> None:
-    """And the unsuffixed module is ignored beside them."""
+    """Modules of undeclared sizes count, and the unsuffixed module beside them is ignored."""
     names = ["model.b1.mlir", "model.b4.mlir", "model.b8.mlir", "model.mlir"]
     assert set(read_bundle(make_bundle(tmp_path, modules=names)).modules) == {(0, 1), (0, 4), (0, 8)}
 
 
 def test_an_unsuffixed_module_alone_has_size_0(tmp_path: Path) -> None:
-    """Only the module knows its size."""
+    """A lone unsuffixed module has size 0, since only its content knows the size."""
     bundle = read_bundle(make_bundle(tmp_path, modules=["model.mlir"]))
     assert {key: path.name for key, path in bundle.modules.items()} == {(0, 0): "model.mlir"}
 
 
 def test_variants_have_their_own_prefix(tmp_path: Path) -> None:
-    """Only model.v{i} files are looked at, each prefix by the same rule."""
+    """Each variant has its own prefix `model.v{i}`, and other module files are ignored."""
     names = ["model.v0.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir", "model.mlir", "model.v7.mlir"]
     assert set(read_bundle(make_bundle(tmp_path, VARIANTS, modules=names)).modules) == {
         (0, 0),
@@ -74,21 +74,21 @@ def test_variants_have_their_own_prefix(tmp_path: Path) -> None:
 def test_missing_and_odd_modules_are_named(
     tmp_path: Path, manifest: dict[str, object], modules: list[str], expected: str
 ) -> None:
-    """The message names the file to add or to rename."""
+    """The message names the module file to add or to rename."""
     assert [
         line for line in problems_of(make_bundle(tmp_path, manifest, modules=modules)) if expected in line
     ]
 
 
 def test_version_2_needs_a_weights_file_even_without_weights(tmp_path: Path) -> None:
-    """In 3.0 the file may be absent."""
+    """Format 2.0 needs a weights file even without weights; in 3.0 it may be absent."""
     (line,) = problems_of(make_bundle(tmp_path, changed(GOOD, format_version="2.0")))
     assert line.startswith("weights.safetensors: is missing")
     assert read_bundle(make_bundle(tmp_path, name="b")).weights == ()
 
 
 def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    """One message, which names model.py, also when client specs depend on the hooks."""
+    """Julia hooks are refused with one message, which names model.py."""
     manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
     made = make_bundle(tmp_path, manifest, weights=one_weight(), files={"model.jl": b""})
     (line,) = problems_of(made)
@@ -97,7 +97,7 @@ def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_python_hooks_in_version_2_are_fine(tmp_path: Path) -> None:
-    """They allow client specs, as model.jl did."""
+    """Python hooks in format 2.0 allow client specs, as model.jl did."""
     manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
     bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight(), hooks=HOOKS))
     assert bundle.manifest.client_inputs is not None
@@ -105,12 +105,12 @@ def test_python_hooks_in_version_2_are_fine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".hidden", "a b", "ä", "a:b"])
 def test_names_that_triton_cannot_take_are_refused(tmp_path: Path, name: str) -> None:
-    """The directory's name is the model's."""
+    """A directory name that is no valid Triton model name is refused."""
     assert any("directory name is letters" in line for line in problems_of(make_bundle(tmp_path, name=name)))
 
 
 def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
-    """Also a file in its place."""
+    """A missing directory, and a file in its place, are reported as missing."""
     (tmp_path / "file").touch()
     for name in ("nothing", "file"):
         with pytest.raises(BundleError, match="there is no such directory"):
@@ -118,7 +118,7 @@ def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> 
 
 
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
-    """It is refused, and not found either."""
+    """A directory without a manifest is refused by the reader and skipped by the search."""
     (tmp_path / "empty").mkdir()
     make_bundle(tmp_path)
     make_bundle(tmp_path, name=".tmp")
@@ -128,7 +128,7 @@ def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_cannot_be_looked_into_hides_no_other(tmp_path: Path) -> None:
-    """It is found, and refused with its reason; what a file system has for itself is not."""
+    """An unreadable entry is found and refused with its reason; lost+found is skipped."""
     make_bundle(tmp_path)
     make_bundle(tmp_path, name="lost+found")
     (tmp_path / "odd").symlink_to("x" * 300)
@@ -138,7 +138,7 @@ def test_an_entry_that_cannot_be_looked_into_hides_no_other(tmp_path: Path) -> N
 
 
 def test_links_may_not_leave_the_bundle(tmp_path: Path) -> None:
-    """Otherwise a bundle could serve any file of the machine as its weights."""
+    """Links that leave the bundle are refused: they could serve any file of the machine as weights."""
     made = make_bundle(tmp_path)
     (tmp_path / "secret").write_bytes(b"s")
     (made / "out").symlink_to(tmp_path / "secret")
@@ -151,21 +151,21 @@ def test_links_may_not_leave_the_bundle(tmp_path: Path) -> None:
 
 
 def test_a_link_to_the_bundle_itself_is_fine(tmp_path: Path) -> None:
-    """A name that points at a version of a model."""
+    """A bundle may be a link to a directory, as for versions of a model."""
     made = make_bundle(tmp_path, name="model_v7")
     (tmp_path / "model").symlink_to(made)
     assert read_bundle(tmp_path / "model").name == "model"
 
 
 def test_pipes_are_refused_without_being_opened(tmp_path: Path) -> None:
-    """Opening one would wait for ever."""
+    """A pipe is refused without being opened, which could block."""
     made = make_bundle(tmp_path)
     os.mkfifo(made / "pipe")
     assert problems_of(made) == ("pipe: is neither a file nor a directory; remove it",)
 
 
 def test_the_digest_sees_names_and_contents_but_no_caches(tmp_path: Path) -> None:
-    """Auxiliary files count, Python's bytecode does not."""
+    """The digest covers the names and contents of all files except Python's bytecode."""
     made = make_bundle(tmp_path, files={"vocab.txt": b"a"})
     digests = [read_bundle(made).digest]
     (made / "__pycache__").mkdir()
@@ -180,14 +180,14 @@ def test_the_digest_sees_names_and_contents_but_no_caches(tmp_path: Path) -> Non
 
 
 def test_an_error_survives_pickling() -> None:
-    """Errors travel between processes."""
+    """A BundleError survives pickling, because it travels between processes."""
     error = pickle.loads(pickle.dumps(BundleError(["a: b", "c: d"])))
     assert (error.problems, str(error)) == (("a: b", "c: d"), "a: b\nc: d")
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "extra.bin", "model.b1.mlir"])
 def test_a_file_that_is_mostly_holes_is_refused_unread(tmp_path: Path, name: str) -> None:
-    """It takes no room on the disk, and hours to hash."""
+    """A huge sparse file is refused without being read."""
     made = make_bundle(tmp_path)
     with (made / name).open("ab") as file:
         file.truncate(2**43)
@@ -195,7 +195,7 @@ def test_a_file_that_is_mostly_holes_is_refused_unread(tmp_path: Path, name: str
 
 
 def test_a_file_with_small_holes_is_as_good_as_any(tmp_path: Path) -> None:
-    """Tools that copy leave out runs of zeros."""
+    """A file with small holes is accepted, because tools that copy leave out runs of zeros."""
     made = make_bundle(tmp_path)
     with (made / "extra.bin").open("wb") as file:
         file.truncate(2**20)
@@ -203,7 +203,7 @@ def test_a_file_with_small_holes_is_as_good_as_any(tmp_path: Path) -> None:
 
 
 def test_directories_without_end_are_refused(tmp_path: Path) -> None:
-    """Neither their number nor their depth may cost the reader its time."""
+    """Too deep directories and too many files are refused."""
     deep = make_bundle(tmp_path, name="deep")
     deep.joinpath(*["d"] * 500).mkdir(parents=True)
     assert problems_of(deep) == ("/".join(["d"] * 18) + ": lies more than 16 directories deep",)
@@ -215,7 +215,7 @@ def test_directories_without_end_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"two\nlines", b"\xff", b"\xe2\x80\xae"])
 def test_files_whose_names_cannot_be_printed_are_refused(tmp_path: Path, name: bytes) -> None:
-    """They would forge lines of logs, or end a program that prints them."""
+    """Files with unprintable names are refused in a printable line."""
     made = make_bundle(tmp_path)
     Path(os.fsdecode(bytes(made) + b"/" + name)).touch()
     (line,) = problems_of(made)
@@ -224,7 +224,7 @@ def test_files_whose_names_cannot_be_printed_are_refused(tmp_path: Path, name: b
 
 
 def test_a_report_stays_short(tmp_path: Path) -> None:
-    """Whatever a bundle is made to say, a person should want to read it."""
+    """The number and the length of the reported lines are limited."""
     names = [f"model.{'x' * 200}{i}.mlir" for i in range(500)]
     lines = problems_of(make_bundle(tmp_path, changed(GOOD, kind="k" * 5000), modules=names))
     assert len(lines) == 100

@@ -1,4 +1,4 @@
-"""`rsrv-bundle show`: the page about a bundle, and the same for programs."""
+"""`rsrv-bundle show`: the page about a bundle, and its JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.bundle.forge import META, changed, make_bundle, one_weight
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A product of 100 by 10, with a hook and what it reads."""
+    """Export a product of 100 by 10, with a hook and its data file."""
     out_dir = tmp_path_factory.mktemp("bundles") / "dense"
     export_bundle(
         lambda p, x: {"y": x @ p["kernel"] + p["bias"]},
@@ -38,7 +38,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order in which a reader asks; what the bundle says cannot steer the terminal."""
+    """The page has its sections in order, and control characters of the bundle are masked."""
     assert cli.main(["show", str(exported)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
@@ -71,7 +71,7 @@ def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.Captur
 
 
 def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes and operations as numbers: a product takes two operations an element, a sum one."""
+    """The JSON has bytes and operations as numbers: a product takes two operations an element, a sum one."""
     assert cli.main(["show", "--json", str(exported)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"] == "stablehlo"
@@ -94,7 +94,7 @@ def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFix
 
 
 def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> None:
-    """Its figures are this machine's."""
+    """With `compiled`, the page has the scratch memory of each module, measured on this machine."""
     found = describe(read_bundle(exported), signature_of, "compiled")
     assert all(module["scratch_bytes"] >= 0 for module in found["modules"])
     assert "scratch" in page(found)
@@ -102,15 +102,15 @@ def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> Non
 
 
 def test_without_jax_the_rest_is_shown(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the page says what is missing."""
+    """Without jax, the page shows the rest and says that costs are missing."""
     monkeypatch.setattr(describing, "find_spec", lambda _: None)
     text = page(describe(read_bundle(exported), signature_of))
     assert "FLOPs and bytes moved are not counted; with jax they are." in text
     assert "model.b4.mlir" in text
 
 
-def test_a_meta_model_shows_whom_it_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no modules, and no weights."""
+def test_a_meta_model_shows_its_callees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page of a meta model lists its callees and has no modules."""
     calls = {"calls": ["first"], "external": ["resnet"]}
     meta = make_bundle(tmp_path, changed(META, meta=calls), modules=(), hooks="def run(inputs, call): ...\n")
     assert cli.main(["show", str(meta)]) == 0
@@ -120,7 +120,7 @@ def test_a_meta_model_shows_whom_it_calls(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_broken_bundle_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its problems are."""
+    """A broken bundle is not shown; its problems go to stderr."""
     assert cli.main(["show", str(make_bundle(tmp_path, weights=one_weight()))]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -145,18 +145,18 @@ def test_a_broken_bundle_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_amounts_have_three_digits(count: int, options: tuple[Any, ...], text: str) -> None:
-    """And a prefix."""
+    """Amounts are printed with three digits and a unit prefix."""
     assert amount(count, *options) == text
 
 
 def test_shapes_name_their_axes() -> None:
-    """The batch axis has no size of its own."""
+    """Shapes are printed with the names of their axes; the batch axis has no extent."""
     assert shape({"shape": "hnw", "dims": [3, -1, -1], "batch_axis": 1}) == "[h=3, n, w=any]"
     assert shape({"shape": "", "dims": [], "batch_axis": None}) == "[]"
 
 
 def test_columns_are_aligned() -> None:
-    """Numbers below a head to the right."""
+    """Columns of the table are aligned, numbers to the right."""
     rows = [("name", "size"), ("a", "10 B"), ("bcd", "9 B")]
     assert list(table(rows, head=True)) == ["name  size", "a     10 B", "bcd    9 B"]
     assert list(table(rows[1:])) == ["a    10 B", "bcd  9 B"]

@@ -1,4 +1,4 @@
-"""`rsrv-bundle upgrade`: another format, another version of StableHLO, the same answers."""
+"""`rsrv-bundle upgrade`: another format or StableHLO version with the same answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.bundle.test_modules import X4, Y4, W, returning
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Format 2.0, written by hand."""
+    """Return a bundle of format 2.0, written by hand."""
     path = tmp_path_factory.mktemp("bundles") / "v2_affine"
     v2_affine.make(path)
     return path
@@ -28,7 +28,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_old_bundle_becomes_a_new_one(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Axes and weights in the order in which the modules take them; other files are copied."""
+    """An old bundle is rewritten with axes and weights in the modules' order; other files are copied."""
     out = tmp_path / "new" / "affine"
     (old / "notes.txt").write_text("kept")
     assert cli.main(["upgrade", str(old), "-o", str(out)]) == 0
@@ -53,7 +53,7 @@ def test_an_old_bundle_becomes_a_new_one(
 
 
 def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_path: Path) -> None:
-    """There and back again they are what they were."""
+    """Modules are written for the requested StableHLO version, and converting back restores them."""
     upgrade(old, tmp_path / "a", stablehlo="1.0.0")
     back = upgrade(tmp_path / "a", tmp_path / "b", stablehlo=known_version(None))
     versions = {artifact_version(file.read_bytes()) for file in read_bundle(tmp_path / "a").modules.values()}
@@ -65,7 +65,7 @@ def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_pa
 
 
 def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here because a weight comes out one bit larger."""
+    """If the upgraded answers differ by one bit, here through a weight, nothing is written."""
 
     def changed_weights(bundle: Any) -> list[Any]:
         return [np.nextafter(array, np.float32(np.inf)) for array in load_weights(bundle)]
@@ -77,7 +77,7 @@ def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless it may be replaced; the old one itself may be, too."""
+    """An existing bundle is replaced only with `--overwrite`, also if it is the source itself."""
     upgrade(old, tmp_path / "m", stablehlo="1.0.0")
     digest = read_bundle(tmp_path / "m").digest
     assert cli.main(["upgrade", str(old), "-o", str(tmp_path / "m")]) == 2
@@ -90,7 +90,7 @@ def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.
 def test_a_bundle_is_not_written_into_itself(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor into a link to it."""
+    """An upgrade into the bundle itself, or into a link to it, is refused."""
     (tmp_path / "link").symlink_to(old)
     before = sorted(old.rglob("*"))
     for out in (old / "inside", old / "a" / "b", tmp_path / "link" / "inside"):
@@ -100,7 +100,7 @@ def test_a_bundle_is_not_written_into_itself(
 
 
 def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
-    """With all that format 3.0 knows."""
+    """The upgrade of a meta model rewrites only its manifest."""
     calls = {"calls": ["first"], "external": ["resnet"]}
     document = changed(META, format_version="2.0", meta=calls, description="Two.", made_up=1)
     old = make_bundle(tmp_path, document, modules=(), hooks="def run(inputs, call): ...\n")
@@ -125,20 +125,20 @@ def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
 def test_a_version_that_cannot_be_written_is_wrong_usage(
     version: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message has those that can be."""
+    """An unknown StableHLO version is refused with the versions that can be written."""
     flags = ["--stablehlo-version", version, "-o", str(tmp_path / "new")]
     assert cli.main(["upgrade", str(tmp_path), *flags]) == 2
     assert problem in capsys.readouterr().err
 
 
 def test_a_broken_bundle_is_not_upgraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its problems are told."""
+    """A broken bundle is not upgraded, and its problems are printed."""
     assert cli.main(["upgrade", str(make_bundle(tmp_path)), "-o", str(tmp_path / "new")]) == 1
     assert "model.b1.mlir: is not a StableHLO portable artifact" in capsys.readouterr().err
 
 
 def test_what_a_version_cannot_say_is_refused() -> None:
-    """jaxlib says that it cannot, and how the module is called is for the caller."""
+    """A module that the version cannot express is refused with jaxlib's reason."""
     blob = returning(Y4, takes=(X4, W))
     assert rewritten(blob, ".".join(map(str, artifact_version(blob)))) == blob
     with pytest.raises(ValueError, match=r"is StableHLO \S+ and cannot be written as 0\.0\.1: "):

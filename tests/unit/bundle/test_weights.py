@@ -22,7 +22,7 @@ ORDER = {"argument_order": '["w"]'}
 
 
 def two(first: list[int], second: list[int]) -> dict[str, Any]:
-    """Two weights of 8 bytes at these offsets."""
+    """Return two weights of 8 bytes at these offsets."""
     entry = {"dtype": "F32", "shape": [2]}
     return {
         "__metadata__": {"argument_order": '["a", "b"]'},
@@ -97,13 +97,13 @@ ATTACKS: list[tuple[str, bytes, str]] = [
 def test_a_hostile_file_is_refused_before_a_tensor_is_read(
     tmp_path: Path, content: bytes, fragment: str
 ) -> None:
-    """Each refusal names the file, the tensor and the rule."""
+    """A hostile file is refused from its header, with the file, the tensor and the rule."""
     lines = problems_of(make_bundle(tmp_path, weights=content))
     assert any(line.startswith("weights.safetensors: ") and fragment in line for line in lines), lines
 
 
 def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> None:
-    """argument_order decides; without tensors it may be absent."""
+    """`argument_order` selects the weights; it may be absent if there are no tensors."""
     extra = safetensors_bytes(
         {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["b"]'}}, bytes(range(16))
     )
@@ -114,7 +114,7 @@ def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> 
 
 
 def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Path) -> None:
-    """2.0 records [2, 3] for what a module takes as [3, 2]: a transpose, not a reshape."""
+    """A 2.0 file records [2, 3] for a tensor that a module takes as [3, 2]: its transpose, not a reshape."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     loaded = {}
     for version in ("2.0", "3.0"):
@@ -135,7 +135,7 @@ def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Pa
 def test_version_2_layout_round_trips(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], token: str, random: Any
 ) -> None:
-    """Storing the transpose, row-major, and loading it as 2.0 gives back the array, for every rank and type."""
+    """For every rank and type, the row-major transpose loads as the original array in format 2.0."""
     dtype = dtypes.numpy_dtype(token)
     raw = bytes(
         random.randrange(2 if token == "bool" else 256) for _ in range(int(np.prod(shape)) * dtype.itemsize)
@@ -153,7 +153,7 @@ def test_version_2_layout_round_trips(
 
 
 def test_every_element_type_is_written_and_read_back(tmp_path: Path) -> None:
-    """Values, order of arguments, scalars and empty tensors; elements are aligned."""
+    """Every element type is read back with its values, order, shape and alignment."""
     arrays = [(token, np.ones((3, 2)).astype(dtypes.numpy_dtype(token))) for token in dtypes.TOKENS]
     arrays += [("scalar", np.array(7, np.int64)), ("empty", np.zeros((0, 3), ml_dtypes.bfloat16))]
     path = tmp_path / "w"
@@ -167,7 +167,7 @@ def test_every_element_type_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_elements_that_the_file_misaligns_are_aligned_in_memory(tmp_path: Path) -> None:
-    """A header of odd length is legal; an array at an odd address would be a trap for whoever takes it."""
+    """Elements that a header of odd length misaligns in the file are aligned in memory."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     length = int.from_bytes(content[:8], "little")
     padded = (
@@ -186,7 +186,7 @@ def test_elements_that_the_file_misaligns_are_aligned_in_memory(tmp_path: Path) 
 def test_a_weight_that_comes_in_pieces_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """A read gives at most 2 GiB, and from a network's file system perhaps less."""
+    """A weight is read whole even if each read returns only a part of it."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     bundle = read_bundle(make_bundle(tmp_path, changed(GOOD, format_version=version), weights=content))
     whole = load_weights(bundle)[0].tolist()
@@ -197,7 +197,7 @@ def test_a_weight_that_comes_in_pieces_is_read_whole(
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
-    """But one whose name is given to another file is the one that was opened."""
+    """A file that shrinks while it is open is refused; one whose name is replaced is still read."""
     made = make_bundle(tmp_path, weights=one_weight(buffer=np.arange(6, dtype="<f4").tobytes()))
     file = WeightsFile(read_bundle(made))
     raw = np.empty(24, np.uint8)
@@ -215,7 +215,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None
 
 
 def test_a_file_that_changed_after_reading_is_refused(tmp_path: Path) -> None:
-    """Its header is not what the bundle says any more."""
+    """A file that changed after the bundle was read is refused."""
     made = make_bundle(tmp_path, weights=one_weight())
     bundle = read_bundle(made)
     (made / "weights.safetensors").write_bytes(b"")
@@ -227,7 +227,7 @@ def test_a_file_that_changed_after_reading_is_refused(tmp_path: Path) -> None:
 
 
 def test_argument_order_is_stored_as_text(tmp_path: Path) -> None:
-    """safetensors metadata maps text to text."""
+    """`argument_order` is stored as JSON text, since safetensors metadata maps text to text."""
     writer.write_weights(tmp_path / "w", [("b", np.zeros(1)), ("a", np.zeros(1))])
     content = (tmp_path / "w").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -235,7 +235,7 @@ def test_argument_order_is_stored_as_text(tmp_path: Path) -> None:
 
 
 def test_element_types_have_five_consistent_names() -> None:
-    """One row of the table, every way around."""
+    """The five names of each element type convert to each other."""
     for token in dtypes.TOKENS:
         assert dtypes.token_of(dtypes.numpy_dtype(token)) == token
         assert dtypes.token_of_safetensors(dtypes.safetensors_tag(token)) == token

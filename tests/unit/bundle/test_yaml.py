@@ -1,4 +1,4 @@
-"""YAML: the traps of version 1.1, and documents that mean harm."""
+"""YAML: the traps of version 1.1, and hostile documents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rsrv_bundle import yaml12
 
 @pytest.mark.parametrize("word", ["n", "y", "no", "on", "off", "yes", "N", "NO"])
 def test_words_that_are_booleans_in_yaml_1_1_stay_text(word: str) -> None:
-    """They are legal shape strings and axis letters."""
+    """Words that YAML 1.1 reads as booleans stay text, because they are legal shapes and axis letters."""
     assert yaml12.load(f"shape: {word}\n{word}: 1".encode()) == {"shape": word, word: 1}
 
 
 def test_keys_become_text_and_dates_become_iso_text() -> None:
-    """Whatever else a scalar may be, a key is text, and provenance survives."""
+    """Keys become text, and dates become ISO text."""
     assert yaml12.load(b"7: a\n2.5: b\ntrue: c\nat: 2026-02-03") == {
         "7": "a",
         "2.5": "b",
@@ -26,7 +26,7 @@ def test_keys_become_text_and_dates_become_iso_text() -> None:
 
 
 def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
-    """1:30 was 90 once."""
+    """Numbers with colons, which YAML 1.1 reads in base 60, stay text."""
     assert yaml12.load(b"a: 1:30\nb: 010") == {"a": "1:30", "b": 10}
 
 
@@ -52,20 +52,20 @@ def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
     ],
 )
 def test_bad_documents_are_refused_in_one_line(text: bytes, fragment: str) -> None:
-    """Every refusal is a ValueError that says why."""
+    """A bad document is refused with a one-line ValueError."""
     with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
         yaml12.load(text)
     assert "\n" not in str(caught.value)
 
 
 def test_a_document_over_the_size_limit_is_refused_unparsed() -> None:
-    """A manifest is a few kilobytes."""
+    """A document over the size limit is refused without being parsed."""
     with pytest.raises(ValueError, match="the limit is"):
         yaml12.load(b"#" * (yaml12.MAX_BYTES + 1))
 
 
 def test_aliases_that_expand_exponentially_are_refused() -> None:
-    """The billion laughs: small on disk, endless for whoever walks it."""
+    """Aliases that expand exponentially, as in the billion laughs, are refused."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     with pytest.raises(ValueError, match="remove its aliases"):
@@ -73,7 +73,7 @@ def test_aliases_that_expand_exponentially_are_refused() -> None:
 
 
 def test_merge_keys_that_expand_exponentially_are_refused() -> None:
-    """Five hundred bytes that kept the parser busy for minutes, before anything could be counted."""
+    """Merge keys that expand exponentially are refused before the parser expands them."""
     lines = ["a0: &a0 {x: 1, y: 2}"]
     lines += [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
     with pytest.raises(ValueError, match="merge keys"):

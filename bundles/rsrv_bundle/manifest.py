@@ -11,12 +11,12 @@ Format versions:
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rsrv.text import nearest
 from rsrv_bundle import dtypes, yaml12
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.spec import Kind, Manifest, TensorSpec
@@ -143,9 +143,7 @@ class _Parser:
         """Report an unknown key: from format 3.0 on, it is probably a typing error."""
         known = tuple(known)
         for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
-            near = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-            self.bad(f"{where}.{key}" if where else key, f"unknown key; {hint}")
+            self.bad(f"{where}.{key}" if where else key, f"unknown key{nearest(key, known)}")
 
     def text(self, key: str) -> str:
         value = self.document.get(key, "")

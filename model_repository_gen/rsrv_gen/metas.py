@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 
+from rsrv.text import nearest
 from rsrv_bundle import Bundle, manifest
 from rsrv_bundle.errors import Problems
 
@@ -32,10 +32,8 @@ def _wrong_call(callee: str, bundles: Mapping[str, Bundle], broken: Collection[s
     if callee in broken:
         return f"calls '{callee}', and that bundle is broken; fix it first"
     if callee not in bundles:
-        near = difflib.get_close_matches(callee, [*bundles, *broken], n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
-        return f"calls '{callee}', which is no bundle here{hint}; {rule}"
+        return f"calls '{callee}', which is no bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
     if bundles[callee].manifest.kind == "meta":
         return f"calls '{callee}', which is a meta model; list the models that it calls"
     return ""

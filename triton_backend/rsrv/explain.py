@@ -1,12 +1,13 @@
 """Errors of YAML files: the key as the file has it, the fault, and the remedy."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from ruamel.yaml import YAML
+
+from rsrv.text import nearest
 
 
 class YamlError(Exception):
@@ -58,16 +59,6 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     message = "must be a mapping" if mapping else error["msg"].removeprefix("Value error, ")
     found = repr(error["input"])
     return f"{key}: {message} (found {found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + '...'})"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint about an unknown word: the most similar known word, or all known words."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-    return f"; known are {shown}" if shown else ""
 
 
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from rsrv.text import amount, one_line
 from rsrv_bundle.commands import showing
 from rsrv_bundle.commands.describing import describe
 from rsrv_bundle.commands.differing import (
@@ -16,7 +17,6 @@ from rsrv_bundle.commands.differing import (
     relate,
     weights_of,
 )
-from rsrv_bundle.commands.showing import amount, printable
 from rsrv_bundle.errors import BundleError, TargetError, os_error
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import known_version
@@ -47,11 +47,11 @@ def diff(a: str, b: str) -> int:
         print(f"B {b}: sha256 {other.digest[:12]}")
         lines = [*manifest_differences(one.manifest, other.manifest), *file_differences(one, other)]
         for line in lines:
-            print(printable(line))
+            print(one_line(line))
         weights = weights_of(one), weights_of(other)
         related = relate(*weights)
         for line in weight_lines(related):
-            print(printable(line))
+            print(one_line(line))
         orders = [[tensor[:2] for tensor in side] for side in weights]
         if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
             print("weights: the arguments are in another order")

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rsrv.text import amount, one_line
+
 #: kind of count -> source of the figures of a module's work
 _COUNTED = {
     "stablehlo": "FLOPs and bytes moved: XLA's count for one execution, over the module as it is stored, before"
@@ -29,7 +31,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     internal = ", internal" if found["internal"] else ""
     yield f"{found['name']}: {found['kind']}, format {found['format_version']}{internal}"
     if found["description"]:
-        yield printable(found["description"])
+        yield one_line(found["description"])
     yield f"sha256 {found['sha256']}"
     yield from _section("Clients send", _tensors(found["client_inputs"]))
     yield from _section("Clients get", _tensors(found["client_outputs"]))
@@ -62,7 +64,7 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -
 
 def table(rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
     """Yield lines of aligned columns; columns of numbers are aligned to the right. `head`: the first row is a heading."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     body = rows[1:] if head else rows
     numbers = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in body) for i in range(len(widths))]
@@ -102,7 +104,7 @@ def _modules(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         "stablehlo": ("StableHLO", str),
         "input_bytes": ("inputs", amount),
         "output_bytes": ("outputs", amount),
-        "flops": ("FLOPs", lambda count: amount(count, "", 1000)),
+        "flops": ("FLOPs", lambda count: amount(count, "")),
         "bytes_accessed": ("moved", amount),
         "scratch_bytes": ("scratch", amount),
     }
@@ -133,20 +135,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def amount(count: int, unit: str = "B", step: int = 1024) -> str:
-    """Return three digits with prefix and unit: `1.5 KiB`, or with steps of 1000 and no unit `1.5 k`."""
-    size, prefix = float(count), ""
-    for prefix in ("", *("KMGTP" if step == 1024 else "kMGTP")):
-        if size < step or prefix == "P":
-            break
-        size /= step
-    binary = "i" if prefix and step == 1024 else ""
-    number = str(count) if not prefix else f"{size:.3g}" if size < 999.5 else f"{size:.0f}"
-    return f"{number} {prefix}{binary}{unit}".rstrip()
-
-
-def printable(text: str) -> str:
-    """Return the text on one line, without control characters."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

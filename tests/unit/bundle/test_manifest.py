@@ -105,7 +105,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("number beyond 64 bits", with_input(dims={"c": 2**70, "h": 4, "w": 5}), "holds a number of 71 bits"),
     ("unknown key", changed(GOOD, executable_input=[]), "did you mean 'executable_inputs'?"),
-    ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known keys: format_version"),
+    ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known are format_version"),
     ("unknown nested", changed(GOOD, batching={"batch_sizes": [1]}), "batching.batch_sizes: unknown key"),
     ("unknown in tensor", with_input(dim={}), "executable_inputs[0].dim: unknown key; did you mean 'dims'?"),
     ("open axis", with_input(dims={"c": 3, "h": -1, "w": 5}), "axes of size -1 (h)"),

@@ -17,7 +17,7 @@ import trustme
 from google.protobuf import json_format
 
 from rsrv.cli import main as cli
-from rsrv.cli.output import amount, duration, to_json
+from rsrv.cli.output import to_json
 from rsrv.cli.server_pages import print_update
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
@@ -583,20 +583,3 @@ def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.Mon
 
     assert find.address(None) == "gpu7:8003"
     assert find.address(os.getpid()) == mine
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600, "1 MB"), (2**40, "1.1 TB")]
-)
-def test_bytes_for_people(nbytes: int, text: str) -> None:
-    """Three digits."""
-    assert amount(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (2e-6, "2 us"), (0.25, "250 ms"), (59, "59 s"), (90, "1.5 min"), (5400, "1.5 h")],
-)
-def test_times_for_people(seconds: float, text: str) -> None:
-    """With the unit that fits."""
-    assert duration(seconds) == text

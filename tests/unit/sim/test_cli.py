@@ -30,7 +30,7 @@ def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([str(scenario)]) == 0
 
     out = capsys.readouterr().out
-    assert "2 requests in 0.003 s, 2 served" in out
+    assert "2 requests in 3 ms, 2 served" in out
     assert [path.name for path in scenario.parent.iterdir()] == ["scenario.yaml"]
 
 

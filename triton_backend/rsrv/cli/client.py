@@ -10,9 +10,10 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rsrv.cli.output import one_line, print_json
+from rsrv.cli.output import print_json
 from rsrv.control import find
 from rsrv.progress import steps
+from rsrv.text import one_line
 
 #: Seconds to wait for an answer, and for the answer to a call that loads or compiles first.
 TIMEOUT_S = 10.0

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rsrv.cli.client import CommandLineError, Server, carry_out
-from rsrv.cli.output import amount, duration, print_table
+from rsrv.cli.output import print_table
+from rsrv.text import amount, duration, percent, rate
 from rsrv_gateway.directory import address
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
@@ -131,8 +132,8 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                     "alive" if one.alive else "dead",
                     one.grpc,
                     str(one.models),
-                    f"{one.utilisation:.2f}",
-                    f"{one.busy:.2f}",
+                    percent(one.utilisation),
+                    percent(one.busy),
                     amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
                     amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
                     duration(one.backlog_s),
@@ -151,7 +152,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "MOVING TO",
                 "REPLICAS",
                 "UTILISATION",
-                "REQUESTS/S",
+                "REQUESTS",
                 "PER ITEM",
                 "SIZE",
             ),
@@ -162,8 +163,8 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                     str(len(one.ready)),
                     " ".join(one.moving_to) or "-",
                     f"{one.effective_replicas} of {_count(one.replicas)}",
-                    f"{one.utilisation:.3f}",
-                    f"{one.requests_s:.3g}",
+                    percent(one.utilisation),
+                    rate(one.requests_s),
                     duration(one.item_s) if one.HasField("item_s") else "-",
                     amount(one.bytes),
                 )

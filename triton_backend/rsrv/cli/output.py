@@ -86,35 +86,3 @@ def is_terminal() -> bool:
 
 #: Styles of the words that should catch the eye.
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
-
-
-def printable(text: str) -> str:
-    """Return a line from another process without characters that control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def one_line(text: str) -> str:
-    """Return a text of any lines as one printable line."""
-    return printable(" ".join(text.split()))
-
-
-def amount(nbytes: int) -> str:
-    """Return bytes with the unit that fits."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with the unit that fits."""
-    if seconds >= 3600:
-        return f"{seconds / 3600:.1f} h"
-    if seconds >= 60:
-        return f"{seconds / 60:.1f} min"
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return "0 s"

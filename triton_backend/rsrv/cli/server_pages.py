@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsrv.cli.output import amount, duration, one_line, print_table, printable
+from rsrv.cli.output import print_table
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.text import amount, duration, one_line, printable
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:

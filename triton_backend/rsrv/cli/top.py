@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from rsrv.cli.output import amount, duration, is_terminal, one_line, printable
+from rsrv.cli.output import is_terminal
+from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
 _BLOCK_INTERVAL_S = 5.0
 #: Models in such a block, and lines of events below the table on a terminal.
 _MAX_MODELS, _MAX_EVENTS = 10, 6
-_HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS/S", "DEVICE", "P99", "LOADS", "ERRORS")
+_HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
 
 
 class ModelRow(NamedTuple):
@@ -43,9 +44,9 @@ class ModelRow(NamedTuple):
             amount(model["bytes"]) if model["bytes"] else "-",
             str(model["queued"]),
             str(model["executing"]),
-            "-" if self.rate is None else f"{self.rate:.1f}",
-            "-" if self.share is None else f"{self.share:.0%}",
-            "-" if model["p99_s"] is None else duration(model["p99_s"]),
+            rate(self.rate),
+            percent(self.share),
+            duration(model["p99_s"]),
             str(model["loads"]),
             str(model["errors"]),
         )
@@ -84,8 +85,8 @@ class Top:
         of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
         return (
             f"{amount(device['held'])}{of} for weights ({amount(device['pinned'])} pinned), "
-            f"device busy {min(1.0, sum(row.share or 0 for row in self.rows)):.0%}, "
-            f"{sum(row.rate or 0 for row in self.rows):.1f} requests/s, "
+            f"device busy {percent(min(1.0, sum(row.share or 0 for row in self.rows)))}, "
+            f"{rate(sum(row.rate or 0 for row in self.rows))}, "
             f"{sum(row.model['queued'] for row in self.rows)} waiting, "
             f"{len(self.rows)} models, host {amount(host['physical'])}"
         )

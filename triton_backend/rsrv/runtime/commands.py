@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rsrv.explain import nearest
 from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
@@ -23,6 +22,7 @@ from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.settings import SettingsError
+from rsrv.text import nearest
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 
 log = logging.getLogger("rsrv.commands")

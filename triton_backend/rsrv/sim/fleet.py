@@ -12,6 +12,7 @@ from rsrv.placement.routing import Mode
 from rsrv.sim.record import FleetRecord, Record
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.tally import Tally, in_time, ratio, rounded
+from rsrv.text import amount, duration, percent, rate
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -129,17 +130,17 @@ class Column:
 
 
 COLUMNS = (
-    Column("goodput", lambda total: f"{total['goodput'] or 0.0:.1f} /s"),
-    Column("in time", lambda total: _percent(total["goodput_ratio"])),
+    Column("goodput", lambda total: rate(total["goodput"])),
+    Column("in time", lambda total: percent(total["goodput_ratio"])),
     Column("missed", lambda total: str(total["missed"])),
-    Column("p50", lambda total: _ms(total["latency_p50_s"])),
-    Column("p99", lambda total: _ms(total["latency_p99_s"])),
+    Column("p50", lambda total: duration(total["latency_p50_s"])),
+    Column("p99", lambda total: duration(total["latency_p99_s"])),
     Column("loads", lambda total: str(total["loads"])),
-    Column("moved", lambda total: f"{total['loaded_bytes'] / 1e9:.0f} GB"),
-    Column("found weights", lambda total: _percent(total["hit_ratio"])),
+    Column("moved", lambda total: amount(total["loaded_bytes"])),
+    Column("found weights", lambda total: percent(total["hit_ratio"])),
     Column("rows", lambda total: _two(total["rows"])),
-    Column("fill", lambda total: _percent(total["fill"])),
-    Column("busy", lambda total: _percent(total["utilisation"])),
+    Column("fill", lambda total: percent(total["fill"])),
+    Column("busy", lambda total: percent(total["utilisation"])),
     Column("max / mean", lambda total: _two(total["imbalance"])),
     Column("moves", lambda total: str(total["moves"])),
 )
@@ -149,14 +150,6 @@ def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Compare summaries by mode: return the header, and a row for each."""
     head = ("mode", *(column.title for column in COLUMNS))
     return [head, *((mode, *(column.cell(run["total"]) for column in COLUMNS)) for mode, run in runs.items())]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{1e3 * value:.0f} ms"
 
 
 def _two(value: float | None) -> str:

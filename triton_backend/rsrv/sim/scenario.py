@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rsrv.explain import YamlError, explain, nearest, read_yaml
+from rsrv.explain import YamlError, explain, read_yaml
 from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Program
@@ -24,6 +24,7 @@ from rsrv.sim.schema import (
     TraceKeys,
     Zipf,
 )
+from rsrv.text import nearest
 
 
 class ScenarioError(Exception):

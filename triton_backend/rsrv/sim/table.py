@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rsrv.text import amount, duration, percent, rate
+
 #: models with a line of their own.
 _SHOWN = 20
 
@@ -13,14 +15,14 @@ def table(metrics: dict[str, Any]) -> str:
     ends = ("served", "shed", "expired", "refused", "cancelled", "failed")
     ended = ", ".join(f"{total[end]} {end}" for end in ends if total[end] or end == "served")
     echo = f"{metrics['discipline']}, seed {metrics['seed']}"
-    good = f"{_number(total['goodput'])}/s ({_percent(total['goodput_ratio'])})"
-    over = f"{total['jain_models']} models, {_number(total['jain_seconds'])} s"
-    loads = f"{total['loads']} loads ({_number(total['load_seconds'])} s, {_number(total['loaded_bytes'] / 1e9)} GB)"
-    hits = f"{_percent(total['hit_ratio'])} of requests found their weights"
+    good = f"{rate(total['goodput'])} ({percent(total['goodput_ratio'])})"
+    over = f"{total['jain_models']} models, {duration(total['jain_seconds'])}"
+    loads = f"{total['loads']} loads ({duration(total['load_seconds'])}, {amount(total['loaded_bytes'])})"
+    hits = f"{percent(total['hit_ratio'])} of requests found their weights"
     lines = [
-        f"{echo}: {total['arrived']} requests in {total['makespan_s']:.6g} s, {ended}",
-        f"device busy {_percent(total['utilisation'])}, goodput {good}, Jain {_number(total['jain'])} ({over})",
-        f"{total['dispatches']} executions, padding {_percent(total['padding_ratio'])}, {loads}, "
+        f"{echo}: {total['arrived']} requests in {duration(total['makespan_s'])}, {ended}",
+        f"device busy {percent(total['utilisation'])}, goodput {good}, Jain {_number(total['jain'])} ({over})",
+        f"{total['dispatches']} executions, padding {percent(total['padding_ratio'])}, {loads}, "
         + f"{total['evictions']} evictions, {hits}",
         "",
     ]
@@ -54,8 +56,8 @@ def _row(name: str, of: dict[str, Any]) -> tuple[str, ...]:
     return (
         name,
         *(str(of[end]) for end in ("served", "shed", "expired", "refused")),
-        _percent(of["share"]),
-        *(_seconds(of[key]) for key in ("wait_p50_s", "wait_p99_s", "latency_p50_s", "latency_p99_s")),
+        percent(of["share"]),
+        *(duration(of[key]) for key in ("wait_p50_s", "wait_p99_s", "latency_p50_s", "latency_p99_s")),
         str(of["loads"]),
     )
 
@@ -69,16 +71,3 @@ def _align(rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if value * scale >= 1.0:
-            return f"{value * scale:.4g} {unit}"
-    return f"{value * 1e6:.4g} us"

@@ -18,20 +18,23 @@ const say = (element, text) => {
 
 // --- figures ------------------------------------------------------------------------------------------------
 
-const bytes = (count) => {
-  if (count == null) return "–";
-  let unit = 0;
-  for (; count >= 1000 && unit < 5; unit++) count /= 1000;
-  return `${count < 10 && unit ? count.toFixed(1) : Math.round(count)} ${["B", "kB", "MB", "GB", "TB", "PB"][unit]}`;
+// As rsrv/text.py: three digits.
+const digits = (value) => String(Number(value.toPrecision(3)));
+const amount = (count, unit) => {
+  let prefix = 0;
+  for (; count >= 999.5 && prefix < 5; prefix++) count /= 1000;
+  return `${digits(count)} ${["", "k", "M", "G", "T", "P"][prefix]}${unit}`.trim();
 };
+const bytes = (count) => (count == null ? "–" : amount(count, "B"));
 const seconds = (value) => {
   if (value == null) return "–";
-  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
-  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  return value < 120 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
+  if (value >= 3600) return `${(value / 3600).toFixed(1)} h`;
+  if (value >= 60) return `${(value / 60).toFixed(1)} min`;
+  if (value >= 1) return `${digits(value)} s`;
+  return value >= 1e-3 ? `${digits(value * 1e3)} ms` : `${digits(value * 1e6)} µs`;
 };
-const rate = (value) => (value == null ? "–" : value < 10 ? value.toFixed(1) : value.toFixed(0));
-const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
+const rate = (value) => (value == null ? "–" : amount(value, ""));
+const percent = (value) => (value == null ? "–" : `${digits(value * 100)}%`);
 const colours = new Map();
 const colour = (name) => {
   if (!colours.has(name)) {

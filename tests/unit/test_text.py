@@ -1,0 +1,53 @@
+"""Figures with their units, and hints about unknown words."""
+
+import pytest
+
+from rsrv.text import amount, duration, nearest, percent, rate
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (2**40, "1.1 TB"),
+        (10**18, "1e+03 PB"),
+    ],
+)
+def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str) -> None:
+    """No command counts in steps of 1024."""
+    assert amount(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (0, "0 s"), (2e-6, "2 µs"), (0.25, "250 ms"), (59, "59 s"), (90, "1.5 min")),
+        (5400, "1.5 h"),
+    ],
+)
+def test_a_time_has_the_unit_that_fits(seconds: float | None, text: str) -> None:
+    """From microseconds to hours."""
+    assert duration(seconds) == text
+
+
+def test_rates_and_shares_have_three_digits() -> None:
+    """A rate that is not known is a dash."""
+    assert (rate(None), rate(12.34), rate(0), rate(10_000)) == ("-", "12.3/s", "0/s", "10 k/s")
+    assert (percent(0.1234), percent(0.5), percent(1)) == ("12.3%", "50%", "100%")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("statsu", "; did you mean 'status'?"),
+        ("xyz", "; known are status, top"),
+        ("statu" * 10**6, "; known are status, top"),
+    ],
+)
+def test_an_unknown_word_gets_the_nearest_one(word: str, hint: str) -> None:
+    """Otherwise all known words; a long word costs no time."""
+    assert nearest(word, ["status", "top"]) == hint

@@ -1,0 +1,63 @@
+"""Text for people: figures with their units, lines from other processes, and hints about unknown words.
+
+Every command and page uses these units: bytes in steps of 1000 (kB, MB, GB), times in µs, ms, s, min and h, rates per
+second, all with three digits. A figure that is not known is a dash.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+def amount(count: float | None, unit: str = "B") -> str:
+    """Return a number of bytes, or of another `unit`, with the prefix that fits: `1.5 kB`."""
+    if count is None:
+        return "-"
+    for prefix in ("", "k", "M", "G", "T"):
+        if count < 999.5:
+            return f"{count:.3g} {prefix}{unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} P{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time with the unit that fits."""
+    if seconds is None:
+        return "-"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 60:
+        return f"{seconds / 60:.1f} min"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return "0 s"
+
+
+def rate(per_second: float | None) -> str:
+    """Return a rate with its unit: `12.5/s`."""
+    return "-" if per_second is None else f"{amount(per_second, '')}/s"
+
+
+def percent(share: float | None) -> str:
+    """Return a share of one as a percentage."""
+    return "-" if share is None else f"{100 * share:.3g}%"
+
+
+def printable(text: str) -> str:
+    """Return a line from another process without characters that control a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Return a text of any lines as one printable line."""
+    return printable(" ".join(text.split()))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a hint about an unknown word: the most similar known word, or all known words."""
+    known = list(known)
+    near = difflib.get_close_matches(word[:100], known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+    return f"; known are {shown}" if shown else ""

@@ -20,28 +20,32 @@ TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help bundles demo serve test test-unit test-long test-wheel chaos fuzz bench pages house lint docs dist
+.PHONY: help lock bundles demo serve test test-unit test-long test-wheel chaos fuzz bench pages house lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
 
 FOUND = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-$(SERVING): pyproject.toml
+# Every installation takes the versions of the lock, whichever extras and groups it asks for.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
+
+$(SERVING): pyproject.toml requirements.lock
 	$(if $(filter 3.11 3.12 3.13,$(FOUND)),,$(error needs Python 3.11 to 3.13, found $(or $(FOUND),none); make PYTHON=python3.12 $(or $(MAKECMDGOALS),demo)))
 	@echo "== .venv: what serving needs (a minute the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[runtime,gateway]'
+	@$(INSTALL) -e '.[serve]'
 	@touch $@
 
 $(VENV): $(SERVING)
 	@echo "== .venv: the tools of development (a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) 'pip>=25.1'  # the first that reads dependency groups
+	$(INSTALL) -e '.[serve,export,hooks,sim]' --group dev
 	@touch $@
 
 $(FRAMEWORKS): $(VENV)
 	@echo "== .venv: PyTorch, Flax and Equinox, for the real models among the examples, and for the tests"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,frameworks]'
+	$(INSTALL) -e '.[export-torch,export-flax,export-equinox]' --group frameworks
 	@touch $@
 
 $(TRITON): $(SERVING) triton_backend/rsrv/serve/triton_install.py
@@ -101,6 +105,15 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, d
 	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/simulator_page.py
 	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
+
+# Writes the locks again. Versions stay where the requirements allow it; UPGRADE=1 takes the newest.
+LOCK := $(BIN)/uv pip compile --quiet --no-config $(if $(UPGRADE),--upgrade) pyproject.toml
+IMAGE := --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate
+lock: $(VENV)
+	$(LOCK) --universal --python-version 3.11 --group dev --group frameworks -o requirements.lock \
+		$(patsubst %,--extra %,serve export-torch export-flax export-equinox hooks sim)
+	$(LOCK) --extra serve --extra cuda13 $(IMAGE) -o docker/requirements.txt
+	$(LOCK) --extra hooks --no-deps --no-emit-package numpy $(IMAGE) -o docker/requirements-hooks.txt
 
 docs: $(VENV) ## build the documentation's site in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build(arguments.out_dir, arguments.names or NAMES)
     except metadata.PackageNotFoundError as error:
         print(
-            f"{error.name}, which examples are made with, is missing: pip install 'rsrv[frameworks]'",
+            f"{error.name}, which examples are made with, is missing: run `make bundles`, which installs it",
             file=sys.stderr,
         )
         return 1

@@ -300,9 +300,7 @@ def _directories(*paths: str) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    _need("jaxlib", "rsrv[runtime]")
-    if arguments.compile:
-        _need("jax", "rsrv[export]")
+    _need("jax", "rsrv[export]")
     from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target: str) -> None:
     """The line names the versions that work, the one found, and the command to type; no environment is made."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
+    for name in ("pyproject.toml", "requirements.lock"):
+        (tmp_path / name).touch()
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\necho 3.10\n")
     old.chmod(0o755)

@@ -279,7 +279,7 @@ class TracesSection(Section):
     endpoint: str | None = Field(
         None,
         description="URL of an OTLP collector over HTTP, as http://localhost:4318/v1/traces. A request is traced if its "
-        "client's trace context says so. Traces need the extra `traces` and a control process (control.enabled). null: no "
+        "client's trace context says so. Traces need a control process (control.enabled). null: no "
         "traces. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply.",
     )
 

@@ -22,7 +22,7 @@ def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison 
     numerics: comparison that runs the modules, if any.
     """
     if signatures and find_spec("jaxlib") is None:
-        message = "jaxlib is not installed; install 'rsrv[runtime]', or pass --no-signatures"
+        message = "jaxlib is not installed; install 'rsrv[export]', or pass --no-signatures"
         print(f"rsrv-bundle: {message}", file=sys.stderr)
         return 2
     broken = 0

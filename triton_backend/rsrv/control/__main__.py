@@ -155,19 +155,13 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
 
 def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
-    """Return the exporter of traces; None if no collector is set, or its packages are missing."""
+    """Return the exporter of traces; None if no collector is set."""
     endpoint = settings.traces.endpoint
     if endpoint is None:
         return None
-    try:
-        from rsrv.control.exporting import Collector, Exporting
-    except ModuleNotFoundError as error:
-        log.error(
-            "traces.endpoint is set, but the runtime's environment lacks %s: run pip install 'rsrv[traces]' there. "
-            "Until then spans are recorded, which costs time, and not exported",
-            error.name,
-        )
-        return None
+    # Imported only where it is needed: OpenTelemetry takes memory.
+    from rsrv.control.exporting import Collector, Exporting
+
     return Exporting(link, Collector(endpoint).send)
 
 

@@ -308,7 +308,7 @@ class Launcher:
             except OSError as error:
                 raise LaunchError(
                     f"the runtime cannot be started with {python}: {error}. RSRV_RUNTIME_PYTHON must name a "
-                    "Python where 'rsrv[runtime]' is installed"
+                    "Python where 'rsrv[serve]' is installed"
                 ) from None
             finally:
                 os.close(child_end)
@@ -325,7 +325,7 @@ class Launcher:
             )
             raise LaunchError(
                 f"the runtime did not start with {python}: {reason}. RSRV_RUNTIME_PYTHON must name a Python "
-                "where 'rsrv[runtime]' is installed"
+                "where 'rsrv[serve]' is installed"
             )
 
 

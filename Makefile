@@ -18,9 +18,10 @@ VENV := .venv/.stamp
 FRAMEWORKS := .venv/.frameworks
 TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
+GPU := .gpu/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help lock bundles demo serve test test-unit test-long test-wheel chaos fuzz bench pages house lint docs dist
+.PHONY: help lock bundles demo serve test test-unit test-gpu test-long test-wheel chaos fuzz bench pages house lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -58,6 +59,11 @@ $(BROWSER): $(VENV) tools/browser_install.py
 	$(BIN)/python tools/browser_install.py
 	@touch $@
 
+$(GPU): $(VENV) tests/gpu/install.py $(wildcard tests/gpu/driver/*)
+	@echo "== .gpu: jax's CUDA plugin on a fake CUDA driver"
+	$(BIN)/python tests/gpu/install.py
+	@touch $@
+
 # Builds the example bundles into build/bundles.
 bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
@@ -71,14 +77,17 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 		--exit-on-error=false
 
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
-	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --ignore tests/gpu
 
 test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print which lines they reach)
 	$(if $(COV),$(BIN)/coverage run -m pytest,$(PYTEST)) -m "not long" tests/unit -n $(WORKERS)
 	$(if $(COV),$(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered)
 
+test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XLA's CUDA client and a fake CUDA driver; no GPU is needed
+	$(PYTEST) tests/gpu
+
 test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
-	$(PYTEST) -m long --timeout=1800
+	$(PYTEST) -m long --timeout=1800 --ignore tests/gpu
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
 chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/troubleshooting.md; CHAOS=--quick, or CHAOS='--only stub')
@@ -115,7 +124,8 @@ lock: $(VENV)
 	$(LOCK) --extra serve --extra cuda13 $(IMAGE) -o docker/requirements.txt
 	$(LOCK) --extra hooks --no-deps --no-emit-package numpy $(IMAGE) -o docker/requirements-hooks.txt
 
-docs: $(VENV) ## build the documentation's site in build/site; warnings are errors
+# Builds the documentation's site in build/site; warnings are errors.
+docs: $(VENV)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 dist: $(VENV) ## build the wheel and the sdist in dist

@@ -1,0 +1,168 @@
+// What XLA and rsrv call of NVIDIA's other libraries: cudart, cuDNN, cuBLAS, cuBLASLt and NVML.
+//
+// A library's function that is missing here ends in an error of XLA's that names it. Their types are left out: all that
+// matters is the size of an argument.
+#include "card.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace {
+
+constexpr int CUDART_VERSION = 13050, CUDNN_VERSION = 92800, CUBLAS_VERSION = 130100;
+
+// An opaque object of cuBLASLt, whose size the caller does not know.
+int make_object(void** object) {
+    *object = calloc(1, 512);
+    return 0;
+}
+
+int version_part(int part, int version, int* value) {
+    const int parts[] = {version / 10000, version / 100 % 100, version % 100};
+    *value = parts[part];
+    return 0;
+}
+
+}  // namespace
+
+// --- cudart ---------------------------------------------------------------------------------------------------------
+
+API int cudaRuntimeGetVersion(int* version) {
+    *version = CUDART_VERSION;
+    return 0;
+}
+API int cudaDriverGetVersion(int* version) { return cuDriverGetVersion(version); }
+API int cudaGetDeviceCount(int* count) { return cuDeviceGetCount(count); }
+API int cudaGetDevice(int* device) {
+    *device = 0;
+    return 0;
+}
+API int cudaSetDevice(int) { return 0; }
+API int cudaGetLastError() { return 0; }
+API int cudaPeekAtLastError() { return 0; }
+API const char* cudaGetErrorName(int) { return "cudaErrorUnknown"; }
+API const char* cudaGetErrorString(int) { return "an error of the fake driver"; }
+API int cudaDeviceSynchronize() { return fault(); }
+API int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+    return cuDeviceGetAttribute(value, static_cast<CUdevice_attribute>(attribute), device);
+}
+// XLA's own kernels, compiled by nvcc, register themselves when the library is loaded.
+API void** __cudaRegisterFatBinary(void*) { return static_cast<void**>(calloc(8, sizeof(void*))); }
+API void __cudaRegisterFatBinaryEnd(void**) {}
+API void __cudaUnregisterFatBinary(void**) {}
+API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+API char __cudaInitModule(void**) { return 1; }
+API int cudaGetFuncBySymbol(CUfunction* function, const void*) { return cuModuleGetFunction(function, nullptr, "xla"); }
+API int cudaFuncSetAttribute(const void*, int, int) { return 0; }
+API int cudaFuncGetAttributes(void* attributes, const void*) {
+    memset(attributes, 0, 144);
+    return 0;
+}
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    *blocks = 2;
+    return 0;
+}
+
+// --- cuDNN: no plan can be built, so XLA falls back to kernels of its own -----------------------------------------------
+
+API size_t cudnnGetVersion() { return CUDNN_VERSION; }
+API size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
+API size_t cudnnGetMaxDeviceVersion() { return 1200; }
+API int cudnnGetProperty(int part, int* value) { return version_part(part, CUDNN_VERSION, value); }
+API int cudnnCreate(void** handle) { return make_object(handle); }
+API const char* cudnnGetErrorString(int) { return "not supported by the fake cuDNN"; }
+API int cudnnBackendCreateDescriptor(int, void**) { return 3000; }  // CUDNN_STATUS_NOT_SUPPORTED
+API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 3000; }
+API int cudnnBackendGetAttribute(void*, int, int, int64_t, int64_t*, void*) { return 3000; }
+API int cudnnBackendFinalize(void*) { return 3000; }
+
+// --- cuBLAS and cuBLASLt ----------------------------------------------------------------------------------------------
+
+API int cublasCreate_v2(void** handle) { return make_object(handle); }
+API int cublasGetVersion_v2(void*, int* version) {
+    *version = CUBLAS_VERSION;
+    return 0;
+}
+API int cublasGetProperty(int part, int* value) { return version_part(part, CUBLAS_VERSION, value); }
+API const char* cublasGetStatusString(int) { return "not supported by the fake cuBLAS"; }
+API const char* cublasGetStatusName(int) { return "CUBLAS_STATUS_NOT_SUPPORTED"; }
+API int cublasLtCreate(void** handle) { return make_object(handle); }
+API size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
+API size_t cublasLtGetCudartVersion() { return CUDART_VERSION; }
+API int cublasLtGetProperty(int part, int* value) { return version_part(part, CUBLAS_VERSION, value); }
+API const char* cublasLtGetStatusString(int) { return "not supported by the fake cuBLASLt"; }
+API const char* cublasLtGetStatusName(int) { return "CUBLAS_STATUS_NOT_SUPPORTED"; }
+API int cublasLtMatmulDescCreate(void** object, int, int) { return make_object(object); }
+API int cublasLtMatrixLayoutCreate(void** object, int, uint64_t, uint64_t, int64_t) { return make_object(object); }
+API int cublasLtMatmulPreferenceCreate(void** object) { return make_object(object); }
+API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* found) {
+    memset(results, 0, 96);
+    *found = 1;
+    return 0;
+}
+
+// --- NVML: what rsrv.serve.nvml and XLA ask ---------------------------------------------------------------------------
+
+namespace {
+
+constexpr int NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6;
+
+using NvmlDevice = uintptr_t;  // 1 + card, + 100 per instance of a partitioned card, from the first
+
+int card_of(NvmlDevice device) { return static_cast<int>(device % 100) - 1; }
+
+}  // namespace
+
+API int nvmlInit_v2() { return cards() && cards()->count ? 0 : 9; }  // NVML_ERROR_DRIVER_NOT_LOADED
+API int nvmlInit() { return nvmlInit_v2(); }
+API int nvmlInitWithFlags(unsigned) { return nvmlInit_v2(); }
+API int nvmlShutdown() { return 0; }
+API const char* nvmlErrorString(int) { return "an error of the fake NVML"; }
+API int nvmlSystemGetDriverVersion(char* version, unsigned length) {
+    snprintf(version, length, "580.82.07");
+    return 0;
+}
+API int nvmlDeviceGetCount_v2(unsigned* count) {
+    *count = static_cast<unsigned>(cards()->count);
+    return 0;
+}
+API int nvmlDeviceGetHandleByIndex_v2(unsigned index, NvmlDevice* device) {
+    if (index >= cards()->count) return NVML_INVALID_ARGUMENT;
+    *device = index + 1;
+    return 0;
+}
+API int nvmlDeviceGetHandleByPciBusId_v2(const char* id, NvmlDevice* device) {
+    unsigned domain, bus;
+    if (sscanf(id, "%x:%x:", &domain, &bus) != 2 || bus < 1 || bus > cards()->count) return NVML_NOT_FOUND;
+    *device = bus;
+    return 0;
+}
+API int nvmlDeviceGetUUID(NvmlDevice device, char* uuid, unsigned length) {
+    std::string text = uuid_of(card_of(device));
+    if (device > 100) text = "MIG-" + std::to_string(device / 100) + text.substr(3);
+    snprintf(uuid, length, "%s", text.c_str());
+    return 0;
+}
+API int nvmlDeviceGetName(NvmlDevice, char* name, unsigned length) {
+    snprintf(name, length, "NVIDIA H100 80GB HBM3");
+    return 0;
+}
+API int nvmlDeviceGetMigMode(NvmlDevice, unsigned* present, unsigned* pending) {
+    *present = *pending = cards()->mig_instances > 0;
+    return 0;
+}
+API int nvmlDeviceGetMaxMigDeviceCount(NvmlDevice, unsigned* count) {
+    *count = 7;
+    return 0;
+}
+API int nvmlDeviceGetMigDeviceHandleByIndex(NvmlDevice device, unsigned index, NvmlDevice* instance) {
+    if (index >= cards()->mig_instances) return NVML_NOT_FOUND;
+    *instance = device + 100 * (index + 1);
+    return 0;
+}
+API int nvmlDeviceGetCpuAffinity(NvmlDevice, unsigned words, unsigned long* mask) {
+    memset(mask, 0xff, words * sizeof *mask);
+    return 0;
+}

@@ -1,0 +1,101 @@
+"""Make .gpu: jax's CUDA plugin, and a fake CUDA driver in the places of NVIDIA's libraries.
+
+The folder `site` is put in front of .venv's packages by PYTHONPATH; it has the wheels that XLA needs to compile for a
+GPU, a tenth of what `jax[cuda13]` installs. The other libraries of CUDA are the driver of tests/gpu/driver: XLA and
+rsrv load them by name.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PINS = ROOT / "docker" / "requirements.txt"
+
+#: of .venv's jax
+PLUGIN = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
+#: ptxas, libnvvm and libdevice, and the headers of the driver
+COMPILER = ("nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-nvvm")
+
+#: where a process finds the libraries: the system's by LD_LIBRARY_PATH, the others where their wheels have them
+DRIVER = "driver/libcuda.so.1"
+LIBRARIES = (
+    "driver/libnvidia-ml.so.1",
+    "site/nvidia/cu13/lib/libcudart.so.13",
+    "site/nvidia/cu13/lib/libcublas.so.13",
+    "site/nvidia/cu13/lib/libcublasLt.so.13",
+    "site/nvidia/cudnn/lib/libcudnn.so.9",
+)
+
+#: jax calls `initialize` of each module of `jax_plugins`, before it looks for a device node, which only root can make
+NODE = '''
+"""Make jax believe that this machine has the device node of a GPU."""
+
+
+def initialize():
+    from jax._src import hardware_utils
+
+    hardware_utils.has_visible_nvidia_gpu = lambda: True
+'''
+
+
+def main(target: Path) -> None:
+    site = target / "site"
+    if not (site / "jax_plugins").exists():
+        shutil.rmtree(site, ignore_errors=True)
+        _install(site, *(f"{name}=={version('jax')}" for name in PLUGIN), *map(_pinned, COMPILER))
+        node = site / "jax_plugins" / "fake_gpu.py"
+        node.write_text(NODE.lstrip())
+    driver = target / DRIVER
+    driver.parent.mkdir(exist_ok=True)
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+    ]
+    headers, sources = site / "nvidia" / "cu13" / "include", sorted((HERE / "driver").glob("*.cpp"))
+    subprocess.run([*_compiler(target), *options, "-I", headers, "-o", driver, *sources], check=True)
+    for name in LIBRARIES:
+        library = target / name
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.unlink(missing_ok=True)
+        # One file under each name: the loader maps it once, and its parts share their state.
+        library.hardlink_to(driver)
+
+
+def _pinned(name: str) -> str:
+    """Return the requirement of the container, which has the versions that belong together."""
+    found = re.search(rf"^{re.escape(name)}==\S+", PINS.read_text(), re.MULTILINE)
+    assert found is not None, f"{PINS} has no {name}"
+    return found[0]
+
+
+def _compiler(target: Path) -> list[str]:
+    """Return the system's C++ compiler, or one from PyPI."""
+    if found := shutil.which("c++"):
+        return [found]
+    zig = target / "zig"
+    if not zig.exists():
+        _install(zig, "ziglang")
+    return [sys.executable, str(zig / "ziglang" / "__main__.py"), "c++"]
+
+
+def _install(folder: Path, *requirements: str) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--target", str(folder), *requirements], check=True)
+
+
+if __name__ == "__main__":
+    main(ROOT / ".gpu")

@@ -1,4 +1,4 @@
-"""A runtime that says what a test wants, on a real socket and on the test's own event loop."""
+"""A fake runtime on a real socket and on the test's own event loop, with answers that a test sets."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from rsrv.wire.socket import Closed, Receiver, listen, send
 
 
 async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
-    """Returns when a change of the view has made it true."""
+    """Return when a change of the view has made the condition true."""
     while True:
         seen = view.changes
         if condition():
@@ -39,7 +39,7 @@ async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
 
 
 def entry(name: str, **differs: Any) -> ModelVersion:
-    """Of a model that is ready."""
+    """Return the entry of a model that is ready."""
     common: dict[str, Any] = {
         "name": name,
         "kind": "model",
@@ -56,7 +56,7 @@ def entry(name: str, **differs: Any) -> ModelVersion:
 
 
 def model_status(**differs: Any) -> dict[str, Any]:
-    """What STATUS says of a model."""
+    """Return what STATUS answers about a model."""
     return {
         "key": "a@0123456789ab",
         "digest": "0123456789abcdef" * 4,
@@ -95,7 +95,10 @@ SECTION = {
 
 
 class FakeRuntime:
-    """Listens at `path` until `die`. `commands` are those that came, without pings; `answers` says what comes of one."""
+    """Listens at `path` until `die`.
+
+    `commands` are those received, without pings; `answers` gives the reply to one.
+    """
 
     def __init__(self, path: Path, instance: str = "11" * 8) -> None:
         self._loop = asyncio.get_running_loop()
@@ -121,7 +124,7 @@ class FakeRuntime:
         self._loop.add_reader(self._listener, self._accept)
 
     def die(self) -> None:
-        """All connections end, and nobody listens. A second time, nothing happens."""
+        """Close all connections and the listener. A second call does nothing."""
         if not self._alive:
             return
         self._alive = False
@@ -133,11 +136,11 @@ class FakeRuntime:
         os.close(self._board.fd)
 
     def stop(self) -> None:
-        """As SIGSTOP does it."""
+        """Stop reading, as after SIGSTOP."""
         self._silent = True
 
     def go_on(self) -> None:
-        """As SIGCONT does it."""
+        """Read again, as after SIGCONT."""
         self._silent = False
         kept, self._kept = self._kept, []
         for sock, frame in kept:
@@ -153,12 +156,12 @@ class FakeRuntime:
             send(watcher, pack_json(Kind.STATE, {"revision": self.revision, "key": key, "entry": entry}))
 
     def say(self, kind: Kind, value: dict[str, Any]) -> None:
-        """Anything, to all watchers."""
+        """Send any frame to all watchers."""
         for watcher in self._watchers:
             send(watcher, pack_json(kind, value))
 
     async def came(self, condition: Callable[[], bool]) -> None:
-        """Returns when commands that came have made it true."""
+        """Return when the received commands have made the condition true."""
         while not condition():
             self._came.clear()
             await self._came.wait()
@@ -254,7 +257,7 @@ class FakeRuntime:
 
 @asynccontextmanager
 async def linked(directory: Path, *, ping: float = 0.01, silence: float = 10.0) -> AsyncIterator[RuntimeLink]:
-    """A link that runs; pings often, and is patient unless a test is about silence."""
+    """Run a link that pings often, and is patient unless a test is about silence."""
     link = RuntimeLink(
         directory / "runtime.sock",
         Overrides(directory / "overrides.json"),
@@ -272,7 +275,7 @@ async def linked(directory: Path, *, ping: float = 0.01, silence: float = 10.0) 
 
 
 class FakeLifecycle:
-    """Reloads nothing, and says so where `refusals` has something to say."""
+    """Records reloads, and raises the error in `refusals` if there is one for the model."""
 
     def __init__(self) -> None:
         self.failures: dict[str, BundleFailure] = {}
@@ -291,7 +294,7 @@ class FakeLifecycle:
 
 @dataclass
 class Served:
-    """The services of one fake runtime, as clients and as the control process have them."""
+    """The services of one fake runtime, with the interfaces that clients and the control process use."""
 
     runtime: FakeRuntime
     link: RuntimeLink
@@ -313,7 +316,7 @@ async def served(
     silence: float = 10.0,
     decides: bool = True,
 ) -> AsyncIterator[Served]:
-    """On a Unix socket, over a repository of these models, which the runtime has ready; it is up already."""
+    """Serve on a Unix socket, over a repository of these models, which are ready in a runtime that is up."""
     repository = tmp_path / "repository"
     repository.mkdir()
     runtime = FakeRuntime(tmp_path / "runtime.sock")
@@ -362,5 +365,5 @@ async def served(
 
 
 def add_model(repository: Path, name: str) -> None:
-    """As rsrv-gen does, as far as readiness looks."""
+    """Add a model to the repository, as far as readiness reads one."""
     (repository / name / "1" / "bundle").mkdir(parents=True)

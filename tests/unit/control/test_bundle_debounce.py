@@ -1,4 +1,4 @@
-"""What counts as a change of a bundle."""
+"""`BundleDebounce`: which observations count as a change of a bundle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def changed(looks: BundleDebounce, now: float, *roots: Seen) -> set[str]:
 
 @pytest.fixture
 def looks() -> BundleDebounce:
-    """Two looks agreed that there are `a` and `b`."""
+    """Return a debounce that has seen `a` and `b` twice."""
     looks = BundleDebounce(pause=1.0)
     assert changed(looks, 0.0, seen(a="1", b="1")) == set()
     unsettled = [looks.unsettled]
@@ -36,7 +36,7 @@ def looks() -> BundleDebounce:
 
 
 def test_two_looks_have_to_agree(looks: BundleDebounce) -> None:
-    """And they have to be far enough apart, whatever comes in between."""
+    """A change counts when two looks agree that are far enough apart, independent of looks in between."""
     assert changed(looks, 2.0, seen(a="2", b="1")) == set()
     assert changed(looks, 2.9, seen(a="2", b="1")) == set()
     assert changed(looks, 3.0, seen(a="3", b="1")) == set()
@@ -48,7 +48,7 @@ def test_two_looks_have_to_agree(looks: BundleDebounce) -> None:
 
 
 def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_as_gone() -> None:
-    """Each time that it does; a bundle that went meanwhile was never seen."""
+    """Each time a root appears, two looks must agree before a missing bundle counts as gone."""
     looks, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     for now in (0.0, 1.0):
         changed(looks, now, seen(a="1"), nowhere)
@@ -63,14 +63,14 @@ def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_
 
 
 def test_a_change_that_is_taken_back_was_none(looks: BundleDebounce) -> None:
-    """Nobody hears of it."""
+    """A change that is undone before the second look is not reported."""
     assert changed(looks, 2.0, seen(a="2")) == set()
     assert changed(looks, 9.0, seen(a="1", b="1")) == set()
     assert not looks.unsettled
 
 
 def test_one_bundle_that_never_rests_holds_up_no_other(looks: BundleDebounce) -> None:
-    """Each goes by its own looks, also one that can't be read."""
+    """Each bundle is judged by its own looks: one that keeps changing or is unreadable delays no other."""
     counted = [changed(looks, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
     assert counted == [set(), {"b"}, set(), set(), set()]
     assert looks.settled("c") is None
@@ -78,7 +78,7 @@ def test_one_bundle_that_never_rests_holds_up_no_other(looks: BundleDebounce) ->
 
 
 def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: BundleDebounce) -> None:
-    """Also the last one of a directory that is still the same."""
+    """A removed bundle is gone when two looks agree, also the last one of a directory."""
     assert changed(looks, 2.0, seen()) == set()
     assert not looks.gone("a")
     assert changed(looks, 3.0, seen()) == {"a", "b"}
@@ -87,7 +87,7 @@ def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: BundleDebounce) ->
 
 
 def test_what_is_copied_without_its_manifest_is_not_gone(looks: BundleDebounce) -> None:
-    """As long as it grows; when it rests without one, there is no bundle."""
+    """A bundle without a manifest is not gone while its files grow, but when they rest."""
     assert [changed(looks, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
     assert not looks.gone("a")
     assert looks.unsettled
@@ -98,7 +98,7 @@ def test_what_is_copied_without_its_manifest_is_not_gone(looks: BundleDebounce) 
 
 
 def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce) -> None:
-    """Nobody hears of it; and a root that holds nothing else may be a disk that is not mounted."""
+    """A directory without a manifest is never reported; a root with nothing else may be an unmounted disk."""
     for now in (2.0, 3.0):
         assert changed(looks, now, seen(a="1", b="1", other="-1")) == set()
     assert not looks.was_known("other")
@@ -112,7 +112,7 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce
     ids=["no directory", "what a disk is mounted on"],
 )
 def test_nothing_is_gone_with_a_missing_root(looks: BundleDebounce, missing: Seen) -> None:
-    """It is told once when it goes and once when it is back; what changed meanwhile counts then."""
+    """Bundles of a missing root are not gone; loss and return are reported once, changes after the return."""
     (line,) = told(looks, 2.0, missing)
     assert "is a disk not mounted?" in line
     assert told(looks, 10.0, missing) == []
@@ -125,7 +125,7 @@ def test_nothing_is_gone_with_a_missing_root(looks: BundleDebounce, missing: See
 
 
 def test_a_root_that_was_never_there_may_hold_anything() -> None:
-    """So no name is known to be gone, except those that were seen below another one."""
+    """As long as a root was never seen, only names that were seen below another root can be gone."""
     looks, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     assert not looks.gone("x")
     for now in (0.0, 1.0):
@@ -138,14 +138,14 @@ def test_a_root_that_was_never_there_may_hold_anything() -> None:
 
 
 def test_another_directory_with_bundles_is_taken_as_it_is(looks: BundleDebounce) -> None:
-    """As when a link is set to another one."""
+    """If a root becomes another directory, as when a link is changed, its bundles count as they are."""
     changed(looks, 2.0, seen(NEW, a="1", c="1"))
     assert changed(looks, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
     assert looks.gone("b")
 
 
 def test_a_name_below_two_roots_is_two_bundles(looks: BundleDebounce) -> None:
-    """And one again when one of them goes."""
+    """One name below two roots is two bundles, and one bundle again after one of them goes."""
     for now in (2.0, 3.0):
         changed(looks, now, seen(a="1", b="1"), seen(a="7"))
     assert looks.settled("a") == ((ROOT, "1"), (OTHER, "7"))
@@ -155,7 +155,7 @@ def test_a_name_below_two_roots_is_two_bundles(looks: BundleDebounce) -> None:
 
 
 def test_a_signature_is_of_every_file_in_any_order() -> None:
-    """Names, sizes, times and inodes count; the order in which they are listed does not."""
+    """A signature covers names, sizes, times and inodes of all files, and not their order."""
     files = [("a", 1, 2, 3, 4), ("b/c", 1, 2, 3, 5)]
     same = signature(files)
     assert signature(reversed(files)) == same

@@ -1,4 +1,4 @@
-"""The states of bundles, and the times at which they are loaded, unloaded and retried."""
+"""`BundleStates`: the states of bundles, and the times at which they are loaded, unloaded and retried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E, S = BundleEvent, BundleState
 
 
 def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
-    """Until then, no time wakes the control process up for it."""
+    """A bundle that changes during its load is due when the load ends, and sets no time until then."""
     states = BundleStates()
     states.changed({"a", "b"}, 0)
     assert states.due(0) == {"a", "b"}
@@ -37,7 +37,7 @@ def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
 
 
 def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
-    """The earlier of the two times counts."""
+    """If a comparison is postponed, a change is still due at its own time."""
     states = BundleStates()
     states.changed({"a"}, 1)
     states.check("a", 60)
@@ -50,7 +50,7 @@ def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) -> None:
-    """It keeps what it waits for, and is unloaded whether the reload works or fails."""
+    """A model to unload gets its stub replaced first, and is unloaded whether the reload works or fails."""
     states = BundleStates()
     states.apply("slow", E.LOAD, 0)
     states.orphan("a", (), 0)
@@ -70,7 +70,7 @@ def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) ->
 
 
 def test_failures_are_retried_ever_more_seldom() -> None:
-    """After 10, 20, 40 seconds, and at last every ten minutes; the time of the first failure stays."""
+    """Retries come after 10, 20, 40 seconds and so on up to the maximum; the first failure's time stays."""
     states, now, pauses = BundleStates(), 0.0, []
     for _ in range(9):
         states.conclude("a", E.LOAD, now)
@@ -87,7 +87,7 @@ def test_failures_are_retried_ever_more_seldom() -> None:
 
 
 def test_another_bundle_starts_the_count_again() -> None:
-    """It is tried at once, and its failure is the first."""
+    """A changed bundle is tried at once, and its failure counts as the first."""
     states = BundleStates()
     for _ in range(5):
         states.fail("a", "why", 0, wall=1)
@@ -102,7 +102,7 @@ def test_another_bundle_starts_the_count_again() -> None:
 
 
 def test_broken_bundles_wait_for_another_bundle() -> None:
-    """They are reported when they break, and when they do for another reason."""
+    """A broken bundle is reported when it breaks and when its reason changes."""
     states = BundleStates()
     assert set(states.set_broken({"a": "why", "b": "why"}, 0, wall=1)) == {"a", "b"}
     assert states.set_broken({"a": "why", "b": "also"}, 0, wall=2).keys() == {"b"}
@@ -113,7 +113,7 @@ def test_broken_bundles_wait_for_another_bundle() -> None:
 
 
 def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced() -> None:
-    """Its failure is shown all the time, and is not the one of the reload."""
+    """The failure of a broken bundle stays, also while its old version's stub is reloaded."""
     states = BundleStates()
     states.set_broken({"a": "no manifest"}, 0, wall=1)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced(
 
 
 def test_a_failed_reload_is_told_from_a_failed_load() -> None:
-    """Where bundles are not followed, only the latter is retried with the bundle as it is then."""
+    """A failed reload of a dead stub and a failed load of a bundle are different states."""
     states = BundleStates()
     states.apply("a", E.STUB_DIED, 0)
     states.fail("a", "why", 1, wall=1)
@@ -139,7 +139,7 @@ def test_a_failed_reload_is_told_from_a_failed_load() -> None:
 
 
 def test_an_unload_waits_for_the_loads_that_began_before() -> None:
-    """It waits for no other, and not longer than ten minutes."""
+    """An unload waits for the loads that began before it, at most for ten minutes, and for no later ones."""
     states = BundleStates()
     states.apply("new", E.LOAD, 0)
     states.orphan("old", (), 0)
@@ -157,7 +157,7 @@ def test_an_unload_waits_for_the_loads_that_began_before() -> None:
 
 
 def test_a_bundle_that_is_back_is_not_unloaded() -> None:
-    """It has changed again, or is to stay, or is being loaded; one that lost its bundle during a load is compared."""
+    """A bundle that returns is not unloaded; one that vanishes during its load is compared again."""
     states = BundleStates()
     for name in ("a", "b", "c", "d"):
         states.orphan(name, (), 0)
@@ -171,7 +171,7 @@ def test_a_bundle_that_is_back_is_not_unloaded() -> None:
 
 
 def test_an_illegal_transition_tells_the_history() -> None:
-    """The message has the state, the event, and how the bundle came there."""
+    """An illegal transition raises with the state, the event and the history."""
     states = BundleStates()
     states.apply("a", E.LOAD, 1.5)
     states.apply("a", E.LOADED, 2.5)
@@ -190,8 +190,8 @@ NAMES = st.sampled_from("abc")
         max_size=60,
     )
 )
-def test_whatever_happens_no_bundle_is_stuck(steps: list[tuple[str, str]]) -> None:
-    """A failure, a change or an unload that waits has a time, and all that Triton does ends in a state of rest."""
+def test_no_sequence_of_events_leaves_a_bundle_stuck(steps: list[tuple[str, str]]) -> None:
+    """After any events, each failure, change or pending unload has a time, and no operation stays open."""
     states, broken = BundleStates(), dict[str, str]()
     for now, (name, step) in enumerate(steps):
         before = states.state(name)
@@ -229,7 +229,7 @@ def test_whatever_happens_no_bundle_is_stuck(steps: list[tuple[str, str]]) -> No
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    """From the first state, and without an end."""
+    """Every state can be reached from the first one, and every state can be left."""
     reached = {S.UNCHECKED}
     while more := {after for (before, _), after in TRANSITIONS.items() if before in reached} - reached:
         reached |= more
@@ -238,11 +238,12 @@ def test_every_state_can_be_reached_and_left() -> None:
     assert {before for (before, _), after in TRANSITIONS.items() if after is not before} == set(S)
 
 
-# --- stubs ----------------------------------------------------------------------------------------------------------
+# --- stubs
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_stub_is_dead_when_two_looks_agree() -> None:
-    """Half a second apart; one that was only late is not."""
+    """A stub is dead if two looks half a second apart agree; a stub that was only late is not."""
     health = StubHealth()
     assert not health.look({"a", "b"}, {"a"}, 0.0, 20.0)
     assert health.suspicious
@@ -251,7 +252,7 @@ def test_a_stub_is_dead_when_two_looks_agree() -> None:
 
 
 def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
-    """It was unloaded, or is being loaded."""
+    """A model that Triton does not report as ready has no dead stub."""
     health = StubHealth()
     assert not health.look(set(), set(), 0.0, 20.0)
     assert not health.look(set(), set(), 0.0, 30.0)
@@ -259,7 +260,7 @@ def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
 
 
 def test_stubs_have_time_to_find_a_new_runtime() -> None:
-    """Ten seconds after it came up; if it does not come, fifteen, for then no stub is left to start it."""
+    """Stubs have ten seconds to reconnect to a new runtime, and fifteen to start one."""
     health = StubHealth()
     assert not health.look({"a"}, set(), 100.0, 101.0)
     assert not health.look({"a"}, set(), 100.0, 109.9)
@@ -272,7 +273,7 @@ def test_stubs_have_time_to_find_a_new_runtime() -> None:
 
 
 def test_a_replaced_stub_has_time_to_start() -> None:
-    """Then it may be found dead again."""
+    """A replaced stub has time to start, and can be found dead after it."""
     health = StubHealth()
     health.expect_start("a", 30.0)
     assert not health.look({"a"}, set(), 0.0, 20.0)

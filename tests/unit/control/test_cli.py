@@ -1,4 +1,4 @@
-"""The command rsrv: what it asks the server for, and what it prints."""
+"""The command rsrv: its requests to the server and its output."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class Said:
 
 
 class Shell:
-    """Runs the command beside the server, which is on this thread."""
+    """Runs the command in a thread, beside the server on the event loop."""
 
     def __init__(self, server: Served, capsys: pytest.CaptureFixture[str]) -> None:
         self.server = server
@@ -56,7 +56,7 @@ class Shell:
 def _main(arguments: list[str]) -> int:
     try:
         return cli.main(arguments)
-    except SystemExit as error:  # argparse's
+    except SystemExit as error:  # The exit of argparse.
         return int(error.code or 0)
 
 
@@ -69,7 +69,7 @@ async def shell(
 
 
 def test_commands_need_no_settings_reader_and_no_numpy() -> None:
-    """Each invocation imports what it needs, no more: pydantic would double the time."""
+    """An invocation imports no pydantic, numpy or rich that it does not need: pydantic doubles the time."""
     program = (
         "import sys, rsrv.cli.server_commands; "
         "print([name for name in ('rich', 'pydantic', 'numpy', 'asyncio') if name in sys.modules])"
@@ -83,7 +83,7 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
 
 
 def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain columns where there is no terminal; what is wrong is there, too."""
+    """Without a terminal, `rsrv status` prints plain columns, failures included."""
 
     @looped
     async def run() -> None:
@@ -114,7 +114,7 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its versions, its executables, and its policy."""
+    """`rsrv status MODEL` prints its versions, executables and policy."""
 
     @looped
     async def run() -> None:
@@ -135,7 +135,7 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_table_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rich draws it; nothing that came from a server is taken for its markup."""
+    """On a terminal, rich draws the table; text from a server is not read as rich's markup."""
 
     @looped
     async def run() -> None:
@@ -155,7 +155,7 @@ def test_a_table_on_a_terminal(
 
 
 def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """These keys are a promise."""
+    """The keys of `rsrv status --json` are stable."""
 
     @looped
     async def run() -> None:
@@ -214,7 +214,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_json_is_protobufs_json() -> None:
-    """Protobuf's own reader makes the same message of it."""
+    """JSON output is protobuf's: its own parser restores the message."""
     message = pb.GetStatusResponse(
         runtime=pb.Runtime(revision=2**53, uptime_s=float("inf")),
         device=pb.DeviceMemory(limit_bytes=0),
@@ -274,7 +274,7 @@ def test_a_subcommand_is_one_command(
     command: dict[str, Any],
     out: str,
 ) -> None:
-    """The runtime is told what the operator wants, and the operator what came of it."""
+    """Each subcommand sends one command to the runtime and prints the result."""
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["a", "b"]},
         "abort": {"aborted": 2, "executing": 1},
@@ -314,10 +314,10 @@ def test_a_subcommand_is_one_command(
         ["status", "--tls-cert", "cert.pem"],
     ],
 )
-def test_a_wrong_command_line_asks_nobody(
+def test_a_wrong_command_line_sends_no_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Status 2, and what is wrong on stderr."""
+    """A wrong command line exits 2 with a message on stderr, and no command is sent."""
 
     @looped
     async def run() -> None:
@@ -332,7 +332,7 @@ def test_a_wrong_command_line_asks_nobody(
 
 
 def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values are as in rsrv.yaml."""
+    """`rsrv scheduler` shows and changes settings by the keys and values of rsrv.yaml."""
 
     @looped
     async def run() -> None:
@@ -350,7 +350,7 @@ def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the server and of a model; one model loses its stub."""
+    """`rsrv health` exits 0 or 1 for the server and for a model; here one model loses its stub."""
 
     @looped
     async def run() -> None:
@@ -371,7 +371,7 @@ def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])
 def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag: list[str]) -> None:
-    """At once, though nobody looks at a terminal; and it ends without a word."""
+    """`rsrv watch` prints each change at once, also without a terminal, and exits silently on Ctrl-C."""
 
     @looped
     async def run() -> None:
@@ -413,7 +413,7 @@ def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag
 
 
 def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """A model fails and goes, and then the runtime."""
+    """`rsrv watch` prints the failure and the end of a model, and the end of the runtime."""
     failed = pb.Version(key="a@1", state=pb.STATE_FAILED, error="no\nroom \x1b[2J")
     for update in (
         pb.WatchStateResponse(
@@ -432,14 +432,14 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
 
 
 def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Started, and stopped when the time is over."""
+    """`rsrv profile` starts a profile and stops it when the time is over."""
 
     @looped
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
 
             def answer(command: dict[str, Any]) -> dict[str, Any]:
-                if "directory" in command:  # the runtime makes it
+                if "directory" in command:  # The runtime makes the directory.
                     Path(command["directory"]).mkdir()
                 return {}
 
@@ -453,8 +453,10 @@ def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run()
 
 
-def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The address is wrong, or the server has ended."""
+def test_an_address_without_a_server_fails_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If nothing answers at the address, one line names it and exits 1."""
 
     @looped
     async def run() -> None:
@@ -468,7 +470,7 @@ def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The control process answers all the same."""
+    """If the runtime is gone, the control process still answers, and the command exits 1."""
 
     @looped
     async def run() -> None:
@@ -484,7 +486,7 @@ def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files are given on the command line; a wrong token is refused."""
+    """TLS and the token come from files on the command line; a wrong token or missing file fails."""
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")
     pair.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
@@ -522,7 +524,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the runtimes' directories, empty."""
+    """Return an empty folder for the directories of runtimes."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("RSRV_CONTROL_ADDRESS", raising=False)
     return tmp_path
@@ -536,7 +538,7 @@ def _server(base: Path, pid: int, gpu: int = 0, started: int | None = None) -> s
 
 
 def test_the_only_server_is_found(servers: Path) -> None:
-    """Beside what a dead one left, whose pid another process has now."""
+    """The only live server is found; a dead one's directory is ignored, although its pid was reused."""
     _server(servers, 1, started=12345)
     address = _server(servers, os.getpid())
 
@@ -544,7 +546,7 @@ def test_the_only_server_is_found(servers: Path) -> None:
 
 
 def test_of_several_servers_one_is_chosen(servers: Path) -> None:
-    """All are listed; a pid says which."""
+    """Several servers are listed in the error; `--pid` chooses one."""
     mine, parents = _server(servers, os.getpid()), _server(servers, os.getppid())
 
     with pytest.raises(find.NotFound, match="choose one") as found:
@@ -556,7 +558,7 @@ def test_of_several_servers_one_is_chosen(servers: Path) -> None:
 
 
 def test_two_gpus_of_a_server_are_told_apart(servers: Path) -> None:
-    """The pid does not say which: the addresses do."""
+    """The error lists the addresses of both GPUs of one server, because its pid is ambiguous."""
     first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))
 
     with pytest.raises(find.NotFound) as found:
@@ -567,7 +569,7 @@ def test_two_gpus_of_a_server_are_told_apart(servers: Path) -> None:
 
 
 def test_no_server_is_found(servers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says where it was looked for."""
+    """Without a server, one line names the searched folder."""
     assert cli.main(["status"]) == 1
     assert (
         capsys.readouterr().err
@@ -577,7 +579,7 @@ def test_no_server_is_found(servers: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RSRV_CONTROL_ADDRESS; a pid on the command line wins."""
+    """RSRV_CONTROL_ADDRESS names the server; a pid on the command line takes precedence."""
     mine = _server(servers, os.getpid())
     monkeypatch.setenv("RSRV_CONTROL_ADDRESS", "gpu7:8003")
 

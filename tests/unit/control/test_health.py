@@ -1,4 +1,4 @@
-"""The health service: whether the server, and each model, can serve now."""
+"""The health service: whether the server and each model can serve now."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ async def settled(server: Served, revision: int) -> None:
 
 @looped
 async def test_all_is_well(tmp_path: Path) -> None:
-    """Two models are ready and have their stubs."""
+    """The server and its models are SERVING if the models are ready and have stubs."""
     async with served(tmp_path, models=["a", "b"]) as server:
         assert [await check(server, service) for service in ("", "a", "b")] == [SERVING] * 3
 
@@ -41,7 +41,7 @@ async def test_all_is_well(tmp_path: Path) -> None:
 def test_a_model_without_a_ready_version_and_a_stub_does_not_serve(
     tmp_path: Path, differs: dict[str, Any]
 ) -> None:
-    """One of two; so the server as a whole does not, either."""
+    """A model without a ready version or without a stub is NOT_SERVING, and so is the server."""
 
     @looped
     async def run() -> None:
@@ -59,7 +59,7 @@ def test_a_model_without_a_ready_version_and_a_stub_does_not_serve(
 
 @looped
 async def test_a_dead_stub_is_seen_and_its_return_too(tmp_path: Path) -> None:
-    """The only stub of a model dies, which takes the model from the runtime; later it is there again."""
+    """Watchers see NOT_SERVING when a model's only stub dies, and SERVING when it is back."""
     async with served(tmp_path, models=["a"]) as server:
         whole, model = watch(server), watch(server, "a")
         assert ((await whole.read()).status, (await model.read()).status) == (SERVING, SERVING)
@@ -73,7 +73,7 @@ async def test_a_dead_stub_is_seen_and_its_return_too(tmp_path: Path) -> None:
 
 @looped
 async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -> None:
-    """Its new stub is ready before Triton sends requests there."""
+    """A model with a replaced stub serves when Triton has loaded it, not when the stub is ready."""
     async with served(tmp_path, models=["a"]) as server:
         model = watch(server, "a")
         assert (await model.read()).status == SERVING
@@ -90,7 +90,7 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
 
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
-    """While Triton loads one anew: as soon as the runtime is seen again, that one serves."""
+    """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
     view: Any = SimpleNamespace(up=True, entries={"a@1": entry("a")})
     readiness = Readiness(view, tmp_path, lambda: {"a"}, lambda: (), decides=True)
     seen = []
@@ -100,8 +100,8 @@ def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Pa
 
 
 @looped
-async def test_a_model_serves_while_it_is_loaded_anew(tmp_path: Path) -> None:
-    """Triton loads its next version: the one before it is there."""
+async def test_a_model_serves_while_it_is_reloaded(tmp_path: Path) -> None:
+    """A model serves by its earlier version while Triton loads the next one."""
     async with served(tmp_path, models=["a"]) as server:
         server.lifecycle.loading.add("a")
         server.runtime.change("a@2", entry("a", stubs=[101]))
@@ -113,7 +113,7 @@ async def test_a_model_serves_while_it_is_loaded_anew(tmp_path: Path) -> None:
 
 @looped
 async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
-    """It dies; the next one has its models one after the other."""
+    """After the runtime dies, each model serves when the next runtime has it."""
     async with served(tmp_path, models=["a", "b"]) as server:
         whole = watch(server)
         assert (await whole.read()).status == SERVING
@@ -137,7 +137,7 @@ async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_a_stopped_runtime_serves_nothing_until_it_goes_on(tmp_path: Path) -> None:
-    """Its process is stopped for a while."""
+    """While the runtime's process is stopped, nothing serves; watchers see both changes."""
     async with served(tmp_path, models=["a"], silence=0.05) as server:
         whole = watch(server)
         assert (await whole.read()).status == SERVING
@@ -151,7 +151,7 @@ async def test_a_stopped_runtime_serves_nothing_until_it_goes_on(tmp_path: Path)
 
 @looped
 async def test_a_new_model_counts_once_it_is_ready(tmp_path: Path) -> None:
-    """It compiles beside the traffic of another one, is ready, and then dies."""
+    """A new model counts for the server's health from its first ready version on."""
     async with served(tmp_path, models=["a"]) as server:
         add_model(server.repository, "b")
         server.runtime.change("b@1", entry("b", state="loading"))
@@ -169,7 +169,7 @@ async def test_a_new_model_counts_once_it_is_ready(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_is_removed_is_not_missed(tmp_path: Path) -> None:
-    """The repository loses it, and then Triton unloads it."""
+    """A removed model does not make the server unhealthy, and is NOT_FOUND after Triton unloads it."""
     async with served(tmp_path, models=["a", "b"]) as server:
         (server.repository / "b").rename(tmp_path / "b")
         server.runtime.change("b@1", None)
@@ -183,7 +183,7 @@ async def test_a_model_that_is_removed_is_not_missed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_is_not_wanted_is_not_missed_until_it_has_served_again(tmp_path: Path) -> None:
-    """Unloaded by hand, or about to leave the repository; later somebody loads it, which takes its time, and it dies."""
+    """An unwanted model does not make the server unhealthy until it was loaded and has served again."""
     async with served(tmp_path, models=["a", "b"]) as server:
         whole = watch(server)
         server.lifecycle.unwanted.add("b")
@@ -207,7 +207,7 @@ async def test_a_model_that_is_not_wanted_is_not_missed_until_it_has_served_agai
 
 @looped
 async def test_a_model_that_fails_from_the_start_is_missed_until_it_is_removed(tmp_path: Path) -> None:
-    """The repository has two models, of which one never gets ready; nothing tells when it is taken out."""
+    """A model that never gets ready makes the server unhealthy until it leaves the repository."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("b@1", entry("b", state="failed", error="why", stubs=[]))
         await settled(server, 6)
@@ -221,7 +221,7 @@ async def test_a_model_that_fails_from_the_start_is_missed_until_it_is_removed(t
 
 @looped
 async def test_an_old_version_serves_while_the_new_one_loads(tmp_path: Path) -> None:
-    """Two versions of a model; the new one fails."""
+    """The old version serves while the new one loads, and after the new one fails."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@2", entry("a", state="loading", stubs=[2]))
         await settled(server, 6)
@@ -234,7 +234,7 @@ async def test_an_old_version_serves_while_the_new_one_loads(tmp_path: Path) -> 
 
 @looped
 async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Path) -> None:
-    """It has no stub and no place in the repository of its own; the stub of its only meta model dies."""
+    """A callee without an own stub serves while the stub of its meta model is alive."""
     async with served(tmp_path, models=["m"]) as server:
         server.runtime.change("inner@1", entry("inner", stubs=[]))
         server.runtime.change(
@@ -250,7 +250,7 @@ async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Pa
 
 @looped
 async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> None:
-    """The external control plane has unloaded a model that the repository has."""
+    """In explicit mode, a model unloaded by the external control plane leaves the server healthy."""
     async with served(tmp_path, models=["a"], decides=False) as server:
         server.runtime.change("a@1", None)
         await settled(server, 6)
@@ -259,8 +259,8 @@ async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["nobody", "../repository/a", "a/1", "/", ".."])
-def test_nobody_is_not_found(tmp_path: Path, name: str) -> None:
-    """Names of models that are not there, and of what is no model."""
+def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
+    """Check answers NOT_FOUND and Watch SERVICE_UNKNOWN for names that are no models."""
 
     @looped
     async def run() -> None:

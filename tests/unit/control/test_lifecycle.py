@@ -1,4 +1,4 @@
-"""The lifecycle on real directories, with a server that pretends and a clock that jumps."""
+"""The reconciler on real directories, with a fake server and a virtual clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 @pytest.fixture(autouse=True)
 def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing says that something changed, so that only the looks count."""
+    """Disable the kernel's notifications, so that only polling counts."""
 
     async def listen(roots: Iterable[Path], hint: asyncio.Event) -> None:
         return
@@ -41,7 +41,7 @@ def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def living(world: World) -> AsyncIterator[Reconciler]:
-    """Runs the lifecycle of a world."""
+    """Run the reconciler of a world."""
     lifecycle = Reconciler(world.settings, world.repository, world.triton.view, world.triton)  # type: ignore[arg-type]
     task = asyncio.create_task(lifecycle.run())
     try:
@@ -58,7 +58,7 @@ def story(
     tell: Callable[[World, Reconciler], Awaitable[None]],
     **options: Any,
 ) -> World:
-    """A world, and what happens in it when it has been looked at for a while."""
+    """Make a world, and run the events of a test in it after its first looks."""
     world = World(folder, bundles, **options)
 
     async def main() -> None:
@@ -72,7 +72,10 @@ def story(
 
 
 def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> None:
-    """A meta model, and its callee made internal. It has modules as well: the server that pretends looks at these."""
+    """Add a meta model and make its callee internal.
+
+    It has modules, too, because the fake server reads them.
+    """
     if internal:
         place(world.roots["r"] / callee, "v1", internal=True)
     aside = write_meta(world.roots["r"] / f".{name}", [callee])
@@ -96,7 +99,7 @@ def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
-    """The models that it calls go on being served by themselves, whether it is whole or broken."""
+    """Models that a new meta model calls stay addressable, whether the meta model is valid or broken."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         write_meta(tmp_path / "r" / "meta", ["a", "missing"])
@@ -113,7 +116,7 @@ def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
 
 
 def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
-    """Changed, new and removed bundles, and a repository that was written and not loaded."""
+    """Bundles that changed, came or went while the control process was down are found."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})
     place(tmp_path / "r" / "d", "v2")
     assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository)]) == 0
@@ -130,13 +133,13 @@ def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
 
 
 def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
-    """Its models stay, although nobody had looked there when it wrote them, and their bundles are followed."""
+    """Models of another rsrv-gen run stay, and their bundles are followed."""
     world = World(tmp_path, {"r": {"a": "v1"}})
     place(tmp_path / "more" / "b", "v1")
 
     async def main() -> None:
         async with living(world):
-            await asyncio.sleep(0.1)  # whoever comes waits until nobody writes
+            await asyncio.sleep(0.1)  # The next writer waits for the repository's lock.
             with open_repository(world.repository, "hard") as writer:
                 shutil.copytree(world.repository / "a", world.repository / "b")
                 await asyncio.sleep(60)
@@ -156,7 +159,7 @@ def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
 
 
 def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_path: Path) -> None:
-    """Though the control process started meanwhile, and has never seen its bundle; the rest of the root stays."""
+    """A bundle removed while its root was missing is unloaded when the root returns; the others stay."""
     world = World(tmp_path, {"r": {"a": "v1"}, "s": {"x": "v1", "y": "v1", "z": "v1"}})
     away = tmp_path / "away"
     world.roots["s"].rename(away)
@@ -175,7 +178,7 @@ def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_pa
 
 
 def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
-    """Also to a control process that comes later; a model that failed when the server started is tried again."""
+    """A model unloaded by hand stays so until its bundle changes; one that failed at the start is retried."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
     for name in ("a", "b", "failed"):
         del world.triton.served[name]
@@ -193,7 +196,7 @@ def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: P
 
 
 def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
-    """So that nobody takes the server for a broken one."""
+    """A model unloaded by hand counts as unwanted until it is loaded, so that health ignores it."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         await world.triton.unload("a")
@@ -211,7 +214,7 @@ def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp
 def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton has unloaded it by then, and an rsrv-gen may keep the repository's lock for a while."""
+    """A model that leaves is unwanted until its folder is gone, which the repository's lock may delay."""
     seen: list[set[str]] = []
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
@@ -230,7 +233,7 @@ def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
 
 
 def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
-    """prod -> old and staging -> prod in one look: what they share stays in the runtime."""
+    """If prod becomes old and staging becomes prod in one look, the loads precede the unload of staging."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         root = world.roots["r"]
@@ -247,7 +250,7 @@ def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: P
 
 
 def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
-    """The old directory is in the repository again, the reason is kept, and another bundle ends it at once."""
+    """A failed load restores the old folder, keeps the reason and is retried; a new bundle ends the failure."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "a", BAD)
@@ -270,13 +273,13 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
 
 
 def forsake(lifecycle: Reconciler) -> None:
-    """The process of this one is no more, and its locks are gone."""
+    """Drop the reconciler as if its process were killed: its locks are released."""
     for put in lifecycle._loader._replaced.values():
         put.leave()
 
 
 async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
-    """A control process takes these bundles, and is killed before Triton has answered."""
+    """Let a reconciler take these bundles, and kill it before Triton answers."""
     async with living(world) as lifecycle:
         await asyncio.sleep(20)
         for name, text in texts.items():
@@ -299,7 +302,7 @@ async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
 def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
     tmp_path: Path, mode: str, by_hand: bool
 ) -> None:
-    """What loads stays, and what does not is taken back, also if somebody has run rsrv-gen in between."""
+    """After a control process is killed, the next one keeps what loads and restores what fails."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle=f"mode: {mode}")
 
     async def main() -> None:
@@ -327,7 +330,7 @@ def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
 
 
 def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_back(tmp_path: Path) -> None:
-    """It was started on the new one, which fails."""
+    """If the server ends during a load and restarts on a bad version, the old version is restored."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
 
     async def main() -> None:
@@ -346,7 +349,7 @@ def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_b
 
 
 def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
-    """A reload that comes when the next process starts: each model has one load at a time."""
+    """A model left undecided by a killed process is decided after a reload that already runs."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static")
 
     async def main() -> None:
@@ -366,7 +369,7 @@ def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_pat
 
 
 def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp_path: Path) -> None:
-    """There was nothing in its place."""
+    """A new model left undecided by a killed process is removed when it fails."""
     world = World(tmp_path, {"r": {"a": "v1"}})
 
     async def main() -> None:
@@ -379,7 +382,7 @@ def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp
 
 
 def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
-    """It is reported, and nothing is loaded because of it; when it is as it was, that is over."""
+    """A broken bundle is reported and its old version stays; the failure ends when the bundle is restored."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         manifest = world.roots["r"] / "a" / "manifest.yaml"
@@ -395,8 +398,8 @@ def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
     assert world.triton.log == []
 
 
-def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) -> None:
-    """Other models are loaded meanwhile, and after ten minutes the others may leave as well."""
+def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> None:
+    """During an endless load, other models load; unloads wait for it at most ten minutes."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 1e6
@@ -413,8 +416,8 @@ def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) ->
     story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}, tell)
 
 
-def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
-    """While a load that it waits for is under way; and if it was only a glimpse, it is unloaded all the same."""
+def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
+    """A removed bundle that returns while its unload waits is kept, unless only one look sees it."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         root = world.roots["r"]
@@ -424,7 +427,7 @@ def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
             shutil.rmtree(root / name)
         while "load slow" not in world.triton.log:
             await asyncio.sleep(0.1)
-        # The next look sees them just before the load ends, and no other one agrees with it so soon.
+        # This look sees them just before the load ends, and no other look agrees with it so soon.
         await asyncio.sleep(19.9)
         seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
         place(root / "back", "v1")
@@ -442,7 +445,7 @@ def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
 
 
 def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
-    """The directory that is being loaded is not written to meanwhile."""
+    """A callee that changes during its meta model's load is taken by the next load, not by this one."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
@@ -463,7 +466,7 @@ def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path
 
 
 def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
-    """Whoever asks for it is told to wait, whether the looks have seen it yet or not."""
+    """A requested reload is refused with UNAVAILABLE while the bundle is being written."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
@@ -483,7 +486,7 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
 def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
     tmp_path: Path, mode: str
 ) -> None:
-    """Its manifest is half there: whoever asks is told to wait, not that the old version is the new one."""
+    """A requested reload is refused while the manifest is half written: the old version is not the new one."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy(name: str) -> None:
@@ -496,7 +499,7 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
 
         for name in ("a", "new") if mode == "dynamic" else ("a",):
             copying = asyncio.create_task(copy(name))
-            # Whatever nobody has seen is not there.
+            # Only what a look has seen exists.
             await asyncio.sleep(5.5 if name == "new" else 1.3)
             with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload(name)
@@ -510,7 +513,7 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
 
 
 def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_path: Path) -> None:
-    """Also where nobody looks before somebody asks, and though what is there could be loaded."""
+    """A requested reload waits until a bundle that is copied file by file is complete."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy() -> None:
@@ -528,7 +531,7 @@ def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_pat
 
 
 def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
-    """Removed and copied anew, its weights first: many looks find no manifest."""
+    """A model serves its old version while its bundle is removed and copied again, weights first."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         folder = world.roots["r"] / "a"
@@ -548,7 +551,7 @@ def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
 def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No look sees that it is well again."""
+    """A bundle that failed by one disk error is loaded later, although no look sees a change."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("stale file handle")
@@ -566,7 +569,7 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
 
 
 def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
-    """However long that compiles."""
+    """A callee serves until the meta model that contains it is loaded."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 900
@@ -580,7 +583,7 @@ def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> 
 
 
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
-    """Triton still calls the model ready, and is given a reason to load it."""
+    """A dead stub is replaced by a reload in each lifecycle mode."""
     for mode in ("dynamic", "static", "explicit"):
         folder = tmp_path / mode
         folder.mkdir()
@@ -595,7 +598,7 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 
 
 def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
-    """However long that takes; only the model that is written to waits for its end."""
+    """A dead stub is replaced while the repository is being written, unless its own model is."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         async with lifecycle._writing:
@@ -612,7 +615,7 @@ def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path)
 
 
 def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
-    """Its stub was found dead while the repository is brought up to date."""
+    """A model that is being reloaded for its dead stub is written only afterwards."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 20
@@ -632,13 +635,13 @@ def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
 def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though its bundle and the repository agree; and until then the failure shows."""
+    """A failed replacement of a stub is reported and retried, although the bundle is unchanged."""
 
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
-        # Then nobody looks whether it has a stub for a minute.
+        # The stub's health is checked again after a minute.
         world.triton.mode = "poll"
         with monkeypatch.context() as patch:
             patch.setattr(world.triton, "load", refuse)
@@ -653,7 +656,7 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
 
 
 def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
-    """It waits for another one's load, and is mended meanwhile, because it still serves."""
+    """A model whose unload waits gets its dead stub replaced, and then still leaves."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 60
@@ -674,13 +677,13 @@ def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> N
 def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Nobody has asked for that; what somebody has asked for is tried again."""
+    """A retried stub replacement keeps the old bundle; only a requested reload brings the new one."""
 
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
-        # Then nobody looks whether it has a stub for a minute.
+        # The stub's health is checked again after a minute.
         world.triton.mode = "poll"
         place(world.roots["r"] / "a", "v2")
         with monkeypatch.context() as patch:
@@ -703,7 +706,7 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
 
 
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
-    """Changes stay on disk until somebody says so, and names that there are not are refused."""
+    """Static mode loads a changed bundle on request only, and refuses unknown names."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "a", "v2")
@@ -732,12 +735,12 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
 def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
-    """No rsrv-gen has made a model of it yet, and nobody may have looked."""
+    """A new bundle is generated and loaded on request, in either mode."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "fresh", "v1")
         place(world.roots["r"] / "other", "v1")
-        # One that follows the bundles has to have seen it.
+        # In dynamic mode, a look has to have seen it first.
         await asyncio.sleep(5.5 if mode == "dynamic" else 0.0)
         await lifecycle.reload("fresh")
         assert world.triton.texts()["fresh"] == "v1"
@@ -747,7 +750,7 @@ def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
-    """The name is not Triton's, and stands for those that have its bundle."""
+    """A requested reload of a callee reloads the meta models that contain it."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
@@ -768,7 +771,7 @@ def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
 def test_a_server_whose_models_are_fixed_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is written; what is not as it should be is still reported."""
+    """If Triton's models are fixed, one line says so, nothing is written, and failures are still reported."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.mode = "none"
 
@@ -796,7 +799,7 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
 def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
-    """tritonserver lacks --exit-on-error=false; whoever else decides what is loaded decides that, too."""
+    """If tritonserver exits on errors, one line asks for --exit-on-error=false, except in explicit mode."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}")
     world.triton.exits_on_error = True
 
@@ -808,7 +811,8 @@ def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
     assert caplog.text.count("--exit-on-error=false") == (mode != "explicit")
 
 
-# --- whatever happens -----------------------------------------------------------------------------------------------
+# --- random changes
+# -------------------------------------------------------------------------------------------------
 
 NAMES = {"r": ("a", "b", "c"), "s": ("x", "y")}
 ROOTS = st.sampled_from(sorted(NAMES))
@@ -821,7 +825,7 @@ HELD = {
 
 @st.composite
 def deeds(draw: st.DrawFn) -> tuple[str, str, str, str, str]:
-    """What somebody does on disk: the deed, a root, two names below it and a text."""
+    """Draw a change on disk: its kind, a root, two names below it and a text."""
     root = draw(ROOTS)
     names = st.sampled_from(NAMES[root])
     deed = draw(
@@ -836,18 +840,18 @@ def deeds(draw: st.DrawFn) -> tuple[str, str, str, str, str]:
 
 
 class Disk:
-    """What somebody does to the bundles of a world."""
+    """Applies changes to the bundles of a world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        #: Roots that are out of sight.
+        # : Missing roots.
         self.away: set[str] = set()
 
     def aside(self, root: str) -> Path:
         return self.world.repository.parent / f"aside-{root}"
 
     def held(self, root: str) -> set[str]:
-        """Names of the bundles below a root, in sight or not."""
+        """Return the names of the bundles below a root, missing or not."""
         folder = self.aside(root) if root in self.away else self.world.roots[root]
         return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
@@ -863,7 +867,7 @@ class Disk:
                 folder.rename(self.aside(root))
                 self.away.add(root)
                 if text != "v1":
-                    folder.mkdir()  # what a disk is mounted on
+                    folder.mkdir()  # The directory of an empty mount point.
             case "kill" if name in self.world.triton.served:
                 self.world.triton.kill(name)
             case _ if root in self.away:
@@ -871,7 +875,7 @@ class Disk:
             case "place":
                 place(one, text)
             case "slowly":
-                # Never for as long as two looks are apart.
+                # Shorter than the distance of two looks.
                 write_bundle(one, text)
                 (one / "model.b8.mlir").write_text("half 8")
                 await asyncio.sleep(0.4)
@@ -907,8 +911,8 @@ def test_the_models_become_those_on_disk(
 ) -> None:
     """After any changes in any order, exactly the valid bundles are served.
 
-    No half-written bundle is served, no model is unloaded while its folder cannot be read, and no broken bundle's model
-    is served as it is.
+    No half-written bundle is served, no model is unloaded while its folder cannot be read, and no broken
+    bundle's model is served as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), held)
@@ -944,7 +948,7 @@ def test_the_models_become_those_on_disk(
         for root, names in NAMES.items():
             for name in names:
                 bundle = world.roots[root] / name
-                # Of what went while nobody looked, nobody can tell where it was: maybe in a root that is out of sight.
+                # The root of bundles that went unobserved is unknown: it may be a missing one.
                 told = "crash" not in deeds_done or all(map(disk.held, NAMES))
                 if not bundle.exists() and disk.held(root) and told:
                     assert name not in served, f"{name} is gone"

@@ -1,4 +1,4 @@
-"""The live page's events: who watches gets them, and while nobody does the runtime is left alone."""
+"""The live page's events: they go to its watchers, and without watchers the runtime is not asked."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class Watched:
     runtime: FakeRuntime
     link: RuntimeLink
     live: Live
-    #: Unix time
+    # : Unix time, seconds.
     now: list[float]
 
     @property
@@ -33,7 +33,7 @@ class Watched:
 
 
 class Spans:
-    """What a runtime says to the commands of a look; `spans` are those that there ever were."""
+    """Answers of a runtime to the commands of a look; `spans` are all spans so far."""
 
     def __init__(self, instance: str) -> None:
         self.instance = instance
@@ -60,7 +60,7 @@ REFUSED = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
 
 @asynccontextmanager
 async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]:
-    """Of a runtime with one model, at Unix time 1000."""
+    """Serve a runtime with one model, at Unix time 1000."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     runtime.answers = Spans(runtime.instance).answer
@@ -79,7 +79,7 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
 
 
 async def find(events: AsyncGenerator[Event, None], name: str, text: str = "") -> Any:
-    """What the next event of that name says that has this in it."""
+    """Return the data of the next event of that name that contains this text."""
     async for event in events:
         if event.name == name and text in event.json:
             return json.loads(event.json)
@@ -88,7 +88,7 @@ async def find(events: AsyncGenerator[Event, None], name: str, text: str = "") -
 
 @looped
 async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path) -> None:
-    """The log, the state, and spans of the timeline, each once; then a change."""
+    """A new watcher gets the log, the state and the timeline once, and then each change."""
     async with watched(tmp_path) as server:
         spans = Spans(server.runtime.instance)
         spans.spans = [("execute", f"a@{n}", 5.0 - n, 0.5, 3, 4, 2, False) for n in range(5)]
@@ -99,7 +99,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             state = await find(events, "state")
             assert (state["t"], state["up"], state["instance"]) == (1000.0, True, server.runtime.instance)
             assert [one["name"] for one in state["models"]] == ["a"]
-            # Two in an answer; what is older than the page shows is left out.
+            # Two arrive in one answer; those older than the page's range are left out.
             assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False]]
             assert len((await find(events, "spans"))["spans"]) == 2
             assert len((await find(events, "spans"))["spans"]) == 2
@@ -109,7 +109,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
 
 @looped
 async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
-    """Five in a second, and how many more there were; what is not about weights is told in any case."""
+    """Five weight changes a second are logged, with the number of the others; other events always are."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "log", server.runtime.instance)
         for number in range(12):
@@ -125,8 +125,8 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
 
 
 @looped
-async def test_nobody_looks_while_nobody_watches(tmp_path: Path) -> None:
-    """Before the first watcher, and after the last one has gone; the log is kept all the time."""
+async def test_the_runtime_is_not_asked_without_watchers(tmp_path: Path) -> None:
+    """Without watchers the runtime is not asked for figures; the log is kept all the time."""
     async with watched(tmp_path) as server:
         for _ in range(20):
             await server.link.command({"command": "compact"})
@@ -135,7 +135,7 @@ async def test_nobody_looks_while_nobody_watches(tmp_path: Path) -> None:
             async with aclosing(server.live.watch()) as events:
                 await find(events, "log", server.runtime.instance)
                 await find(events, "state")
-            # A look that is under way comes to its end.
+            # A look that has begun ends.
             before = server.looks
             for _ in range(20):
                 await server.link.command({"command": "compact"})
@@ -143,8 +143,8 @@ async def test_nobody_looks_while_nobody_watches(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_watcher_who_comes_later_gets_the_timeline_so_far(tmp_path: Path) -> None:
-    """What was read for the first one is told to the second."""
+async def test_a_later_watcher_gets_the_timeline_so_far(tmp_path: Path) -> None:
+    """A second watcher gets the spans that were read for the first one."""
     async with watched(tmp_path) as server:
         spans = Spans(server.runtime.instance)
         spans.spans = [("execute", "a@1", 1.0, 0.5, 3, 4, 2, False)]
@@ -156,7 +156,7 @@ async def test_a_watcher_who_comes_later_gets_the_timeline_so_far(tmp_path: Path
 
 @looped
 async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) -> None:
-    """The log says both; the next one's timeline is read from its beginning."""
+    """The death of a runtime and its successor are logged, and the new timeline is read from its start."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await find(events, "state", '"up": true')
         server.runtime.die()
@@ -172,8 +172,10 @@ async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) ->
 
 
 @looped
-async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """His stream ends; another's goes on."""
+async def test_a_watcher_that_does_not_read_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream of a watcher that does not read ends, and the other streams continue."""
     monkeypatch.setattr(module, "_MAX_PENDING_EVENTS", 4)
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as slow:
         await anext(slow)
@@ -188,7 +190,7 @@ async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: p
 async def test_figures_that_cannot_be_read_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so, and the next look finds some."""
+    """If figures cannot be read, the log says so, and the next look reads them again."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
         await anext(events)
         sound = server.runtime.answers
@@ -201,7 +203,7 @@ async def test_figures_that_cannot_be_read_end_nothing(
 
 @looped
 async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -> None:
-    """By any name of the server; what the runtime refuses has HTTP's status."""
+    """The page of one server shows stories and sends commands; a refusal becomes an HTTP status."""
     async with watched(tmp_path) as server:
         source = OneServer(server.live, server.link)
         async with aclosing(source.events()) as events:

@@ -1,4 +1,4 @@
-"""The live page over HTTP: what anybody gets, and what takes the token."""
+"""The live page over HTTP: the public parts, and those that need the token."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ TOKEN = b"s3cret"
 
 
 class FakeSource:
-    """Tells `told`, then nothing more until `more` is set."""
+    """Sends the events in `told`, then no more until `more` is set."""
 
     def __init__(self) -> None:
         self.told = [("w", "log", '{"t": 1, "text": "</script>"}')]
@@ -61,7 +61,7 @@ async def page(token: bytes | None = TOKEN) -> AsyncIterator[tuple[FakeSource, C
 
 @looped
 async def test_the_files_load_nothing_from_elsewhere() -> None:
-    """Each has its type and a policy that forbids the rest; nothing names another host."""
+    """Each file has its content type and a strict policy, and refers to no other host."""
     async with page() as (_, client):
         for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
             async with client.get(path) as answer:
@@ -81,7 +81,7 @@ async def test_the_files_load_nothing_from_elsewhere() -> None:
 @pytest.mark.parametrize("token", [TOKEN, None])
 @looped
 async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: bytes | None) -> None:
-    """As server-sent events; a watcher who goes is forgotten."""
+    """The stream first says whether the page may send commands, then the events; a closed one is forgotten."""
     async with page(token) as (source, client):
         async with client.get("/live/stream") as answer:
             assert answer.content_type == "text/event-stream"
@@ -101,7 +101,7 @@ async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: byt
 
 @looped
 async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than may be is told so."""
+    """One watcher more than the limit gets 503."""
     monkeypatch.setattr(routes, "_MAX_WATCHERS", 1)
     async with page() as (_, client), client.get("/live/stream") as first:
         await first.content.readline()
@@ -114,7 +114,7 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_a_story_is_a_list_of_lines() -> None:
-    """Of a model that there is; why there is none of another."""
+    """The story of a model is a JSON list of lines; an unknown model is 404 with a reason."""
     async with page() as (_, client):
         async with client.get("/live/story", params={"server": "w", "model": "a"}) as answer:
             assert await answer.json() == ["loaded", "<b>evicted</b>"]
@@ -147,10 +147,10 @@ PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
     ],
 )
 @looped
-async def test_only_who_has_the_token_steers(
+async def test_commands_need_the_token(
     token: bytes | None, said: bytes, body: str, status: int, text: str
 ) -> None:
-    """And only by what there is to ask for."""
+    """Commands need the token, and only known ones are accepted."""
     async with page(token) as (source, client):
         headers = {"Authorization": said.decode("utf-8", "surrogateescape")}
         async with client.post("/live/steer", data=body, headers=headers) as answer:
@@ -170,10 +170,10 @@ async def test_only_who_has_the_token_steers(
         (None, 0, "No such file"),
     ],
 )
-def test_a_token_is_one_line_that_not_everybody_reads(
+def test_a_token_file_is_one_line_and_private(
     tmp_path: Path, content: str | None, mode: int, why: str
 ) -> None:
-    """What is wrong is said with the setting's name."""
+    """A token file must be one line that others cannot read; the error names the setting."""
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""What Prometheus is given, and how it is served."""
+"""The metrics for Prometheus, and the HTTP server for them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -45,7 +45,7 @@ def common() -> dict[str, Any]:
     }
 
 
-#: what the runtime says, with something of everything
+# : Figures of a runtime, with each kind of metric.
 SAID: dict[str, Any] = {
     "models": {
         'od"d': {
@@ -93,7 +93,10 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_the_docs_have_every_metric() -> None:
-    """If not, replace the end of the page with what python -m rsrv.control.metric_catalog prints."""
+    """The table of metrics on the page is up to date.
+
+    If it is not, replace the end of the page with what python -m rsrv.control.metric_catalog prints.
+    """
     text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     marker = "<!-- python -m rsrv.control.metric_catalog -->"
 
@@ -101,7 +104,7 @@ def test_the_docs_have_every_metric() -> None:
 
 
 def test_every_family_is_served_and_has_its_labels() -> None:
-    """By Prometheus' own parser; none is served that the table does not have."""
+    """By Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
     families = {
         one.name + ("_total" if one.type == "counter" else ""): one
         for one in text_string_to_metric_families(expose(SAID, ALONE))
@@ -117,7 +120,7 @@ def test_every_family_is_served_and_has_its_labels() -> None:
 
 
 def test_samples_are_what_the_runtime_says() -> None:
-    """Names with quotes, histograms with a value beyond all bounds."""
+    """The samples have the runtime's values, also for names with quotes and values beyond all buckets."""
     found = samples(expose(SAID, ALONE))
     model = ("model", 'od"d')
 
@@ -136,7 +139,7 @@ def test_samples_are_what_the_runtime_says() -> None:
 
 
 def test_without_a_runtime_there_is_what_is_known() -> None:
-    """Whether it is up, and which bundles failed."""
+    """Without a runtime, only its state and the failed bundles are served."""
     found = samples(expose(None, ALONE))
 
     assert {name for name, _ in found} == {
@@ -151,7 +154,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
 
 @looped
 async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(tmp_path: Path) -> None:
-    """It ends; a bundle that failed shows all the time."""
+    """GetMetrics answers with and without a runtime; failed bundles are always in it."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.answers = lambda command: SAID
         server.lifecycle.failures["a"] = BundleFailure("no module", since=0.0)
@@ -166,11 +169,11 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
     assert up["rsrv_reload_failed", (("model", "a"),)] == down["rsrv_reload_failed", (("model", "a"),)] == 1
 
 
-# --- HTTP ----------------------------------------------------------------------------------------------------
+# --- HTTP ---------------------------------------------------------------------------------------------------
 
 
-class Nobody:
-    """A source of which nothing is asked here."""
+class Unasked:
+    """Source that no request reaches here."""
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         await asyncio.Event().wait()
@@ -187,7 +190,7 @@ def server_of(text: str = "") -> HttpServer:
     async def make() -> str:
         return text
 
-    return HttpServer(make, LivePage(Nobody(), None))
+    return HttpServer(make, LivePage(Unasked(), None))
 
 
 @asynccontextmanager
@@ -199,7 +202,7 @@ async def page(text: str = "rsrv_up 1\n") -> AsyncIterator[int]:
 
 
 async def say(port: int, request: bytes) -> bytes:
-    """All that is answered."""
+    """Send bytes and return the whole answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     answer = await reader.read()
@@ -209,8 +212,8 @@ async def say(port: int, request: bytes) -> bytes:
 
 
 @looped
-async def test_the_page_is_served_to_who_gets_it() -> None:
-    """Whatever follows the path, and whatever headers there are."""
+async def test_get_metrics_serves_the_page() -> None:
+    """GET /metrics is answered with any query and any headers."""
     async with page() as port:
         answer = await say(
             port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: */*\r\nConnection: close\r\n\r\n"
@@ -224,7 +227,7 @@ async def test_the_page_is_served_to_who_gets_it() -> None:
 
 @looped
 async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes when there are many is closed on at once; when one has gone, the next one is answered."""
+    """A connection above the limit is closed at once; after another one ends, the next is answered."""
     monkeypatch.setattr(http, "_MAX_CONNECTIONS", 1)
     async with page() as port:
         idle, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -242,8 +245,8 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @looped
-async def test_who_says_nothing_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all places are taken, and after a while; who is being answered does not."""
+async def test_an_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit, the connection that was silent for too long is closed; one being answered is not."""
     monkeypatch.setattr(http, "_MAX_CONNECTIONS", 2)
     monkeypatch.setattr(http, "_IDLE_S", 0.0)
     async with page() as port:
@@ -263,7 +266,7 @@ async def test_who_says_nothing_gives_way_to_others(monkeypatch: pytest.MonkeyPa
 
 @looped
 async def test_an_address_that_cannot_be_had_is_said() -> None:
-    """A port that is taken, and what is no address."""
+    """A port that is taken and an address that is none are errors that say so."""
     async with page() as port:
         with pytest.raises(OSError, match="address already in use"):
             await server_of().start(f"127.0.0.1:{port}")

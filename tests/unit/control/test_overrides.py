@@ -1,4 +1,4 @@
-"""What operators set, as it is kept for the next runtime."""
+"""`Overrides`: the operators' settings, kept for the next runtime."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _PAUSES = st.lists(
 
 
 def _paused(commands: list[dict[str, Any]]) -> dict[str, str | None]:
-    """How a runtime with the models a, b and c ends up."""
+    """Return the paused state of a runtime with the models a, b and c after these commands."""
     paused: dict[str, str | None] = dict.fromkeys("abc")
     for command in commands:
         for name in paused if command["model"] is None else [command["model"]]:
@@ -30,13 +30,13 @@ def _paused(commands: list[dict[str, Any]]) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for many examples."""
+    """Return one file for all examples."""
     return tmp_path_factory.mktemp("kept") / "overrides.json"
 
 
 @given(_PAUSES)
 def test_a_new_runtime_ends_up_paused_as_the_old_one(kept: Path, commands: list[dict[str, Any]]) -> None:
-    """Models and all of them are paused and continued in any order."""
+    """After any pauses and resumes, a new runtime is paused as the old one was."""
     kept.unlink(missing_ok=True)
     overrides = Overrides(kept)
     for command in commands:
@@ -48,7 +48,7 @@ def test_a_new_runtime_ends_up_paused_as_the_old_one(kept: Path, commands: list[
 
 
 def test_what_was_kept_is_read_back(tmp_path: Path) -> None:
-    """Everything that can be set is set."""
+    """Every setting is read back from the file."""
     path = tmp_path / "overrides.json"
     first = Overrides(path)
     first.configured({"discipline": "edf", "depth": None})
@@ -81,7 +81,7 @@ def test_what_was_kept_is_read_back(tmp_path: Path) -> None:
 def test_what_was_prefetched_is_until_it_is_evicted(
     tmp_path: Path, then: dict[str, Any], remain: str
 ) -> None:
-    """Two models are; then something happens, to one of them or to all."""
+    """A prefetch is kept until a command for its model, or for all, ends it."""
     overrides = Overrides(tmp_path / "overrides.json")
     prefetches = {name: {"command": "prefetch", "model": name} for name in "ab"}
     for command in (*prefetches.values(), then):
@@ -98,7 +98,7 @@ def test_what_was_prefetched_is_until_it_is_evicted(
 def test_a_file_that_cannot_be_read_is_as_none(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The disk was full, or somebody wrote something else there."""
+    """An unreadable file counts as empty, and the log says so."""
     path = tmp_path / "overrides.json"
     path.write_text(text)
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_as_none(
 
 
 def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The file cannot be written."""
+    """If the file cannot be written, the command still succeeds, and the log says so."""
     overrides = Overrides(tmp_path / "missing" / "overrides.json")
 
     overrides.commanded({"command": "residency", "model": "a", "residency": "device"})

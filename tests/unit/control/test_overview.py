@@ -1,4 +1,4 @@
-"""What the live page shows of a server, made of the runtime's figures."""
+"""The figures of the live page, made from the runtime's."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def histogram(*values: float) -> list[float]:
 
 
 def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
-    """What the command `overview` says of one."""
+    """Return the figures of one model in the answer to `overview`."""
     return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, request]
 
 
@@ -42,7 +42,7 @@ def figures(**models: list[Any]) -> dict[str, Any]:
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
-    """And one that is being loaded, of which the runtime has no figures yet; and one whose bundle is broken."""
+    """Models and meta models are shown with figures, those being loaded or broken without."""
     meta = model(histogram(0.02), executing=4, size=None, loads=0)
     said = figures(a=model(histogram(0.002)), m=meta)
     entries = {
@@ -71,7 +71,7 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     st.randoms(use_true_random=False),
 )
 def test_of_several_versions_what_is_served_is_shown(states: list[str], random: Any) -> None:
-    """In whatever order the runtime has them; where none is served, what is about to be."""
+    """Of several versions, the one that serves is shown, or else the next one in line."""
     entries = [(f"a@{number}", entry("a", state=state)) for number, state in enumerate(states)]
     random.shuffle(entries)
 
@@ -81,7 +81,7 @@ def test_of_several_versions_what_is_served_is_shown(states: list[str], random: 
 
 
 def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
-    """Slow requests of long ago count no more; while nobody asks there is none."""
+    """The 99th percentile covers the requests of the last ten seconds, and is absent without any."""
     overview, entries = Overview(), {"a@1": entry("a")}
     slow, fast = [1.5] * 50, [0.002] * 50
 
@@ -94,8 +94,8 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
     assert p99(histogram(*slow, *fast), 25.0) is None
 
 
-def test_counters_that_begin_anew_are_taken_as_they_are() -> None:
-    """The runtime was killed, and the next one has counted less."""
+def test_counters_that_restart_are_taken_as_they_are() -> None:
+    """After a restart of the runtime, its lower counters are taken as they are."""
     overview, entries = Overview(), {"a@1": entry("a")}
     overview.take(figures(a=model(histogram(*[1.5] * 9))), entries, {}, 0.0)
 
@@ -106,7 +106,7 @@ def test_counters_that_begin_anew_are_taken_as_they_are() -> None:
 
 @given(st.lists(st.lists(st.floats(0.0, 50.0), max_size=5), min_size=1, max_size=30))
 def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]]) -> None:
-    """Once a second for up to half a minute: between the bounds around the largest value of the window."""
+    """For any requests, the percentile lies within the bucket of the window's largest value."""
     overview, total, came = Overview(), Histogram(SECONDS), []
     for second, values in enumerate(looks):
         for value in values:
@@ -142,5 +142,5 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
     ],
 )
 def test_each_change_that_people_look_for_is_a_line(before: Any, after: Any, line: str | None) -> None:
-    """What only the machinery needs is none."""
+    """Changes that matter to people become a line; internal ones do not."""
     assert describe(before, after) == line

@@ -1,4 +1,4 @@
-"""The control process as a process: who starts it twice, what it leaves, when it ends."""
+"""The control process as a process: a second start, clean-up, and its end."""
 
 import asyncio
 import os
@@ -27,14 +27,14 @@ Process = asyncio.subprocess.Process
 
 @dataclass
 class Place:
-    """A server that does nothing, and the directory of its runtime."""
+    """A fake server process, and the directory of its runtime."""
 
     server: Process
     directory: Path
     settings: Path
 
     async def control(self) -> Process:
-        """Started; to be waited for."""
+        """Start the control process; the caller waits for it."""
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rsrv.control", "--directory", str(self.directory)),
             *("--server-pid", str(self.server.pid), "--settings", str(self.settings)),
@@ -42,7 +42,7 @@ class Place:
         )
 
     async def end(self) -> None:
-        """The server's process."""
+        """End the server's process."""
         with suppress(ProcessLookupError):
             self.server.kill()
         await self.server.wait()
@@ -56,7 +56,7 @@ def directory(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def placed(directory: Path, settings: str = "") -> AsyncIterator[Place]:
-    """Ends with all that was started in it."""
+    """Make a place, and end all processes started in it."""
     repository = directory.parent / "repository"
     repository.mkdir()
     (repository / "rsrv.yaml").write_text(settings)
@@ -68,7 +68,7 @@ async def placed(directory: Path, settings: str = "") -> AsyncIterator[Place]:
 
 
 async def listening(control: Process) -> None:
-    """Returns when its log says that it listens."""
+    """Return when the log reports that the process listens."""
     assert control.stderr is not None
     async for line in control.stderr:
         if b" listens in " in line:
@@ -77,14 +77,14 @@ async def listening(control: Process) -> None:
 
 
 async def said(control: Process) -> str:
-    """All that its log has from now on; it has ended then."""
+    """Return the rest of the log, after the process has ended."""
     _, log = await control.communicate()
     return log.decode()
 
 
 @looped
 async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path) -> None:
-    """A runtime, a client, and then the server ends."""
+    """The process serves while the server lives, and removes its directory after the server's end."""
     runtime = FakeRuntime(directory / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     async with placed(directory) as place:
@@ -113,7 +113,7 @@ async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path)
 
 @looped
 async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
-    """A thread waits for a file for ever; when the server ends, the process does."""
+    """The process ends with the server, although a thread hangs on a file."""
     async with placed(directory) as place:
         (place.settings.parent / "a").mkdir()
         os.mkfifo(place.settings.parent / "a" / "config.pbtxt")
@@ -130,7 +130,7 @@ async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
 
 @looped
 async def test_there_is_one_of_it(directory: Path) -> None:
-    """A second one leaves at once, and the first one serves on; when that is killed, the next one takes its place."""
+    """A second control process exits at once; after the first is killed, the next one takes over."""
     async with placed(directory) as place:
         first = await place.control()
         await listening(first)
@@ -147,7 +147,7 @@ async def test_there_is_one_of_it(directory: Path) -> None:
 
 @looped
 async def test_without_its_server_it_does_not_begin(directory: Path) -> None:
-    """The server ended while it started."""
+    """If the server has already ended, the process exits with 0 and leaves nothing."""
     async with placed(directory) as place:
         await place.end()
         control = await place.control()
@@ -158,7 +158,7 @@ async def test_without_its_server_it_does_not_begin(directory: Path) -> None:
 
 @looped
 async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) -> None:
-    """rsrv.yaml wants a port without TLS and without a token: the socket serves all the same."""
+    """If `control.listen` has no protection, an error is logged, and the Unix socket still serves."""
     async with placed(directory, "control: {listen: 'localhost:0'}") as place:
         control = await place.control()
         assert control.stderr is not None
@@ -172,7 +172,7 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
 
 @looped
 async def test_requests_that_are_no_http_do_not_fill_the_log(directory: Path) -> None:
-    """One line a second, whatever is sent to the port of the metrics."""
+    """Invalid HTTP requests cost at most one line of the log a second."""
     (port,) = free_ports(1)
     async with placed(directory, f"metrics: {{listen: '127.0.0.1:{port}'}}") as place:
         control = await place.control()
@@ -184,7 +184,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(directory: Path) ->
 
 @looped
 async def test_wrong_settings_end_it_with_their_reason(directory: Path) -> None:
-    """rsrv.yaml has an unknown key."""
+    """Wrong settings end the process with their reason."""
     async with placed(directory, "contrl: {}") as place:
         control = await place.control()
 

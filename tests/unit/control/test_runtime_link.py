@@ -1,4 +1,4 @@
-"""The link to the runtime: what it shows, when the runtime dies, stops, or is another one."""
+"""The link to the runtime: its view, and the death, silence or replacement of the runtime."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.waiting import looped
 
 @looped
 async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
-    """A runtime with one model gets another one, and loses the first."""
+    """The view has the snapshot and every change."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries = {"a@1": entry("a")}
     async with linked(tmp_path) as link:
@@ -34,7 +34,7 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
 
 @looped
 async def test_stubs_of_all_versions_count(tmp_path: Path) -> None:
-    """A model is served in two versions, each by a stub of its own, and a failed one has none."""
+    """The stubs of all versions of a model count together."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries = {
         "a@1": entry("a", stubs=[1], state="leaving"),
@@ -50,7 +50,7 @@ async def test_stubs_of_all_versions_count(tmp_path: Path) -> None:
 
 @looped
 async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp_path: Path) -> None:
-    """The runtime ends, and another one listens at the same place a little later."""
+    """When a runtime dies the link is down at once, and it finds the next one at the same path."""
     first = FakeRuntime(tmp_path / "runtime.sock")
     first.entries = {"a@1": entry("a")}
     async with linked(tmp_path) as link:
@@ -73,7 +73,7 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 
 @looped
 async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None:
-    """The runtime's process is stopped and goes on; commands fail meanwhile, the one under way included."""
+    """A stopped runtime is down until it answers again, and commands fail, also one that has been sent."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path, silence=0.05) as link:
         await until(link, lambda: link.up)
@@ -94,7 +94,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
 
 @looped
 async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> None:
-    """Somebody looks, does something else for a while, and waits for what follows on what he saw."""
+    """A wait for changes after a known revision returns if the change came before the wait."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
@@ -108,7 +108,7 @@ async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> No
 
 @looped
 async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
-    """He subscribes before there is a runtime, which then changes faster than he looks, dies, and is replaced."""
+    """A subscriber sees all changes in order, across a start, a death and a replacement of the runtime."""
     async with linked(tmp_path) as link:
         subscription = link.subscribe()
         assert await subscription.next() is None
@@ -135,7 +135,7 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 
 @looped
 async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path: Path) -> None:
-    """More changes come than are kept for anybody."""
+    """A subscriber that reads too slowly gets a snapshot in place of the changes."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
@@ -157,7 +157,7 @@ async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path:
 
 @looped
 async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
-    """The runtime skips a change: the link takes a new snapshot."""
+    """If the revisions have a gap, the link takes a new snapshot."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
@@ -173,7 +173,7 @@ async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
-    """An unknown model."""
+    """A refusal by the runtime keeps its code, and sets no override."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.answers = lambda command: {"error": "there is no model 'x'", "code": "NOT_FOUND"}
     async with linked(tmp_path) as link:
@@ -189,7 +189,7 @@ async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
 
 @looped
 async def test_a_new_runtime_is_told_what_operators_set(tmp_path: Path) -> None:
-    """All are paused but one, one is pinned and has a policy, the scheduler is changed; then the runtime dies."""
+    """A new runtime gets the settings of the operators: pauses, pins, policies and the scheduler's."""
     first = FakeRuntime(tmp_path / "runtime.sock")
     first.entries = {"a@1": entry("a"), "b@1": entry("b")}
     pin = {"command": "residency", "model": "a", "residency": "device"}
@@ -221,7 +221,7 @@ async def test_a_new_runtime_is_told_what_operators_set(tmp_path: Path) -> None:
 
 @looped
 async def test_the_next_control_process_knows_what_operators_set(tmp_path: Path) -> None:
-    """It was pinned by a control process that is no more, and the runtime has ended since."""
+    """The next control process knows the settings of the operators, and passes them to a new runtime."""
     pin = {"command": "residency", "model": "a", "residency": "device"}
     first = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as link:
@@ -237,8 +237,8 @@ async def test_the_next_control_process_knows_what_operators_set(tmp_path: Path)
 
 
 @looped
-async def test_what_was_set_counts_though_whoever_asked_has_gone(tmp_path: Path) -> None:
-    """The runtime does what it was told, and refuses some of it, after its clients have hung up."""
+async def test_a_setting_counts_although_its_client_has_gone(tmp_path: Path) -> None:
+    """A setting that the runtime accepts is kept although its client has hung up; a refused one is not."""
     pin = {"command": "residency", "model": "a", "residency": "device"}
     refused = {"command": "residency", "model": "x", "residency": "device"}
     runtime = FakeRuntime(tmp_path / "runtime.sock")
@@ -257,7 +257,7 @@ async def test_what_was_set_counts_though_whoever_asked_has_gone(tmp_path: Path)
         assert not link.overrides.models
         runtime.go_on()
         await until(link, lambda: link.up)
-        await link.status()  # answered after the others
+        await link.status()  # Answered after the others.
 
         assert (link.overrides.models, link.overrides.scheduler) == ({"a"}, {"depth": 3})
         assert all(task.cancelled() for task in asking)
@@ -275,7 +275,7 @@ async def test_what_was_set_counts_though_whoever_asked_has_gone(tmp_path: Path)
 async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(
     tmp_path: Path, command: dict[str, Any], refusal: str
 ) -> None:
-    """The model is announced before commands for it are taken, or before it is built."""
+    """A setting that a runtime refuses as unknown is sent again when the model changes."""
     overrides = Overrides(tmp_path / "overrides.json")
     overrides.commanded(command)
     runtime = FakeRuntime(tmp_path / "runtime.sock")
@@ -285,7 +285,7 @@ async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(
         await until(link, lambda: link.up)
         runtime.change("a@1", entry("a", state="loading"))
         await runtime.came(lambda: len(runtime.commands) == 1)
-        await link.status()  # the refusal has come before this
+        await link.status()  # The refusal has arrived before this.
         runtime.change("a@1", entry("a"))
 
         await runtime.came(lambda: runtime.commands == [command, command])

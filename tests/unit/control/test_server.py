@@ -1,4 +1,4 @@
-"""Where the services listen, and who is let in."""
+"""The listeners of the services, and access to them."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ SECRET = "correct-horse"
 
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
-    """A file with a token."""
+    """Return a file with a token."""
     path = tmp_path / "token"
     path.write_text(SECRET + "\n")
     path.chmod(0o600)
@@ -43,7 +43,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, Path]:
-    """Settings for TLS."""
+    """Return settings for TLS."""
     pair = authority.issue_cert("localhost")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in pair.cert_chain_pems))
@@ -53,7 +53,7 @@ def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, Path]:
 
 @asynccontextmanager
 async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
-    """The address of the services on a port of this machine."""
+    """Return the address of the services on a local port."""
     async with served(tmp_path, models=["a"]) as server:
         section = ControlSection(listen="localhost:0", **settings)
         listener, port = await listen(section, server.service, server.health)
@@ -64,7 +64,7 @@ async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
 
 
 async def pid(channel: Any, token: str | None = None) -> int:
-    """Of the runtime, as the status has it."""
+    """Return the runtime's pid from the status."""
     async with channel:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(
             pb.GetStatusRequest(), metadata=bearing(token), timeout=20
@@ -96,7 +96,7 @@ def secure(address: str, *pems: bytes | None) -> Any:
 
 @looped
 async def test_the_unix_socket_is_of_this_user_only(tmp_path: Path) -> None:
-    """Mode 0600."""
+    """The Unix socket belongs to the user and has mode 0600."""
     async with served(tmp_path) as server:
         found = server.socket.stat()
 
@@ -106,7 +106,7 @@ async def test_the_unix_socket_is_of_this_user_only(tmp_path: Path) -> None:
 
 @looped
 async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
-    """Something lies at its place."""
+    """A file in the socket's place is replaced."""
     (tmp_path / "control.sock").write_text("left")
     async with served(tmp_path) as server:
         await server.control.GetStatus(pb.GetStatusRequest())
@@ -114,7 +114,7 @@ async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> 
 
 @looped
 async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Path) -> None:
-    """As grpcurl asks: which services, and what is in one."""
+    """Reflection lists the services and their messages, as grpcurl asks."""
     async with (
         served(tmp_path) as server,
         grpc.aio.insecure_channel(f"unix:{server.socket}") as channel,
@@ -138,7 +138,7 @@ async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Pa
 
 @looped
 async def test_large_requests_are_refused(tmp_path: Path) -> None:
-    """Two megabytes where a name should be."""
+    """A request of two megabytes is refused with RESOURCE_EXHAUSTED."""
     async with served(tmp_path) as server:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.control.GetStory(pb.GetStoryRequest(model="a" * 2_000_000))
@@ -146,7 +146,7 @@ async def test_large_requests_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
-    """The right one; a wrong one, none, and one without its scheme are refused, of health and reflection, too."""
+    """The right token is accepted; a wrong, missing or malformed one is refused by every service."""
 
     @looped
     async def run() -> None:
@@ -181,8 +181,8 @@ def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
     run()
 
 
-def test_who_sends_neither_token_nor_request_is_refused(tmp_path: Path, token: Path) -> None:
-    """A call that only begins would hold its place for ever."""
+def test_a_call_without_token_and_request_is_refused(tmp_path: Path, token: Path) -> None:
+    """A call without a token ends at once, although its request never comes."""
 
     @looped
     async def run() -> None:
@@ -198,7 +198,7 @@ def test_who_sends_neither_token_nor_request_is_refused(tmp_path: Path, token: P
 
 
 def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the right one nor a wrong one."""
+    """Neither the right token nor a wrong one appears in the log."""
 
     @looped
     async def run() -> None:
@@ -214,7 +214,7 @@ def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogC
 
 
 def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
-    """The file's mode says who is let in there."""
+    """The Unix socket needs no token, because its file mode protects it."""
 
     @looped
     async def run() -> None:
@@ -226,7 +226,7 @@ def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
 
 
 async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
-    """What is answered when nothing dies any more: a dying server takes calls, and answers or cancels them."""
+    """Return the code after retries: a dying server accepts calls and then answers or cancels them."""
     dying = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     while (code := await answered(address, secret)) in dying:
         pass
@@ -235,7 +235,7 @@ async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
 
 @pytest.mark.parametrize("local", [True, False])
 def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool) -> None:
-    """It ends gRPC's server; another is there in its place, which lets in the same callers, and a watcher goes on."""
+    """A method name that is not UTF-8 ends gRPC's server; a new one takes its callers, and watches go on."""
 
     @looped
     async def run() -> None:
@@ -265,7 +265,7 @@ def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool
 
 @pytest.mark.parametrize("hangs_up", [True, False])
 def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
-    """Its last call ends at that moment, or by it; gRPC does not survive being told twice at a time to stop."""
+    """A server that died is stopped without a second `stop` at the same time, which gRPC does not survive."""
 
     @looped
     async def run() -> None:
@@ -280,10 +280,10 @@ def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up
                 await http2.status(port, b"/rsrv.control.v1.Control/\xff")
                 assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
                 server.runtime.change("b@1", entry("b"))
-                # Read by a task of its own, whose end makes the call's end fall into the middle of `stop`.
+                # A separate task reads it, and its end makes the call end in the middle of `stop`.
                 assert (await asyncio.wait_for(watch.read(), 20)).change.key == "b@1"
                 if not hangs_up:
-                    # Whoever asks for less time gets his way.
+                    # A shorter time takes precedence.
                     await asyncio.gather(listener.stop(20), listener.stop(0))
                     assert await watch.code() is not grpc.StatusCode.OK
             await listener.stop(0)
@@ -291,10 +291,10 @@ def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up
     run()
 
 
-def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
+def test_tls_refuses_plain_text_and_clients_of_another_authority(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
-    """A client that trusts the authority is let in; plain text and a client of another authority are not."""
+    """With TLS, clients that trust the authority connect; plain text and others are refused."""
 
     @looped
     async def run() -> None:
@@ -311,7 +311,7 @@ def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
 def test_client_certificates_are_asked_for(
     tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
 ) -> None:
-    """A client with a certificate of the right authority is let in, without one, or with another's, not."""
+    """With a client CA, a certificate of that authority is needed."""
     clients = tmp_path / "clients.pem"
     authority.cert_pem.write_to_path(clients)
     ours = authority.cert_pem.bytes()
@@ -333,7 +333,7 @@ def test_client_certificates_are_asked_for(
 def test_tls_and_a_token_are_both_asked_for(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
-    """The right authority alone does not let in."""
+    """With TLS and a token, both are needed."""
 
     @looped
     async def run() -> None:
@@ -364,7 +364,7 @@ def test_tls_and_a_token_are_both_asked_for(
 def test_a_listener_that_anybody_could_use_is_refused(
     tmp_path: Path, tls: dict[str, Path], token: Path, settings: dict[str, str], text: str
 ) -> None:
-    """And so are one with half of what it needs and one that cannot be; the text names the setting."""
+    """A listener without protection, with half of its settings or an invalid one is refused, and named."""
     (tmp_path / "empty").touch(mode=0o600)
     (tmp_path / "lines").write_text(f"{SECRET}\n{SECRET}\n")
     (tmp_path / "lines").chmod(0o600)

@@ -1,4 +1,4 @@
-"""rsrv.control.v1.Control over gRPC: what its calls come to at the runtime, and what they answer."""
+"""rsrv.control.v1.Control over gRPC: the commands that its calls send to the runtime, and its answers."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -20,7 +20,7 @@ ALL = pb.Target(all=True)
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
-    """How a call fails."""
+    """Return the code and the text of a failed call."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await call
     return failed.value.code(), failed.value.details() or ""
@@ -28,7 +28,7 @@ async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
 
 @looped
 async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: Path) -> None:
-    """A model in two versions, one that failed, a meta model, and a bundle that cannot be read."""
+    """The status has the versions, the failures, the meta models and the broken bundles."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@2", entry("a", state="loading", weights="loading", stubs=[101]))
         server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
@@ -86,7 +86,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
 
 @looped
 async def test_the_status_of_one_model_has_nothing_of_the_others(tmp_path: Path) -> None:
-    """One of two is asked for, then one that is not there."""
+    """The status of one model has only that model; an unknown one is NOT_FOUND."""
     async with served(tmp_path, models=["a", "b"]) as server:
         status = await server.control.GetStatus(pb.GetStatusRequest(model="b"))
         assert [model.name for model in status.models] == ["b"]
@@ -97,7 +97,7 @@ async def test_the_status_of_one_model_has_nothing_of_the_others(tmp_path: Path)
 
 @looped
 async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
-    """rsrv.yaml says one thing, an operator another."""
+    """The policy shows an operator's setting over that of rsrv.yaml."""
     settings = "models: {a: {weight: 3, max_queue_depth: 9}}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
         await server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
@@ -142,7 +142,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
     ],
 )
 def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, command: dict[str, Any]) -> None:
-    """What the client says arrives at the runtime, and its answer at the client."""
+    """Each call sends one command to the runtime, and returns its answer."""
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["b", "a"]},
         "abort": {"aborted": 2, "executing": 1},
@@ -176,7 +176,7 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
 
 @looped
 async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
-    """A client goes on where it was; when another runtime is there by then it gets that one's from the start."""
+    """A timeline continues where the client left off; of another runtime, it begins at the start."""
     span = ["execute", "a@1", 1.5, 0.25, 3, 4, 2, False]
 
     def told(said: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +241,8 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_request_reaches_nobody(tmp_path: Path, call: str, request_: Message, text: str) -> None:
-    """INVALID_ARGUMENT, and the text says what would be right."""
+def test_a_wrong_request_sends_no_command(tmp_path: Path, call: str, request_: Message, text: str) -> None:
+    """A wrong request is INVALID_ARGUMENT with the valid values, and no command is sent."""
 
     @looped
     async def run() -> None:
@@ -265,7 +265,7 @@ def test_a_wrong_request_reaches_nobody(tmp_path: Path, call: str, request_: Mes
     ],
 )
 def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
-    """Its code by name, and INTERNAL for a name that is none."""
+    """A refusal by the runtime keeps its code; an unknown code becomes INTERNAL."""
 
     @looped
     async def run() -> None:
@@ -278,7 +278,7 @@ def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc
 
 @looped
 async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
-    """It died."""
+    """Without a runtime, each call fails with UNAVAILABLE."""
     async with served(tmp_path) as server:
         server.runtime.die()
         await until(server.link, lambda: not server.link.up)
@@ -295,7 +295,7 @@ async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
 
 @looped
 async def test_the_schedulers_settings_are_asked_for_and_changed(tmp_path: Path) -> None:
-    """First nothing is given, then a discipline and the depth that the device asks for."""
+    """SetScheduler without settings returns the present ones, and otherwise sends the changes."""
     async with served(tmp_path) as server:
         answer = await server.control.SetScheduler(pb.SetSchedulerRequest())
         assert (answer.scheduler.discipline, answer.scheduler.max_queue_depth) == (pb.DISCIPLINE_FAIR, 1024)
@@ -309,7 +309,7 @@ async def test_the_schedulers_settings_are_asked_for_and_changed(tmp_path: Path)
 
 @looped
 async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path: Path) -> None:
-    """They are on their way for a while; a meta model's are those of what it calls."""
+    """A waiting Prefetch returns when the weights are resident; for a meta model, when its callees' are."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))
@@ -327,7 +327,7 @@ async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path
 
 @looped
 async def test_a_prefetch_whose_load_fails_says_so(tmp_path: Path) -> None:
-    """The load began, and did not end well."""
+    """A waiting Prefetch fails with ABORTED if the load fails."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="a", wait=True)))
@@ -343,7 +343,7 @@ async def test_a_prefetch_whose_load_fails_says_so(tmp_path: Path) -> None:
 
 @looped
 async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
-    """The runtime dies while the weights are on their way."""
+    """A waiting pin fails with UNAVAILABLE if the runtime dies."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("a@1", entry("a", weights="loading"))
         request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
@@ -357,7 +357,7 @@ async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
 
 @looped
 async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
-    """One that works answers with what is served; one that does not, with the reason."""
+    """ReloadWeights answers with the served versions, or fails with the reconciler's reason."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.lifecycle.refusals["b"] = ReloadError("FAILED_PRECONDITION", "the mode is static")
 
@@ -373,7 +373,7 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 
 @looped
 async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
-    """The looks do not agree on it yet; later they do. Of another bundle they never do."""
+    """ReloadWeights waits until the bundle is complete, and fails if it never is."""
     settings = "lifecycle: {look_s: 0.05}"
     async with served(tmp_path, models=["a", "b"], settings=settings) as server:
         late = ReloadError("UNAVAILABLE", "the bundle is being written")
@@ -392,7 +392,7 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
 
 @looped
 async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path) -> None:
-    """They begin a moment after the server has begun to serve, however short the pauses between looks are."""
+    """ReloadWeights waits for the first looks at the bundles after the start."""
     settings = "lifecycle: {look_s: 0.05}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
         server.lifecycle.refusals["a"] = ReloadError("UNAVAILABLE", "the bundle is being written")
@@ -403,13 +403,13 @@ async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path)
 
 @looped
 async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> None:
-    """It is started and stopped; who stops it learns the folder, too."""
+    """A profile is written to a private folder, which start and stop return."""
     async with served(tmp_path) as server:
         started = await server.control.StartProfile(pb.StartProfileRequest())
         assert server.runtime.commands == [{"command": "profile", "directory": started.directory}]
         assert Path(started.directory).parent == tmp_path / "profiles"
         assert (tmp_path / "profiles").stat().st_mode & 0o777 == 0o700
-        Path(started.directory).mkdir()  # as the runtime does
+        Path(started.directory).mkdir()  # As the runtime does.
 
         stopped = await server.control.StopProfile(pb.StopProfileRequest())
         assert stopped.directory == started.directory
@@ -417,7 +417,7 @@ async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> No
 
 @looped
 async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """One runs already; and then the folder for profiles cannot be made."""
+    """StartProfile fails with the runtime's reason, or with that of the folder."""
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {"error": "one runs already", "code": "FAILED_PRECONDITION"}
         assert await refusal(server.control.StartProfile(pb.StartProfileRequest())) == (
@@ -434,7 +434,7 @@ async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @looped
 async def test_a_profile_that_takes_its_time_does_not_make_the_runtime_look_dead(tmp_path: Path) -> None:
-    """Its answer comes late, while the runtime answers everything else."""
+    """A slow answer to StopProfile does not make the runtime count as down."""
     async with served(tmp_path, silence=0.05) as server:
         server.runtime.answers = lambda command: None if command["command"] == "profile" else {}
         call = asyncio.ensure_future(server.control.StopProfile(pb.StopProfileRequest()))
@@ -449,7 +449,7 @@ async def test_a_profile_that_takes_its_time_does_not_make_the_runtime_look_dead
 
 @looped
 async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_path: Path) -> None:
-    """A model becomes resident and goes; the runtime dies and is replaced."""
+    """A watcher gets the snapshot, each change, and the snapshot of the next runtime."""
     async with served(tmp_path, models=["a"]) as server:
         updates = server.control.WatchState(pb.WatchStateRequest())
         first = (await updates.read()).snapshot
@@ -474,7 +474,7 @@ async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_
 
 @looped
 async def test_the_load_is_complete(tmp_path: Path) -> None:
-    """One model has executed, another has not; weights have a budget."""
+    """GetLoad returns the load of all models and the budget."""
     model = {
         "queued": 3,
         "executing": 1,
@@ -514,8 +514,8 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_model_of_which_nobody_knows_anything_else_is_shown(tmp_path: Path) -> None:
-    """The status has a version that is still being built: it has no figures yet."""
+async def test_a_model_that_is_being_built_is_shown_without_figures(tmp_path: Path) -> None:
+    """The status shows a version that is being built, without figures."""
     async with served(tmp_path) as server:
         server.runtime.change("a@1", entry("a", state="loading", weights="absent"))
         await until(server.link, lambda: "a@1" in server.link.entries)
@@ -527,8 +527,8 @@ async def test_a_model_of_which_nobody_knows_anything_else_is_shown(tmp_path: Pa
 
 
 @looped
-async def test_who_watches_the_page_is_told_of_every_change(tmp_path: Path) -> None:
-    """First what there is. The runtime says no figures here, and that is told, too."""
+async def test_a_watcher_of_the_page_gets_every_change(tmp_path: Path) -> None:
+    """WatchPage sends the present state and then each change, also that figures cannot be read."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.answers = lambda command: {"error": "no figures", "code": "INTERNAL"}
         page = server.control.WatchPage(pb.WatchPageRequest())

@@ -1,4 +1,4 @@
-"""Spans as OpenTelemetry has them, and their way from the runtime to a collector."""
+"""Spans for OpenTelemetry, and their way from the runtime to a collector."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def part(name: str = "queue", id: str = "", error: str = "", **attributes: str |
 
 
 def test_a_span_has_its_times_ids_and_attributes() -> None:
-    """By the calendar, as a part of its parent, in its trace."""
+    """A span has its calendar times, its trace, its parent and its attributes."""
     resource = Resource({"service.name": "rsrv"})
     (made,) = make_spans([part(id=OWN, rows=3, model="a")], 100 * SECOND, resource)
 
@@ -46,7 +46,7 @@ def test_a_span_has_its_times_ids_and_attributes() -> None:
 
 
 def test_a_span_that_failed_says_why() -> None:
-    """Texts that are none are put right: they would cost all spans beside them."""
+    """A failed span has its error; invalid text is repaired, as it would cost all spans of the batch."""
     (made,) = make_spans([part(error="no \ud800", who="\udcff")], 0, Resource({}))
 
     assert (made.status.status_code, made.status.description) == (StatusCode.ERROR, "no ?")
@@ -54,7 +54,7 @@ def test_a_span_that_failed_says_why() -> None:
 
 
 def test_a_span_that_is_told_twice_is_the_same() -> None:
-    """One without an id gets one of its own, and another than its neighbours."""
+    """The same span gets the same id twice; spans without an id get different ones."""
 
     def ids(*told: Span) -> list[int]:
         return [made.context.span_id for made in make_spans(told, 0, Resource({})) if made.context]
@@ -64,7 +64,7 @@ def test_a_span_that_is_told_twice_is_the_same() -> None:
 
 
 class Runtime:
-    """Keeps the latest three spans; `down` while it does not answer."""
+    """Fake runtime that keeps the latest three spans; `down` while it does not answer."""
 
     def __init__(self, instance: str = "first") -> None:
         self.instance = instance
@@ -105,7 +105,7 @@ async def all_of(exporting: Exporting) -> None:
 
 @looped
 async def test_spans_are_sent_once_and_losses_counted() -> None:
-    """Those that the runtime had to forget, those that stubs had, and those that the collector did not take."""
+    """Each span is sent once; those lost in the runtime, in stubs or by the collector are counted."""
     runtime, sink = Runtime(), Sink()
     exporting = Exporting(runtime, sink.send)
     runtime.told = [part(name) for name in "ab"]
@@ -127,7 +127,7 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
 
 @looped
 async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() -> None:
-    """It sends again what is still kept; what is not, the one before it has sent, or counted."""
+    """A new control process sends the kept spans again, and counts no losses from before its start."""
     runtime, sink = Runtime(), Sink()
     before = Exporting(runtime, sink.send)
     runtime.dropped = 4
@@ -148,7 +148,7 @@ async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() ->
 
 @looped
 async def test_another_runtimes_spans_are_all_new() -> None:
-    """Its numbers begin anew; while there is none, there is nothing to do."""
+    """All spans of another runtime are new, although its numbers restart; without one, nothing is sent."""
     runtime, sink = Runtime(), Sink()
     exporting = Exporting(runtime, sink.send, pause=0.001)
     runtime.told = [part(name) for name in "abc"]
@@ -171,7 +171,7 @@ async def test_another_runtimes_spans_are_all_new() -> None:
 
 
 def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere with OpenTelemetry; else it is called rsrv."""
+    """OTEL_SERVICE_NAME names the service, which is otherwise called rsrv."""
 
     def name() -> object:
         return Exporting(Runtime(), Sink().send)._resource.attributes["service.name"]
@@ -184,7 +184,7 @@ def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_collector_that_is_not_there_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what the exporter says of it; it costs spans."""
+    """An unreachable collector is logged once, with the exporter's reason, and its spans are lost."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.05")
     telemetry = logging.getLogger("opentelemetry")
     monkeypatch.setattr(telemetry, "propagate", True)
@@ -203,7 +203,7 @@ def test_a_collector_that_is_not_there_is_said_once(
 def test_the_log_says_why_the_collector_fails(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exporter tries again, and ends with a line that has no reason; an earlier failure's does not stay."""
+    """The log has the reason of the present failure, although the exporter's last line has none."""
     telemetry = logging.getLogger("opentelemetry")
     monkeypatch.setattr(telemetry, "propagate", True)
     monkeypatch.setattr(telemetry, "handlers", [])
@@ -236,8 +236,8 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
 
 
-def test_who_wants_no_traces_loads_no_opentelemetry() -> None:
-    """In a clean interpreter: the control process, and the runtime."""
+def test_without_traces_opentelemetry_is_not_loaded() -> None:
+    """Without traces, neither the control process nor the runtime imports OpenTelemetry."""
     out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
 
     assert out.stdout.strip() == "[]"

@@ -52,7 +52,7 @@ def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -
 
 
 def test_models_are_sorted_by_their_share_of_the_device() -> None:
-    """By what was counted between two looks; one that is new has no rates yet."""
+    """Models are sorted by their share of the device between two looks; a new one has no rates yet."""
     top = Top()
     assert not top.take("begin", "null")
     assert top.take("state", state(10.0, shown("a"), shown("b"), shown("c")))
@@ -71,7 +71,7 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
 
 
 def test_another_runtime_has_no_rates_at_first() -> None:
-    """Its counters began anew. While there is none, that is said in place of figures."""
+    """Another runtime has no rates at first, as its counters restart; without one, the reason is shown."""
     top = Top()
     top.take("state", state(10.0, shown("a", 100)))
     top.take("state", json.dumps({"t": 11.0, "up": False, "instance": "1", "why": "it\nis\x1b gone"}))
@@ -91,14 +91,14 @@ def test_another_runtime_has_no_rates_at_first() -> None:
     ],
 )
 def test_where_weights_are_is_one_word_or_two(differs: dict[str, Any], cell: str) -> None:
-    """What matters most of it."""
+    """The column of weights has the most important state in one or two words."""
     top = Top()
     top.take("state", state(0.0, shown("a", **differs)))
     assert top.rows[0].cells()[1] == cell
 
 
 def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Events at once; figures when there are rates, and five seconds later; idle models are left out."""
+    """Without a terminal, events are printed at once, and figures of busy models every five seconds."""
     show(
         [
             ("begin", "null"),
@@ -119,7 +119,7 @@ def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.Cap
 
 @looped
 async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
-    """Of a server with a model; afterwards the terminal is as it was."""
+    """On a terminal, the table is shown until Ctrl-C, and the screen is restored."""
     async with served(tmp_path, models=["alpha"]) as server:
         server.runtime.answers = lambda command: (
             {"models": {"alpha": model(histogram(0.002))}, "memory": MEMORY}

@@ -1,4 +1,4 @@
-"""Bundles whose files are overwritten in place: what is half written is not taken, and the old version serves."""
+"""Bundles whose files are overwritten in place: the old version serves until the new one is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["silent_kernel"]
 
 
 def overwrite(file: Path, text: str) -> None:
-    """In place, large enough to be shared with the repository by a hard link, and as if nothing had been written."""
+    """Overwrite a file in place, keeping its times; it is so large that the repository has a hard link to it."""
     content = text.ljust(LINK_BYTES).encode()
     before = file.stat().st_mtime_ns
     with file.open("r+b") as opened:
@@ -29,7 +29,7 @@ def overwrite(file: Path, text: str) -> None:
 
 @pytest.mark.parametrize("ending", ["v2", "v1"])
 def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
-    """Finished or put back: what fits its manifest is taken. Until then the failure has a name, whatever others do."""
+    """A torn bundle fails by name, and is loaded when it is finished or restored; others are not affected."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         a = seal(world.roots["r"] / "a")
@@ -55,7 +55,7 @@ def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, endin
 
 
 def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
-    """The reason names the callee."""
+    """A meta model with a torn callee keeps its old version, and the reason names the callee."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
@@ -75,7 +75,7 @@ def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
 
 
 def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
-    """Whoever asked is told; what fits by the next attempt is loaded."""
+    """In static mode, a refused reload of a torn bundle is retried until it is complete."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         a = seal(write_bundle(world.roots["r"] / "a", "v2"))
@@ -91,7 +91,7 @@ def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: P
 
 
 def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
-    """A file is written to and nothing shows it, as on some network file systems: it is taken when that has ended."""
+    """Without checksums, a bundle is taken when two readings agree, also if file times do not show writes."""
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         write_bundle(world.roots["r"] / "a", "v2")

@@ -1,4 +1,4 @@
-"""How tritonserver's command line is read."""
+"""Reading tritonserver's command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rsrv.control.triton import TritonEndpoint, _reason, read_endpoint
     ],
 )
 def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint) -> None:
-    """In both spellings of a flag's value; the last one wins."""
+    """Both spellings of a flag are read, and the last one counts."""
     assert read_endpoint(line.split()) == expected
 
 
@@ -43,12 +43,12 @@ def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint)
     ],
 )
 def test_what_cannot_be_spoken_to_is_said(flag: str, word: str) -> None:
-    """With what to do about it."""
+    """A flag that prevents the connection gives an error that says what to do."""
     assert word in read_endpoint([flag]).trouble
 
 
 def test_a_restricted_repository_is_opened_with_its_key() -> None:
-    """Of several restrictions, only the one that concerns the repository."""
+    """The key of the restricted repository protocol is found among other restrictions."""
     flags = [
         "--grpc-restricted-protocol=inference,health:other=7",
         "--grpc-restricted-protocol",
@@ -57,8 +57,8 @@ def test_a_restricted_repository_is_opened_with_its_key() -> None:
     assert read_endpoint(flags).metadata == (("triton-grpc-protocol-admin-key", "secret=word"),)
 
 
-def test_the_stubs_own_words_are_the_reason() -> None:
-    """Without what Triton and Python put around them; what Triton says itself stays."""
+def test_the_stubs_own_message_is_the_reason() -> None:
+    """The reason of a failed load is the stub's message without the prefixes of Triton and Python."""
     stub = "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: TritonModelException: m: no module"
     assert _reason("m", f"{stub}\n\nAt:\n  /somewhere/model.py(49): initialize\n;\n") == "no module"
     assert _reason("m", "failed to poll from model repository") == "failed to poll from model repository"

@@ -1,4 +1,4 @@
-"""What a look at a directory of bundles sees."""
+"""Looking at a directory of bundles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
-    """Hidden ones are being made, and what has no manifest is no bundle."""
+    """A root is a bundle or contains some; hidden folders and those without a manifest are none."""
     found = scan(root, linked=False)
     assert set(found.bundles) == {"one"}
     assert found.identity == (root.stat().st_dev, root.stat().st_ino)
@@ -43,7 +43,7 @@ def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
 
 
 def test_an_entry_that_cannot_be_looked_into_hides_no_other(root: Path) -> None:
-    """Of that one nothing is known; what a file system has for itself is left alone."""
+    """An unreadable entry has no signature and hides no other; lost+found is skipped."""
     (root / "odd").symlink_to("x" * 300)
     (root / "lost+found").mkdir()
     (root / "lost+found" / "file").touch()
@@ -53,7 +53,7 @@ def test_an_entry_that_cannot_be_looked_into_hides_no_other(root: Path) -> None:
 
 
 def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -> None:
-    """What is in it shows, so that it is seen to grow."""
+    """A folder without a manifest has a signature of its own kind, which changes as files grow."""
     seen = []
     for size in (1, 2):
         (root / "no_bundle" / "weights").write_bytes(bytes(size))
@@ -66,7 +66,7 @@ def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -
     "path", ["manifest.yaml", "model.b1.mlir", "labels.txt", "nested/deep.txt", "nested/new.py", "linked"]
 )
 def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
-    """Also auxiliary ones, those in folders, and what a link leads to; a change back is one as well."""
+    """Every file counts, also auxiliary, nested and linked ones; restoring one is a change, too."""
     bundle = root / "one"
     (bundle / "linked").symlink_to("labels.txt")
     before = sign(bundle, linked=True)
@@ -80,7 +80,7 @@ def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
 
 
 def test_what_python_leaves_does_not_count(root: Path) -> None:
-    """Nor does an empty folder, which is in no repository."""
+    """Python's bytecode and empty folders do not count."""
     before = sign(root / "one", linked=True)
     (root / "one" / "__pycache__").mkdir()
     (root / "one" / "__pycache__" / "model.pyc").write_text("")
@@ -89,7 +89,7 @@ def test_what_python_leaves_does_not_count(root: Path) -> None:
 
 
 def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) -> None:
-    """rsrv-gen makes one, and must not see itself; of a copied file every write counts."""
+    """A new hard link to a large file is no change, since rsrv-gen makes one; a write to it is."""
     large = root / "one" / "large"
     large.write_bytes(bytes(LINK_BYTES))
     linked, copied = (sign(root / "one", linked=linked) for linked in (True, False))
@@ -99,7 +99,7 @@ def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) 
 
 
 def test_a_link_to_nothing_is_a_fact_and_not_a_riddle(root: Path) -> None:
-    """The bundle is broken, which somebody has to be told."""
+    """A dangling link gives a signature, so that the broken bundle is reported."""
     (root / "one" / "dangling").symlink_to("nothing")
     assert sign(root / "one", linked=True) is not None
 
@@ -111,7 +111,7 @@ class SlowPoll(LifecycleSection):
 
 
 def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
-    """Long before the next one is due; a root that comes later is listened to as well."""
+    """A notification of the kernel triggers the next look early, also for a root that appears later."""
     settings = SlowPoll(look_s=0.05)
 
     async def main() -> None:
@@ -125,7 +125,7 @@ def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
             watcher = group.create_task(watch(lambda: [root], settings, took))
             before = (await looks.get())[root]
             while True:
-                # Again and again: when the kernel has begun to listen is not known.
+                # Repeatedly, because the time from which the kernel listens is unknown.
                 (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
                 try:
                     after = await asyncio.wait_for(looks.get(), 0.5)
@@ -139,7 +139,7 @@ def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
 
 
 def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
-    """The bundle is not known, and its neighbours are."""
+    """A folder a thousand levels deep has no signature, and its neighbours have."""
     for name in ("deep", "good"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.yaml").touch()
@@ -150,7 +150,7 @@ def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
 
     seen = scan(tmp_path, linked=True).bundles
 
-    for folder in reversed(folders[1:]):  # nobody who cleans up by recursion could
+    for folder in reversed(folders[1:]):  # Cleaning up by recursion would fail.
         folder.rmdir()
     assert seen["deep"] is None
     assert seen["good"] is not None

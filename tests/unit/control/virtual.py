@@ -1,4 +1,4 @@
-"""An event loop in which nobody waits: time jumps to the next thing that is due, and threads are run at once."""
+"""An event loop with virtual time, which jumps to the next timer; threads run at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting, lets the time pass."""
+    """Advances the time instead of waiting."""
 
     passed = 0.0
 
@@ -24,14 +24,14 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time starts at 1000 seconds."""
+    """Event loop whose time starts at 1000 seconds."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        # Whoever waits for a moment that rounding errors put off would see the same time again and again.
+        # A timer delayed by a rounding error would otherwise see the same time again and again.
         self._virtual.passed += 1e-8
         return 1000.0 + self._virtual.passed
 
@@ -45,6 +45,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, in no time."""
+    """Run a coroutine as asyncio.run does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

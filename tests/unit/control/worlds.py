@@ -1,4 +1,4 @@
-"""A disk with bundles and a tritonserver that pretends, for tests of the lifecycle."""
+"""A disk with bundles and a fake tritonserver, for tests of the reconciler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import newest
 from tests.unit.gen.bundles_for_tests import write_bundle
 
-#: Text of a module that no server loads.
+# : Text of a module that no server loads.
 BAD = "bad"
 
 
 class FakeTriton:
-    """Serves what is in the repository; a load takes `seconds`."""
+    """Serves the content of the repository; a load takes `seconds`."""
 
     def __init__(self, repository: Path, mode: Mode = "explicit") -> None:
         self.repository = repository
@@ -28,16 +28,16 @@ class FakeTriton:
         self.trouble = ""
         self.exits_on_error = False
         self.seconds = 1.0
-        #: Model -> the text of its modules, and the time of the newest file that was seen.
+        # : Model -> the text of its modules, and the time of its newest file.
         self.served: dict[str, tuple[str, int]] = {}
-        #: Models that somebody unloaded by hand.
+        # : Models that were unloaded by hand.
         self.dismissed: set[str] = set()
-        #: Models that could not be loaded when the server started.
+        # : Models that failed to load when the server started.
         self.failed: set[str] = set()
         #: Models whose stub is dead.
         self.dead: set[str] = set()
         self.view = FakeView(self)
-        #: What was asked for, in order: "load NAME", "loaded NAME", "unload NAME".
+        # : The requests, in order: "load NAME", "loaded NAME", "unload NAME".
         self.log: list[str] = []
 
     async def states(self) -> Mapping[str, State]:
@@ -49,7 +49,7 @@ class FakeTriton:
         self.log.append(f"load {name}")
         folder = self.repository / name
         seen = newest(folder)
-        # As the stub, which reads when it has been started.
+        # The stub reads when it has started.
         await asyncio.sleep(self.seconds)
         if not (folder / "config.pbtxt").exists():
             raise TritonError(f"failed to load '{name}', failed to poll from model repository")
@@ -77,7 +77,7 @@ class FakeTriton:
 
 
 class FakeView:
-    """A runtime that is there, with the stubs that live."""
+    """A runtime that is up, with the live stubs."""
 
     def __init__(self, triton: FakeTriton) -> None:
         self._triton = triton
@@ -102,14 +102,14 @@ class FakeView:
 
 
 def whole(bundle: Path) -> str:
-    """The text of its modules, which must be of one version."""
+    """Return the text of the modules, which must be of one version."""
     one, eight = ((bundle / f"model.b{size}.mlir").read_text().split()[0] for size in (1, 8))
     assert one == eight, "a half-written bundle was taken"
     return one
 
 
 def place(path: Path, text: str, *, internal: bool = False) -> None:
-    """A bundle at once, with this text in its modules."""
+    """Write a bundle with this text in its modules, at once."""
     aside = path.with_name(f".{path.name}")
     write_bundle(aside, text, internal=internal)
     shutil.rmtree(path, ignore_errors=True)

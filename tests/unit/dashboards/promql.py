@@ -1,4 +1,4 @@
-"""What a query of Prometheus's asks for, held against what rsrv serves."""
+"""Check the queries of Prometheus against the metrics that rsrv serves."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rsrv.stub.metrics import TritonMirror
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
 
-#: what Prometheus adds to whatever it asks, in Kubernetes, too
+# : Labels that Prometheus adds to every sample, also in Kubernetes.
 TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 
 
 def labels(query: str) -> set[str]:
-    """Those that what it answers may have.
+    """Return the labels that the answer to a query may have.
 
-    Raises ValueError if it is no query, or asks for what nobody serves: a metric, a label, or a sum over what Triton
-    shows a second time.
+    Raises ValueError if it is no query, or uses an unknown metric or label, or sums up what Triton shows a
+    second time.
     """
     return _labels(promql_parser.parse(query))
 
 
 @cache
 def served() -> Mapping[str, frozenset[str]]:
-    """Name of a sample -> its labels."""
-    # Prometheus's own, of each target.
+    """Return the name of each sample -> its labels."""
+    # Prometheus's own metrics of each target.
     found: dict[str, frozenset[str]] = {"up": frozenset()}
     for family in FAMILIES:
-        # A gateway adds which server it is.
+        # A gateway adds the server's label.
         own = {*family.labels, "worker"}
         if family.kind == "histogram":
             found[f"{family.name}_bucket"] = frozenset(own | {"le"})
@@ -49,7 +49,7 @@ def served() -> Mapping[str, frozenset[str]]:
 
 @cache
 def mirrored() -> Mapping[str, frozenset[str]]:
-    """What stubs show on Triton's page: name -> labels."""
+    """Return what stubs show on Triton's page: name -> labels."""
     found: dict[str, frozenset[str]] = {}
 
     class Family:
@@ -67,7 +67,7 @@ def mirrored() -> Mapping[str, frozenset[str]]:
 
 
 def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
-    """Of one that has something of everything."""
+    """Return the metrics of a gateway with a value for each."""
     counts = TrafficCounts(
         requests={("m", "w", "OK"): 1},
         items={"m": 1},
@@ -145,13 +145,13 @@ def _selected(selector: Any) -> set[str]:
 
 
 def _values(name: str, label: str) -> set[str] | None:
-    """What the label may be; None: anything."""
+    """Return the values that the label may have; None means any."""
     if label == "status":
         return {status.name.lower() for status in Status}
     family = next((one for one in FAMILIES if re.fullmatch(rf"{one.name}(_bucket|_sum|_count)?", name)), None)
     if family is None or label == "model" or label not in family.labels:
         return None
-    # A family's help has all of them.
+    # A family's help lists all of them.
     return set(re.findall(r"\w+", family.help))
 
 

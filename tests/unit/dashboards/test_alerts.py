@@ -1,4 +1,4 @@
-"""The alerts: each can fire, says what to do, and stands in the docs."""
+"""The alerts: each can fire, says what to do, and is documented."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule i
 
 @each_rule
 def test_an_alert_asks_for_what_is_there(rule: dict[str, Any]) -> None:
-    """Its metrics and labels exist, and its text shows labels that it will have."""
+    """The metrics and labels of an alert exist, and its text uses labels of its result."""
     shown = {name for text in rule["annotations"].values() for name in re.findall(r"\$labels\.(\w+)", text)}
     assert shown <= labels(rule["expr"])
 
 
 @each_rule
 def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
-    """It waits, is critical or a warning, and has a sentence, advice, and a section of the docs that exists."""
+    """An alert waits, has a severity, and has a sentence, advice and an existing section of the docs."""
     assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
     assert re.fullmatch(r"[1-9]\d*m", rule["for"])
     assert rule["labels"].keys() == {"severity"}
@@ -41,27 +41,27 @@ def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
 
 
 def test_names_are_the_servers_and_each_ones_own() -> None:
-    """Whoever routes alerts can tell these from others."""
+    """Names of alerts are unique and begin with Rsrv."""
     names = [rule["alert"] for rule in RULES]
     assert len({*names}) == len(names)
     assert all(name.startswith("Rsrv") for name in names)
 
 
 def test_promtool_is_told_when_each_fires() -> None:
-    """alerts.yml, which is tried by hand (docs/monitoring.md), has every alert."""
+    """alerts.yml, the input of promtool (docs/monitoring.md), has every alert."""
     text = Path(__file__).with_name("alerts.yml").read_text(encoding="utf-8")
     assert {*re.findall(r'alertname="(\w+)"', text)} == {rule["alert"] for rule in RULES}
 
 
 def test_the_page_has_every_alert() -> None:
-    """A rule that is new or differs makes this fail: `make pages` writes the table anew."""
+    """The page's table has every alert; `make pages` writes it."""
     text = tool.PAGE.read_text(encoding="utf-8")
     assert rewrite(text, {"alerts": tool.alerts()}) == text
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_what_pods_are_scaled_by_is_there(kind: str) -> None:
-    """KEDA's queries, and those that prometheus-adapter makes for a HorizontalPodAutoscaler, name metrics that exist."""
+    """The metrics in KEDA's queries and those of prometheus-adapter exist."""
     if kind == "keda":
         (scaler,) = [m for m in render({"autoscaling": {"kind": kind}}) if m["kind"] == "ScaledObject"]
         queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]

@@ -1,4 +1,4 @@
-"""Grafana's dashboards: as the code makes them, and their queries ask for what is there."""
+"""Grafana's dashboards: they equal what the code makes, and their queries use existing metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.dashboards.promql import labels
 from tests.unit.deploy.manifests import ROOT, read
 
 BOARDS = {name: json.loads(text) for name, text in tool.boards().items()}
-#: what Grafana puts for its variables
+# : Values that Grafana puts in place of its variables.
 STANDS_FOR = {"$__rate_interval": "5m", "$quantile": "0.99"}
 
 
@@ -23,7 +23,7 @@ def panels(board: Any) -> list[Any]:
 
 
 def targets() -> Iterator[Any]:
-    """All queries of all dashboards, each with the names of its dashboard and its panel."""
+    """Return all queries of all dashboards, with the names of dashboard and panel."""
     for name, board in BOARDS.items():
         for panel in panels(board):
             for target in panel["targets"]:
@@ -35,14 +35,14 @@ def variables(board: Any) -> dict[str, Any]:
 
 
 def test_the_files_are_what_the_code_makes() -> None:
-    """`make pages` writes them anew; no other file lies there."""
+    """The dashboards on disk equal those that `make pages` writes, and there are no others."""
     there = {path.name: path.read_text(encoding="utf-8") for path in tool.BOARDS.iterdir()}
     assert there == tool.boards()
 
 
 @pytest.mark.parametrize(("board", "target"), list(targets()))
 def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
-    """Its metrics and labels exist, its legend shows labels that its answer has, and its variables are the dashboard's."""
+    """The metrics and labels of a query, its legend's labels and its variables exist."""
     query = target["expr"]
     for variable, value in STANDS_FOR.items():
         query = query.replace(variable, value)
@@ -53,7 +53,7 @@ def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=list(BOARDS))
 def test_a_panel_says_what_it_is_about(board: Any) -> None:
-    """Each has a title of its own in its dashboard, a unit, a place, and what to do; and the source that was chosen."""
+    """Each panel has a unique title, a place, a unit, a description and the chosen data source."""
     shown = panels(board)
     assert len({panel["title"] for panel in shown}) == len(shown)
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in shown}) == len(shown)
@@ -68,7 +68,7 @@ def test_a_panel_says_what_it_is_about(board: Any) -> None:
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=list(BOARDS))
 def test_one_server_alone_is_found_too(board: Any) -> None:
-    """What was not chosen matches every server, also one without the label `worker`, which only a gateway adds."""
+    """An unset choice matches every server, also without the label `worker`, which only a gateway adds."""
     for name in ("instance", "worker"):
         variable = variables(board)[name]
         assert variable["includeAll"]
@@ -78,7 +78,7 @@ def test_one_server_alone_is_found_too(board: Any) -> None:
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=list(BOARDS))
 def test_choices_ask_for_what_is_there(board: Any) -> None:
-    """The values of a variable come from a label that exists, of the source that was chosen."""
+    """The values of a variable come from an existing label of the chosen source."""
     for variable in variables(board).values():
         if variable["type"] == "query":
             query = variable["query"]
@@ -88,7 +88,7 @@ def test_choices_ask_for_what_is_there(board: Any) -> None:
 
 
 def test_composes_prometheus_is_chosen_at_first() -> None:
-    """Each dashboard begins with the source that Compose provides; any other can be chosen."""
+    """Each dashboard starts with Compose's data source, and any other can be chosen."""
     (sources,) = read((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())
     (source,) = sources["datasources"]
     for board in BOARDS.values():
@@ -98,7 +98,7 @@ def test_composes_prometheus_is_chosen_at_first() -> None:
 
 
 def test_a_model_leads_to_its_dashboard() -> None:
-    """A legend of models links to the dashboard of the one that is clicked, by names that exist there."""
+    """The legend of a model links to the model's dashboard by existing variables."""
     (board,) = [board for board in BOARDS.values() if "model" in variables(board)]
     links = [
         link["url"]

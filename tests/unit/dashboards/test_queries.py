@@ -1,4 +1,4 @@
-"""That a query asks for what is there: what the other tests go by."""
+"""The checker of queries, on which the other tests rely."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.dashboards.promql import labels, mirrored, served
 
 
 def test_what_triton_shows_as_well_is_known() -> None:
-    """The dashboards leave out exactly what a stub shows on Triton's page with a version."""
+    """Exactly the metrics that a stub mirrors on Triton's page, with a version, are known as mirrored."""
     assert mirrored().keys() == MIRRORED
     assert all("version" in there for there in mirrored().values())
     assert mirrored().keys() <= served().keys()
@@ -30,7 +30,7 @@ def test_what_triton_shows_as_well_is_known() -> None:
     ],
 )
 def test_what_a_query_answers_has_these_labels(query: str, found: set[str]) -> None:
-    """At least these; of a metric itself also what Prometheus adds."""
+    """The labels of a query's result include the expected ones."""
     assert found <= labels(query)
     assert "le" not in labels(query)
 
@@ -54,7 +54,7 @@ def test_what_a_query_answers_has_these_labels(query: str, found: set[str]) -> N
         "nv_inference_count",
     ],
 )
-def test_queries_for_what_nobody_serves_are_refused(query: str) -> None:
-    """A name, a label, its value, a bucket that is not there; what is there twice; what never matches; what is no query."""
+def test_queries_for_unknown_metrics_are_refused(query: str) -> None:
+    """A query with an unknown name, label, value or bucket, a doubled metric or wrong syntax is refused."""
     with pytest.raises(ValueError):  # noqa: PT011
         labels(query)

@@ -1,10 +1,10 @@
-"""Helm's engine, in a process of its own: Go's runtime keeps the signals of a process to itself, and other tests send some.
+"""Run Helm's engine in a process of its own, because Go's runtime takes over the process's signals.
 
     echo '{"chart": ..., "values": ..., "release": ...}' | python helm.py render
     echo '{"chart": ...}' | python helm.py lint
 
-Prints JSON: what each template became, or what there is to say against the chart. Ends with 1 and the reason on stderr
-when the chart does not take the values.
+Prints JSON: the rendered templates, or the linter's messages. If the chart refuses the values, it exits 1
+with the reason on stderr.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading what is deployed, and checking it against what clusters accept."""
+"""Reading the deployment's manifests, and checking them against the schemas of clusters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm" / "rsrv"
 BUNDLES = {"persistentVolumeClaim": {"claimName": "bundles", "readOnly": True}}
-#: the oldest that Chart.yaml names, and the newest that the schemas' package has
+# : The oldest version that Chart.yaml allows, and the newest that the schemas' package has.
 KUBERNETES = ("1.25", "1.37")
 
 Manifest = dict[str, Any]
@@ -153,24 +153,27 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
 
 
 def read(text: str) -> Iterator[Manifest]:
-    """All documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
+    """Return all documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 1)
     yield from (document for document in yaml.load_all(text) if document is not None)
 
 
 class ChartError(Exception):
-    """The chart does not take the values."""
+    """The chart refuses the values."""
 
 
 def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
-    """What `helm install` would create with these values; bundles are somewhere unless they say where. Raises ChartError."""
+    """Return what `helm install` would create with these values and, by default, some bundles.
+
+    Raises ChartError.
+    """
     files = _files(values, release)
     return [each for name, text in files.items() if name.endswith(".yaml") for each in read(text)]
 
 
 def notes(values: Mapping[str, Any] | None = None) -> str:
-    """What `helm install` says to whoever calls it."""
+    """Return the notes that `helm install` prints."""
     (text,) = [text for name, text in _files(values, "demo").items() if name.endswith("NOTES.txt")]
     return text
 
@@ -183,7 +186,7 @@ def _files(values: Mapping[str, Any] | None, release: str) -> Mapping[str, str]:
 
 
 def lint() -> Any:
-    """What `helm lint` says."""
+    """Return the messages of `helm lint`."""
     return json.loads(_helm("lint", json.dumps({"chart": str(CHART)})))
 
 
@@ -204,7 +207,7 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """Raises if a cluster would not take it."""
+    """Raise if a cluster would refuse the manifest."""
     key = manifest["apiVersion"], manifest["kind"]
     if key in OPERATORS:
         assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}

@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders is what clusters accept, and says the same in every place."""
+"""The Helm chart: clusters accept what it renders, and its parts agree with each other."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def environment(manifests: list[Manifest]) -> dict[str, str]:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_is_accepted(values: dict[str, Any]) -> None:
-    """Whatever is switched on, all manifests fit the schemas of the oldest and the newest Kubernetes, and none is there twice."""
+    """With any options, all manifests fit the oldest and newest Kubernetes, and names are unique."""
     manifests = render(values)
     for manifest in manifests:
         check(manifest)
@@ -103,7 +103,7 @@ def test_every_variant_is_accepted(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_what_is_named_is_there(values: dict[str, Any]) -> None:
-    """Selectors find pods, ports have the names they are called by, and volumes, ConfigMaps and Secrets that are mounted exist."""
+    """Selectors find pods, named ports exist, and so do the mounted volumes, ConfigMaps and Secrets."""
     manifests = render(values)
     labels = [pod["metadata"]["labels"] for pod in pods(manifests)]
     made = {(m["kind"], m["metadata"]["name"]) for m in manifests}
@@ -136,7 +136,7 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_no_pod_may_do_more_than_it_must(values: dict[str, Any]) -> None:
-    """Every pod runs as uid 1000 with a read-only root, no capabilities, no token, and has somewhere to write what it writes."""
+    """Every pod runs as uid 1000 with a read-only root, no capabilities, no token, and writable places."""
     for pod in pods(render(values)):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsUser"] == 1000
@@ -154,7 +154,7 @@ def test_no_pod_may_do_more_than_it_must(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ConfigMaps and the environment of the servers are settings that load, and say what the values said."""
+    """The rendered settings and environment load, and have the values' content."""
     manifests = render(values)
     for name, value in environment(manifests).items():
         if name.startswith("RSRV_") and name != "RSRV_RESTRICT_KEY":
@@ -170,7 +170,7 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
 
 
 def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
-    """With a gateway, its settings name the headless Service, the control port, and the token that the servers have as well."""
+    """The gateway's settings name the headless Service, the control port and the servers' token."""
     manifests = render(GATEWAY)
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
     assert settings.mode == "lpt_packing"
@@ -187,14 +187,14 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
 
 
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
-    """The Service for clients selects the gateway's pods when there is a gateway, else the servers'."""
+    """The Service for clients selects the gateway's pods if there is a gateway, and else the servers'."""
     for values, component in ((GATEWAY, "gateway"), ({}, "server")):
         selector = one(render(values), "Service", "demo-rsrv")["spec"]["selector"]
         assert selector["app.kubernetes.io/component"] == component
 
 
 def test_what_only_operators_may_ask_wants_a_key() -> None:
-    """Triton's dangerous calls want the key of a Secret."""
+    """Triton's dangerous calls need the key of a Secret."""
     manifests = render()
     closed = "shared-memory,model-repository,logging,trace"
     flags = json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])
@@ -208,7 +208,7 @@ def test_what_only_operators_may_ask_wants_a_key() -> None:
 
 @pytest.mark.parametrize("values", [GATEWAY, {"gpu": {"perPod": 2}}], ids=["gateway", "gateway-in-the-pod"])
 def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
-    """By which it sees what is ready: its name, and its value in a file from the Secret, which not everybody can read."""
+    """The gateway has the key's name, and its value in a private file from the Secret."""
     manifests = render(values)
     if values is GATEWAY:
         text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
@@ -229,7 +229,7 @@ def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
 
 
 def test_a_pod_has_time_to_drain() -> None:
-    """A pod is killed only after the pause for endpoints, the gateway's drain and the servers', with ten seconds to spare."""
+    """The grace period of a pod covers the pause for endpoints, both drains and ten seconds."""
     manifests = render({"drain": {"endpoints": 7, "requests": 20, "servers": 40}})
     spec = server(manifests)
     assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 40 + 10
@@ -239,7 +239,7 @@ def test_a_pod_has_time_to_drain() -> None:
 
 
 def test_the_first_start_may_take_its_time() -> None:
-    """The startup probe gives up no sooner than after startupSeconds, and the other probes wait for it."""
+    """The startup probe allows startupSeconds, and the other probes wait for it."""
     container = server(render({"startupSeconds": 601}))["containers"][0]
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 601
@@ -257,7 +257,7 @@ def test_shared_memory_is_memory_of_the_right_size() -> None:
 
 
 def test_the_cache_is_left_to_its_owner() -> None:
-    """The volume of compiled programs is given to the group once, not at each start: rsrv refuses one that others may write."""
+    """The cache's volume changes its group once, because rsrv refuses a cache that others may write."""
     spec = server(render(VARIANTS["cache-kept"]))
     assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
@@ -268,7 +268,7 @@ def test_the_cache_is_left_to_its_owner() -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 def test_gpus_are_asked_for_and_metrics_are_where_they_are(gpus: int) -> None:
-    """A pod asks for its GPUs, or serves on the CPU; with several the gateway in it has all metrics on one port."""
+    """A pod requests its GPUs or serves on the CPU; with several GPUs, one port has all metrics."""
     manifests = render({"gpu": {"perPod": gpus}, "podMonitor": {"enabled": True}})
     limits = server(manifests)["containers"][0]["resources"]["limits"]
     assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
@@ -280,7 +280,7 @@ def test_gpus_are_asked_for_and_metrics_are_where_they_are(gpus: int) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "keda", "hpa"])
 def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
-    """An autoscaled Deployment has no number of its own, which an upgrade would set back; one that is not has."""
+    """An autoscaled Deployment has no replica count, which an upgrade would reset; a fixed one has."""
     manifests = render({"autoscaling": {"kind": kind}, "replicas": 3})
     deployment = one(manifests, "Deployment", "demo-rsrv-server")
     assert deployment["spec"].get("replicas") == (3 if kind == "none" else None)
@@ -289,7 +289,7 @@ def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
 
 
 def test_queries_are_promql_about_these_pods() -> None:
-    """KEDA's queries parse, ask for this Deployment's pods only, and never count what Triton's page shows as well."""
+    """KEDA's queries parse, select this Deployment's pods only, and leave out Triton's copies."""
     manifests = render({"autoscaling": {"kind": "keda"}}, release="x")
     (scaler,) = [m for m in manifests if m["kind"] == "ScaledObject"]
     queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
@@ -301,7 +301,7 @@ def test_queries_are_promql_about_these_pods() -> None:
 
 
 def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
-    """prometheus-adapter's rule makes the metric that the HorizontalPodAutoscaler asks for, of this release's pods alone."""
+    """prometheus-adapter's rule makes the metric of the HorizontalPodAutoscaler, for this release only."""
     (values,) = read((ROOT / "deploy" / "prometheus-adapter.yaml").read_text())
     (rule,) = values["rules"]["external"]
     (scaler,) = [m for m in render(VARIANTS["hpa"]) if m["kind"] == "HorizontalPodAutoscaler"]
@@ -320,7 +320,7 @@ def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
 
 
 def test_the_operator_gets_the_same_alerts() -> None:
-    """The PrometheusRule says what the file of the rules says, braces and all, under the labels that are asked for."""
+    """The PrometheusRule equals the rules file, braces included, under the requested labels."""
     rule = one(render(VARIANTS["alerts-and-dashboards"]), "PrometheusRule", "demo-rsrv")
     assert rule["metadata"]["labels"]["release"] == "monitoring"
     (rules,) = read((CHART / "files" / "rules" / "rsrv.yml").read_text())
@@ -328,7 +328,7 @@ def test_the_operator_gets_the_same_alerts() -> None:
 
 
 def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
-    """The ConfigMap has the label that the sidecar looks for, and each dashboard as its file is; none fills it."""
+    """The ConfigMap has the sidecar's label and each dashboard's file, and fits into Kubernetes' limit."""
     boards = one(render(VARIANTS["alerts-and-dashboards"]), "ConfigMap", "demo-rsrv-dashboards")
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert boards["metadata"]["annotations"] == {"grafana_folder": "rsrv"}
@@ -336,12 +336,12 @@ def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
         path.name: path.read_text(encoding="utf-8") for path in (CHART / "files" / "dashboards").iterdir()
     }
     assert boards["data"] == files
-    # What Kubernetes takes in one.
+    # Kubernetes' limit for one object.
     assert sum(map(len, files.values())) < 1 << 20
 
 
-def test_servers_connect_to_nobody() -> None:
-    """The servers' network policy allows no way out, and with a gateway only that may send requests or use the control service."""
+def test_servers_connect_to_no_other_host() -> None:
+    """The servers' network policy allows no egress, and only the gateway may send requests to them."""
     policy = one(render(GATEWAY), "NetworkPolicy", "demo-rsrv-server")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == []
@@ -352,7 +352,7 @@ def test_servers_connect_to_nobody() -> None:
 
 
 def test_bundles_have_to_be_somewhere() -> None:
-    """Without a volume for the bundles nothing is rendered, and the error says what is missing."""
+    """Without a volume for the bundles, rendering fails with an error that says so."""
     with pytest.raises(ChartError, match=r"bundles\.volume: name the volume"):
         render({"bundles": {}})
 
@@ -384,14 +384,14 @@ def test_bundles_have_to_be_somewhere() -> None:
     ids=str,
 )
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
-    """A value that is misspelt or cannot be is an error of `helm install`, not a surprise in the cluster."""
+    """A misspelt or impossible value is an error of `helm install`."""
     with pytest.raises(ChartError):
         render(values)
 
 
 @pytest.mark.parametrize("value", ["123", "true", "1e3", "null", "it's", 'a"b'])
 def test_texts_stay_texts(value: str) -> None:
-    """What YAML would take for a number or a truth value, or what has quotes in it, comes out as it was written."""
+    """Text that YAML would read as a number or boolean, or with quotes, is rendered unchanged."""
     flag = f"--trace-config={value}"
     manifests = render(
         {
@@ -415,14 +415,14 @@ def test_texts_stay_texts(value: str) -> None:
 
 
 def test_a_release_may_be_called_like_a_number() -> None:
-    """Helm allows it; labels and names are texts all the same."""
+    """A release may be called like a number: its labels and names stay text."""
     for manifest in render({**GATEWAY, "fullnameOverride": "true"}, release="123"):
         check(manifest)
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
 
 
 def test_pods_are_replaced_with_their_keys() -> None:
-    """The chart's own Secrets, new at each rendering without a cluster, are in the checksums of the pods that use them."""
+    """The checksums of pods cover the chart's own Secrets, which are new with each rendering."""
     first, second = (render(GATEWAY, release=name) for name in ("one", "two"))
     for release, manifests in (("one", first), ("two", second)):
         data = one(manifests, "Secret", f"{release}-rsrv-restrict")["data"]
@@ -441,7 +441,7 @@ def test_pods_are_replaced_with_their_keys() -> None:
 
 
 def test_the_notes_say_what_scaling_lacks() -> None:
-    """Without the PodMonitor an autoscaler may see no queue: the notes of the release say so, and only then."""
+    """The notes warn if an autoscaler is enabled without the PodMonitor, and only then."""
     for kind, monitored, warned in (("keda", False, True), ("hpa", False, True), ("keda", True, False)):
         said = notes({"autoscaling": {"kind": kind}, "podMonitor": {"enabled": monitored}})
         assert ("podMonitor is not enabled" in said) is warned
@@ -467,7 +467,7 @@ def test_helm_lints_it() -> None:
 
 
 def test_versions_are_the_projects() -> None:
-    """The chart, and the image that it names, have the version of the package."""
+    """The chart and its image have the version of the package."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     (chart,) = read((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (version, version)

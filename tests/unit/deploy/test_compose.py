@@ -1,4 +1,4 @@
-"""compose.yaml and what its containers read: valid, complete, and one knows where the others are."""
+"""compose.yaml and the files that its containers read are valid, complete and consistent."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_it_is_what_the_specification_says() -> None:
 
 @pytest.mark.parametrize(("profile", "server"), [("gpu", "rsrv"), ("cpu", "rsrv-cpu")])
 def test_a_profile_has_one_server(profile: str, server: str) -> None:
-    """Each profile starts one server, with Prometheus and Grafana; without a profile there is none."""
+    """Each profile starts one server with Prometheus and Grafana; without a profile there is no server."""
     assert set(services(profile)) == {server, "prometheus", "grafana"}
     assert set(services()) == {"prometheus", "grafana"}
 
 
 def test_gpus_are_asked_for_only_where_there_are_some() -> None:
-    """The GPU server reserves all of NVIDIA's devices; the CPU server reserves nothing and says that it is one."""
+    """The GPU server reserves all NVIDIA devices; the CPU server reserves none and sets CPU workers."""
     (device,) = compose()["services"]["rsrv"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     other = compose()["services"]["rsrv-cpu"]
@@ -50,7 +50,7 @@ def test_gpus_are_asked_for_only_where_there_are_some() -> None:
 
 
 def test_everything_that_is_mounted_is_there() -> None:
-    """Each file and folder of the repository that a container sees exists, and every named volume is declared and used."""
+    """Mounted files and folders exist, and every named volume is declared and used."""
     found = compose()
     used = set()
     for name, service in found["services"].items():
@@ -58,7 +58,7 @@ def test_everything_that_is_mounted_is_there() -> None:
             source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
             if not source.startswith("."):
                 used.add(source)
-            elif not source.startswith("../build"):  # made by `make bundles`
+            elif not source.startswith("../build"):  # Built by `make bundles`.
                 assert (DOCKER / source).exists(), (name, source)
     assert used == set(found["volumes"])
     for service in services("gpu", "cpu").values():
@@ -66,8 +66,8 @@ def test_everything_that_is_mounted_is_there() -> None:
             assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
 
 
-def test_doors_are_open_to_this_machine_only() -> None:
-    """No port is published to other machines, and no container has capabilities or can get any."""
+def test_ports_are_published_to_this_machine_only() -> None:
+    """Ports are published on 127.0.0.1 only, and containers have no capabilities."""
     for service in services("gpu", "cpu").values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         assert service["cap_drop"] == ["ALL"]
@@ -75,7 +75,7 @@ def test_doors_are_open_to_this_machine_only() -> None:
 
 
 def test_the_servers_have_what_they_need_of_a_container() -> None:
-    """Each server has shared memory of a stated size, a first process that reaps, time to end, and places to write."""
+    """Each server has shared memory, an init process, time to stop, and writable places."""
     image = (DOCKER / "Dockerfile").read_text()
     for service in (compose()["services"][name] for name in ("rsrv", "rsrv-cpu")):
         assert service["init"] is True
@@ -94,7 +94,7 @@ def test_images_of_others_are_pinned() -> None:
 
 
 def test_prometheus_asks_the_servers_where_they_are() -> None:
-    """Every target is a name of a service on a port that the image exposes, and the rules are in a folder that is mounted."""
+    """Each target of Prometheus is a service's name with an exposed port, and the rules are mounted."""
     (config,) = read((DOCKER / "prometheus.yml").read_text())
     names = {
         a
@@ -118,7 +118,7 @@ def test_prometheus_asks_the_servers_where_they_are() -> None:
 
 @pytest.mark.parametrize("server", ["rsrv", "rsrv-cpu"])
 def test_servers_listen_where_prometheus_asks(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics are for other containers, too."""
+    """The servers listen for metrics on all interfaces of the container."""
     for name, value in compose()["services"][server]["environment"].items():
         monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
     settings = load_settings()
@@ -126,7 +126,7 @@ def test_servers_listen_where_prometheus_asks(server: str, monkeypatch: pytest.M
 
 
 def test_prometheus_counts_nothing_twice() -> None:
-    """Of what Triton's page and rsrv's both show, Triton's copy is dropped, and nothing else."""
+    """Metrics that Triton's page and rsrv's both have are dropped from Triton's, and no others."""
     (config,) = read((DOCKER / "prometheus.yml").read_text())
     (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "triton"]
     (rule,) = job["metric_relabel_configs"]
@@ -146,7 +146,7 @@ def test_prometheus_counts_nothing_twice() -> None:
 
 
 def test_grafana_finds_prometheus_and_the_dashboards() -> None:
-    """The provisioned source is the Prometheus of this file, and dashboards are read from where they are mounted."""
+    """The provisioned source is this file's Prometheus, and the dashboards' folder is mounted."""
     (sources,) = read((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
     (source,) = sources["datasources"]
     (port,) = compose()["services"]["prometheus"]["ports"]

@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies is there, what it installs is what the project wants, and who runs it is nobody special."""
+"""The Dockerfile: its copied files exist, its packages fit the project, and its user is unprivileged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """The instructions of each stage; before the first one, those that hold for all."""
+    """Return the instructions of each stage; those before the first one hold for all."""
     with DOCKERFILE.open("rb") as file:
         found: list[list[tuple[str, str]]] = [[]]
         for line in DockerfileParser(fileobj=file).structure:
@@ -44,7 +44,7 @@ def named(name: str) -> list[tuple[str, str]]:
 
 
 def locked(file: str) -> dict[str, Version]:
-    """The packages that the image gets of a file, by canonical name; all with hashes."""
+    """Return the packages in a locked file, by canonical name; all have hashes."""
     text = (ROOT / "docker" / file).read_text()
     lines = re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)
     blocks = re.split(r"\n(?=[a-z])", text)[1:]
@@ -54,7 +54,7 @@ def locked(file: str) -> dict[str, Version]:
 
 
 def wanted(extra: str) -> list[Requirement]:
-    """What an extra of the project needs, those that it includes resolved."""
+    """Return the requirements of an extra, with those of the extras that it includes."""
     project = PROJECT["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     for text in project["optional-dependencies"][extra]:
@@ -67,14 +67,14 @@ def wanted(extra: str) -> list[Requirement]:
 
 
 def test_a_linter_has_nothing_to_say() -> None:
-    """hadolint finds nothing, not even what it only notes."""
+    """hadolint finds nothing, notes included."""
     linter = Path(sys.executable).with_name("hadolint")
     result = subprocess.run([linter, "--no-color", DOCKERFILE], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_all_that_is_copied_is_there() -> None:
-    """Everything that comes from the repository exists in it, and what comes from a stage comes from an earlier one."""
+    """Copied files exist in the repository, and copied stages come earlier."""
     before: list[str] = []
     for stage in stages():
         for value in values(stage, "COPY"):
@@ -88,7 +88,7 @@ def test_all_that_is_copied_is_there() -> None:
 
 
 def test_the_wheel_is_built_of_all_its_packages() -> None:
-    """The stage that builds the wheel gets every folder that the wheel is made of, and the files that pyproject.toml names."""
+    """The stage that builds the wheel gets every package folder, and the files that pyproject.toml names."""
     copied = [Path(s) for v in values(named("wheel"), "COPY") for s in v.split()[:-1]]
     project = PROJECT["project"]
     needed = [
@@ -110,7 +110,7 @@ def test_what_is_installed_is_what_the_project_wants() -> None:
 
 
 def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
-    """The extra's own packages are locked, and none that they need: with numpy another one would come."""
+    """The hooks' packages are locked without dependencies, which would bring another numpy."""
     versions = locked("requirements-hooks.txt")
     requirements = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["hooks"]]
     assert versions.keys() == {canonicalize_name(requirement.name) for requirement in requirements}
@@ -121,14 +121,14 @@ def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
 
 
 def test_the_extra_of_the_gateways_image_exists() -> None:
-    """Extras that the Dockerfile names are ones of the project."""
+    """The extra that the Dockerfile installs for the gateway exists."""
     extras = re.findall(r"\.whl\)\[(\w+)\]", DOCKERFILE.read_text())
     assert extras == ["gateway"]
     assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_bases_are_pinned() -> None:
-    """Every stage that is not built on another one begins with an image of one version."""
+    """Every base image has one version."""
     arguments = dict(value.split("=", 1) for value in values(stages()[0], "ARG"))
     assert arguments["TRITON"] == "nvcr.io/nvidia/tritonserver:26.11-py3"
     for stage in stages()[1:]:
@@ -138,7 +138,7 @@ def test_bases_are_pinned() -> None:
 
 
 def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
-    """The images' processes are uid 1000's, started without a shell, and a health check looks at what listens."""
+    """Both images run as uid 1000 without a shell, and their health check asks the exposed port."""
     for name in ("server", "gateway"):
         stage = named(name)
         assert values(stage, "USER") == ["1000:1000"]
@@ -153,7 +153,7 @@ def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
 
 
 def test_both_images_open_their_metrics() -> None:
-    """The commands read a file in the image by which other containers reach metrics, the live page and probes."""
+    """Both images start with a settings file that opens metrics, live page and probes to other containers."""
     settings = load_settings((ROOT / "docker" / "rsrv.yaml").read_text())
     assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
     for name in ("server", "gateway"):
@@ -164,5 +164,5 @@ def test_both_images_open_their_metrics() -> None:
 
 
 def test_the_last_stage_is_the_server() -> None:
-    """Who builds without naming a target gets the server."""
+    """The last stage, which a build without a target takes, is the server."""
     assert stages()[-1] == named("server")

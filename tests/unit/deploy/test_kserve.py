@@ -1,4 +1,4 @@
-"""KServe: the runtime and the example fit each other, and are pods that a cluster takes."""
+"""KServe: the runtime and the example fit each other, and clusters accept their pods."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def manifest(name: str) -> Manifest:
 
 @pytest.mark.parametrize("name", ["clusterservingruntime", "inferenceservice"])
 def test_it_has_the_fields_of_its_kind(name: str) -> None:
-    """Both resources have the fields that KServe's kinds require, and none that is misspelt."""
+    """Both resources have the required fields of KServe's kinds, and no unknown ones."""
     check(manifest(name))
 
 
 def test_the_two_make_a_pod() -> None:
-    """What KServe puts together of runtime and service is a pod that every supported Kubernetes accepts."""
+    """The pod that KServe makes of runtime and service fits every supported Kubernetes."""
     runtime, predictor = (
         manifest("clusterservingruntime")["spec"],
         manifest("inferenceservice")["spec"]["predictor"],
@@ -35,7 +35,7 @@ def test_the_two_make_a_pod() -> None:
 
 
 def test_the_service_is_for_the_runtime() -> None:
-    """The example asks for the runtime by its name, in a format and a protocol that it has."""
+    """The example names the runtime, with a format and a protocol that it supports."""
     runtime, model = (
         manifest("clusterservingruntime"),
         manifest("inferenceservice")["spec"]["predictor"]["model"],
@@ -46,7 +46,7 @@ def test_the_service_is_for_the_runtime() -> None:
 
 
 def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container listens where KServe sends: 8080 for HTTP, which the probes ask, too, 9000 for gRPC, and Prometheus's ports."""
+    """The container listens on KServe's ports: 8080 for HTTP and probes, 9000 for gRPC, and Prometheus's."""
     (container,) = manifest("clusterservingruntime")["spec"]["containers"]
     for each in container["env"]:
         monkeypatch.setenv(each["name"], each["value"])

@@ -1,4 +1,4 @@
-"""A client and a server that send what gRPC's own would not: one call on each connection, written by hand."""
+"""A client and a server that send what gRPC's own would not: one call per connection, written by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-#: frames' types and flags
+# : Types and flags of frames.
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_STREAM, _END_HEADERS = 1, 4
 
@@ -17,9 +17,9 @@ _END_STREAM, _END_HEADERS = 1, 4
 async def status(
     where: int | Path, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> int | None:
-    """The gRPC status of a call; None: the connection ended without. Headers of less than 16 kB.
+    """Return the gRPC status of a call, or None if the connection ended without one.
 
-    `where`: a port of 127.0.0.1, or a Unix socket.
+    `where`: a port of 127.0.0.1, or a Unix socket. The headers must be smaller than 16 kB.
     """
     reader, writer = await _connect(where)
     every = [
@@ -36,7 +36,7 @@ async def status(
     writer.write(_frame(_HEADERS, _END_HEADERS, 1, _block(every)) + _frame(_DATA, _END_STREAM, 1, body))
     got = b""
     try:
-        # gRPC's server writes the name and the value as they are, and the name at the first time.
+        # gRPC's server writes the name and the value literally, with the name on first use.
         while not (found := re.search(rb"grpc-status[\x01\x02](\d+)", got)):
             data = await reader.read(65536)
             if not data:
@@ -48,7 +48,7 @@ async def status(
 
 
 async def _connect(where: int | Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """As clients do, again and again: while a server is replaced nobody listens for a moment."""
+    """Connect with retries, as clients do: while a server is replaced, its port is closed for a moment."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -61,7 +61,7 @@ async def _connect(where: int | Path) -> tuple[asyncio.StreamReader, asyncio.Str
 
 @asynccontextmanager
 async def refusing(code: int, message: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[int]:
-    """The port of a server that refuses the first call on each connection."""
+    """Yield the port of a server that refuses the first call on each connection."""
     every = [
         (b":status", b"200"),
         (b"content-type", b"application/grpc"),
@@ -85,7 +85,7 @@ async def refusing(code: int, message: bytes, trailers: Iterable[tuple[bytes, by
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        # a connection that is open when the loop ends becomes a warning in some later test
+        # An open connection at the end of the loop becomes a warning in a later test.
         server.close()
         for writer in connections:
             writer.close()
@@ -102,7 +102,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: bytes) -> bytes:
-    """As HPACK has it, without Huffman's code."""
+    """Return a string in HPACK, without Huffman coding."""
     size = len(text)
     if size < 127:
         return bytes([size]) + text

@@ -1,4 +1,4 @@
-"""A Proxy's HTTP front before workers that do what the test says, all on the test's own event loop."""
+"""The proxy's HTTP front before workers that a test controls, all on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFER = "/v2/models/m/infer"
 
 @dataclass
 class Got:
-    """What a worker was asked."""
+    """A request as a worker received it."""
 
     method: str
     path: str
@@ -34,16 +34,16 @@ class Got:
 
 
 class FakeHttpWorker:
-    """Does with each request what `does` says for its path, or else for any; and remembers it."""
+    """Handles each request by the entry of `does` for its path, or by the default one, and records it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        #: handlers by path; "": of all others
+        # : Handlers by path; "" is the default.
         self.does: dict[str, Handler] = {"": self.echo}
         self.got: list[Got] = []
-        #: ports that requests came from
+        # : Client ports of the requests.
         self.peers: set[Any] = set()
-        #: set whenever a request has begun to come
+        # : Set when a request arrives.
         self.called = asyncio.Event()
         self.port = 0
         self._runner: web.ServerRunner | None = None
@@ -57,7 +57,7 @@ class FakeHttpWorker:
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Whatever is under way breaks off."""
+        """Break off all requests in progress."""
         assert self._runner is not None
         await self._runner.cleanup()
 
@@ -72,19 +72,19 @@ class FakeHttpWorker:
         return await handler(request)
 
     async def read(self, request: Any) -> bytes:
-        """The request's body; it is remembered."""
+        """Read and record the request's body."""
         body: bytes = await request.content.read()
         self.got.append(Got(request.method, request.raw_path, CIMultiDict(request.headers), body))
         return body
 
     async def echo(self, request: Any) -> web.StreamResponse:
-        """Answers with the same body and type, and its name."""
+        """Answer with the same body and type, and the worker's name."""
         body = await self.read(request)
         headers = {"X-Worker": self.name, "Content-Type": request.headers.get("Content-Type", "text/plain")}
         return web.Response(body=body, headers=headers)
 
     def says(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> Handler:
-        """`body`: bytes, or what becomes JSON."""
+        """Return a handler that answers `body`: bytes, or an object for JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
         async def say(request: Any) -> web.StreamResponse:
@@ -96,7 +96,7 @@ class FakeHttpWorker:
         return say
 
     def holds(self) -> asyncio.Event:
-        """From now on no answer comes; set when a request was given up."""
+        """Never answer from now on; the returned event is set when a request was cancelled."""
         cancelled = asyncio.Event()
 
         async def hold(request: Any) -> web.StreamResponse:
@@ -135,7 +135,7 @@ class House:
     workers: list[FakeHttpWorker]
     client: ClientSession
     scheme: str = "http"
-    #: of the client's every request
+    # : Headers of the client's every request.
     tls: ssl.SSLContext | None = field(default=None)
 
     async def apply(self, table: Mapping[str, Routes], workers: list[FakeHttpWorker] | None = None) -> None:
@@ -146,7 +146,7 @@ class House:
         return f"{self.scheme}://127.0.0.1:{self.proxy.http.port}{path}"
 
     def open(self, method: str, path: str, **options: Any) -> Any:
-        """A response to be entered."""
+        """Return a response as a context manager."""
         if self.tls is not None:
             options["ssl"] = self.tls
         return self.client.request(method, self.url(path), **options)
@@ -157,7 +157,7 @@ class House:
             return Answer(response.status, CIMultiDict(response.headers), await response.read())
 
     async def infer(self, body: Any = b"tensor", path: str = INFER, **options: Any) -> Answer:
-        """`body`: bytes, or what becomes JSON."""
+        """Send a request with `body`: bytes, or an object for JSON."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         return await self.ask("POST", path, data=data, **options)
 
@@ -170,7 +170,10 @@ async def serving(
     client_tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> AsyncIterator[House]:
-    """By default, all workers serve model `m`, each in turn. No time limit of a test's is one of the machine's."""
+    """Serve model `m` by all workers in turn, unless a table is given.
+
+    No time limit depends on the machine's speed.
+    """
     defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_s": 15}
     section = GatewaySection(**{**defaults, **settings})
     brain = FakeBrain()

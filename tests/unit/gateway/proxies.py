@@ -1,4 +1,4 @@
-"""A Proxy in front of workers that do what the test says, all on the test's own event loop."""
+"""A proxy before workers that a test controls, all on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Infer: Any = service_pb2.ModelInferRequest
 
 
 class FakeWorker:
-    """Does with each call what `does` says for the method, and remembers it.
+    """Handles each call by the entry of `does` for its method, and records it.
 
-    A handler gets the request and the context; that of ModelStreamInfer the requests as an asynchronous iterator.
+    A handler gets the request and the context; that of ModelStreamInfer gets the requests as an asynchronous
+    iterator.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,18 +34,18 @@ class FakeWorker:
             "ModelStreamInfer": self.echo_stream,
             "ModelConfig": self.config,
         }
-        #: models that may answer a request more than once, or never
+        # : Models that may answer a request more than once, or never.
         self.decoupled: set[str] = set()
-        #: requests, by method
+        # : Requests, by method.
         self.got: dict[str, list[Any]] = {}
-        #: metadata of the calls, likewise
+        # : Metadata of the calls, by method.
         self.metadata: dict[str, list[dict[str, Any]]] = {}
         self.port = 0
-        #: TLS
+        # : Credentials for TLS.
         self.credentials: Any = None
-        #: connections on which calls came
+        # : Client connections of the calls.
         self.peers: set[str] = set()
-        #: set whenever a call has come
+        # : Set when a call arrives.
         self.called = asyncio.Event()
         self._server: Any = None
 
@@ -58,7 +59,7 @@ class FakeWorker:
         await self._server.start()
 
     async def kill(self) -> None:
-        """Whatever is under way breaks off."""
+        """Break off all calls in progress."""
         await self._server.stop(None)
 
     @property
@@ -66,7 +67,7 @@ class FakeWorker:
         return Worker(self.name, f"127.0.0.1:{self.port}")
 
     async def echo(self, request: Any, context: Any) -> Any:
-        """Answers with its own name as the version, and the request's id."""
+        """Answer with the worker's name as the version, and the request's id."""
         return service_pb2.ModelInferResponse(
             model_name=request.model_name, model_version=self.name, id=request.id
         )
@@ -127,7 +128,7 @@ class FakeBrain:
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.refreshes = 0
-        #: called with each refresh
+        # : Called with each refresh.
         self.looks: Callable[[], Awaitable[None]] | None = None
 
     def failed(self, worker: str) -> None:
@@ -153,7 +154,7 @@ class House:
         await self.proxy.apply({worker.name: worker.worker for worker in known}, table)
 
     def call(self, method: str, request: Any = None, **options: Any) -> Any:
-        """An answer to be awaited; raises AioRpcError."""
+        """Return an answer to be awaited; it raises AioRpcError."""
         asked, answered = types(method)
         callee = self.client.unary_unary(SERVICE + method, asked.SerializeToString, answered.FromString)
         return callee(asked() if request is None else request, **options)
@@ -169,7 +170,7 @@ class House:
 
 
 def types(method: str) -> tuple[Any, Any]:
-    """Of the request and the response."""
+    """Return the types of the request and the response."""
     if method == "ModelStreamInfer":
         return service_pb2.ModelInferRequest, service_pb2.ModelStreamInferResponse
     return getattr(service_pb2, method + "Request"), getattr(service_pb2, method + "Response")
@@ -179,7 +180,7 @@ def types(method: str) -> tuple[Any, Any]:
 async def serving(
     count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
 ) -> AsyncIterator[House]:
-    """By default, all workers serve model `m`, each in turn."""
+    """Serve model `m` by all workers in turn, unless a table is given."""
     section = GatewaySection(**{"grpc": "127.0.0.1:0", "http": None, "mode": "round_robin", **settings})
     brain = FakeBrain()
     workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
@@ -205,7 +206,7 @@ def refusing(code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
-    """Code and message; it must be refused."""
+    """Return the code and the message of a call that must be refused."""
     try:
         answer = await call
     except grpc.aio.AioRpcError as error:

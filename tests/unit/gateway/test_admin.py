@@ -1,4 +1,4 @@
-"""What whoever watches is told over HTTP."""
+"""The gateway's HTTP port for operators: metrics, health and the live page."""
 
 import asyncio
 import re
@@ -42,7 +42,7 @@ nv_latencies{model="m",quantile="0.5"} 3
 
 
 def test_several_texts_become_one() -> None:
-    """One HELP and TYPE of each family, its samples together, and a label that says whose each is."""
+    """Several workers' texts are merged into one, with one HELP and TYPE a family and a worker label."""
     other = TRITON.replace("} 7", "} 8").replace("rate", "share")
     text = merge("# TYPE own gauge\nown 1\nbare 2\n", [("a", TRITON), ('we"ird', other)])
 
@@ -87,7 +87,7 @@ def test_several_texts_become_one() -> None:
     ],
 )
 def test_each_kind_of_line_gets_its_label(line: str, merged: str | None) -> None:
-    """What is no sample is left out."""
+    """Each kind of sample gets the label; lines that are no samples are left out."""
     assert merge("", [("w", line)]) == ("" if merged is None else merged + "\n")
 
 
@@ -106,7 +106,7 @@ _LINES = st.sampled_from(
 
 @st.composite
 def _spoilt(draw: st.DrawFn) -> str:
-    """Lines of the format with something else in the middle of them."""
+    """Return lines of the format with errors inserted."""
     lines = []
     for line in draw(st.lists(_LINES, max_size=5)):
         at = draw(st.integers(0, len(line)))
@@ -116,7 +116,7 @@ def _spoilt(draw: st.DrawFn) -> str:
 
 @given(st.just("own 1\n"), st.lists(st.tuples(st.text(), st.one_of(st.text(), _ODD, _spoilt())), max_size=5))
 def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]) -> None:
-    """Text of any kind, and the format with errors in it; what is left says whose it is."""
+    """For any text of workers, the merged result parses, and each sample names its worker."""
     for family in text_string_to_metric_families(merge(own, texts)):
         whose = {sample.labels.get("worker", "") for sample in family.samples}
         assert whose <= {"", *(name for name, _ in texts)}
@@ -128,7 +128,7 @@ def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]
     st.text(),
 )
 def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, worker: str) -> None:
-    """Any label's value, any figure and any explanation, as prometheus_client writes them."""
+    """Valid samples are kept with any label, value and help, as prometheus_client writes them."""
     registry = CollectorRegistry()
     gauge = Gauge("g", help.replace("\0", ""), ["x", "y"], registry=registry)
     wanted = {}
@@ -145,7 +145,7 @@ def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, 
 
 @asynccontextmanager
 async def triton(text: str | None, kind: str = "text/plain") -> AsyncIterator[int]:
-    """The port of a server of metrics; None: it never answers."""
+    """Yield the port of a metrics server; with None as its text, it never answers."""
 
     async def answer(_: web.Request) -> web.Response:
         if text is None:
@@ -176,7 +176,7 @@ async def get(url: str) -> tuple[int, str]:
 
 @looped
 async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
-    """A worker whose metrics do not come in time, or are a page for people, is left out, and shown to be."""
+    """One scrape has the metrics of gateway and workers; a late or invalid worker is left out and counted."""
     model = ModelView(400, WeightsView.RESIDENT)
     view = WorkerView(True, frozenset({"m"}), "1", backlog_s=0.5, models={"m": model})
     async with triton(TRITON) as one, triton(None) as two, triton("away 5", "text/html") as three:
@@ -226,7 +226,7 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
 
 
 def test_a_gateway_that_knows_no_server_says_so() -> None:
-    """The numbers of servers are there also when all are 0, for an alert to see them."""
+    """The numbers of servers are exposed also when all are 0, so that an alert can see it."""
     nobody = expose(TrafficCounts(), {}, None, {})
     assert 'rsrv_gateway_workers{state="up"} 0.0' in nobody.splitlines()
     three = {"a": WorkerView(True), "b": WorkerView(False), "c": WorkerView(True)}
@@ -235,8 +235,8 @@ def test_a_gateway_that_knows_no_server_says_so() -> None:
     assert 'rsrv_gateway_workers{state="down"} 1.0' in some
 
 
-def test_who_left_is_forgotten_after_a_while() -> None:
-    """Ten minutes after it was there last; counters of others, and its own if it comes back, go on where they were."""
+def test_a_departed_worker_is_forgotten_after_a_while() -> None:
+    """Counters of a departed worker are left out after ten minutes, and continue if it returns."""
     leavers = DepartedWorkers()
     counts = TrafficCounts(
         {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
@@ -264,7 +264,7 @@ def test_who_left_is_forgotten_after_a_while() -> None:
 
 @looped
 async def test_what_models_show_in_tritons_metrics_is_rsrvs_own() -> None:
-    """One worker's control service answers, another's does not."""
+    """If a worker's control service answers, its metrics replace the copies on Triton's page."""
     mirrored = """# HELP rsrv_queue_depth Requests that wait
 # TYPE rsrv_queue_depth gauge
 rsrv_queue_depth{model="m",version="1"} 4
@@ -291,8 +291,8 @@ rsrv_queue_depth{model="m",version="1"} 4
 
 
 @looped
-async def test_ready_is_who_takes_requests_and_has_workers() -> None:
-    """Healthy is who answers; why it is not ready is said."""
+async def test_ready_with_a_worker_and_healthy_without() -> None:
+    """The gateway is healthy while it runs, and ready while it accepts requests and has workers."""
     world = World(a="m")
     async with watched(world) as url:
         assert await get(f"{url}/readyz") == (503, "the gateway is starting or ending\n")
@@ -310,7 +310,7 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
 @pytest.mark.parametrize("token", [None, b"s3cret"])
 @looped
 async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> None:
-    """It tells of each worker, and who has the token may steer, where there is one."""
+    """The live page shows each worker; commands need a configured token."""
     world = World(a="m")
     async with world.running(), watched(world, token) as url, ClientSession() as client:
         status, page = await get(f"{url}/")
@@ -329,7 +329,7 @@ async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> Non
 
 @looped
 async def test_a_port_that_is_taken_is_named() -> None:
-    """With its setting; so is what is no address."""
+    """If the port is taken or the address invalid, the error names `gateway.admin`."""
     world = World(a="m")
     async with watched(world) as url:
         for address in (url.removeprefix("http://"), "127.0.0.1:x"):

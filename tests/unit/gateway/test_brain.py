@@ -1,4 +1,4 @@
-"""From what is seen of the workers to what the proxy goes by."""
+"""The gateway's loop: from the views of the workers to the proxy's routing table."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tests.waiting import looped
 
 
 def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:
-    """The table is there before the first request can come; the end waits for those under way, and closes all."""
+    """The table is applied before the proxy starts; at the end the proxy drains, and all is closed."""
 
     async def main() -> None:
         world = World(a="m n", b="m")
@@ -34,7 +34,7 @@ def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:
 
 
 def test_workers_that_join_leave_and_die_change_the_table() -> None:
-    """Without a restart: those of the DNS with its next answer, a death within two seconds."""
+    """Workers that join, leave or die change the table without a restart."""
 
     async def main() -> None:
         world = World(a="m", b="m")
@@ -56,8 +56,8 @@ def test_workers_that_join_leave_and_die_change_the_table() -> None:
     run(main())
 
 
-def test_what_does_not_change_is_not_told_again() -> None:
-    """The planner looks all the time; the proxy hears of what is new."""
+def test_an_unchanged_table_is_not_applied_again() -> None:
+    """While nothing changes, the planner keeps looking and the proxy gets no new table."""
 
     async def main() -> None:
         world = World(a="m")
@@ -70,7 +70,7 @@ def test_what_does_not_change_is_not_told_again() -> None:
 
 
 def test_traffic_that_fails_changes_the_table_at_once() -> None:
-    """Much sooner than the next probe would."""
+    """A failed request changes the table at once, before the next probe."""
 
     async def main() -> None:
         world = World(a="m", b="m")
@@ -84,7 +84,7 @@ def test_traffic_that_fails_changes_the_table_at_once() -> None:
 
 
 def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None:
-    """However many there are, and once a second at most; when it is over the proxy knows the model."""
+    """Requests for an unknown model trigger one probe of all workers, at most once a second."""
 
     async def main() -> None:
         world = World(a="m", b="m")
@@ -103,7 +103,7 @@ def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None
 
 
 def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
-    """Its cancellation is its own."""
+    """A cancelled request does not cancel the refresh that others wait for."""
 
     async def main() -> None:
         world = World(a="m")
@@ -121,7 +121,7 @@ def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
 
 
 def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() -> None:
-    """The next round tries again, and so it is when the proxy does not take the table."""
+    """Steps of a plan are done once; a failed plan or refused table changes nothing and is retried."""
 
     async def main() -> None:
         world = World(a="m")
@@ -145,7 +145,7 @@ def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() ->
 
 
 def test_a_port_that_is_taken_ends_the_gateway() -> None:
-    """With the reason; all is closed."""
+    """If a port is taken, the gateway ends with the reason and closes all."""
 
     async def main() -> None:
         world = World(a="m")
@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
 
 
 def test_without_any_worker_it_serves_and_is_not_ready() -> None:
-    """A gateway starts without workers; it is ready when the first one answers its probe."""
+    """A gateway without workers serves and is not ready until the first worker answers its probe."""
 
     async def main() -> None:
         world = World(a="m")
@@ -179,11 +179,11 @@ def test_without_any_worker_it_serves_and_is_not_ready() -> None:
 
 @looped
 async def test_requests_are_answered_while_the_planner_looks() -> None:
-    """However long a look takes, and what it says holds afterwards."""
+    """Requests are answered during a long look of the planner, and its result applies afterwards."""
     worker = FakeWorker("a")
 
     class Moved(Proxy):
-        """Whose workers are all that one."""
+        """A proxy whose table has only this one worker."""
 
         async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
             here = {name: replace(one, grpc=worker.worker.grpc) for name, one in workers.items()}
@@ -209,7 +209,7 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
 
 @looped
 async def test_looks_are_taken_one_after_the_other() -> None:
-    """Also when who asked for one has given up: what is seen later is applied later."""
+    """Looks run one after the other, also if the first caller has been cancelled."""
     world = World(a="m")
     async with world.running():
         given_up = await looking(world)
@@ -231,7 +231,7 @@ async def test_looks_are_taken_one_after_the_other() -> None:
 
 @looped
 async def test_settings_change_between_two_looks() -> None:
-    """Never in the middle of one; the next look goes by them."""
+    """Settings that change during a look apply from the next look on."""
     world = World(a="m")
     async with world.running():
         look = await looking(world)
@@ -249,7 +249,7 @@ async def test_settings_change_between_two_looks() -> None:
 
 @looped
 async def test_it_ends_in_the_middle_of_a_look() -> None:
-    """When that is over, all is closed."""
+    """If the gateway ends during a look, it closes all after it."""
     world = World(a="m")
     async with world.running():
         await looking(world)
@@ -258,13 +258,13 @@ async def test_it_ends_in_the_middle_of_a_look() -> None:
 
 
 async def turns() -> None:
-    """Lets everything happen that can."""
+    """Let all ready callbacks run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def looking(world: World) -> asyncio.Task[None]:
-    """A round whose look has begun, and will not end before the planner's gate is opened."""
+    """Start a round whose look ends only when the planner's gate is opened."""
     world.planner.gate.clear()
     looks = world.planner.looks
     task = asyncio.create_task(world.gateway.round())

@@ -1,4 +1,4 @@
-"""What several workers answered, as one answer."""
+"""The merge of several workers' answers into one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD = Refusal(StatusCode.INTERNAL, "disk full")
 
 
 def index(**models: str) -> Any:
-    """`name="version STATE"`."""
+    """Return an index answer of entries `name="version STATE"`."""
     response = pb.RepositoryIndexResponse()
     for name, entry in models.items():
         version, _, state = entry.rpartition(" ")
@@ -41,7 +41,7 @@ def statistics(number: int, batch_sizes: tuple[int, ...] = (1,), model: str = "m
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.sets(st.integers(1, 4))), min_size=1, max_size=5))
 def test_statistics_are_sums(workers: list[tuple[int, set[int]]]) -> None:
-    """All counts and times of a model are added up, per batch size; the last inference is the last one anywhere."""
+    """All counts and times of a model are summed, by batch size; the last inference is the latest one."""
     answers = {f"w{at}": statistics(number, tuple(sizes)) for at, (number, sizes) in enumerate(workers)}
     total = sum(number for number, _ in workers)
 
@@ -59,7 +59,7 @@ def test_statistics_are_sums(workers: list[tuple[int, set[int]]]) -> None:
 
 
 def test_statistics_of_those_that_know() -> None:
-    """Workers that have not the model, or do not answer, are left out, unless all are alike."""
+    """Workers that fail or lack the model are left out, unless all of them do."""
     merged: Any = fanout.merge_statistics(
         {"a": MISSING, "b": statistics(3), "c": GONE, "d": statistics(4, model="n")}
     )
@@ -72,7 +72,7 @@ def test_statistics_of_those_that_know() -> None:
 
 
 def test_ready_anywhere_is_ready() -> None:
-    """A model of the index is ready if it is ready on one worker, else as far as one has got."""
+    """A model is ready if it is ready on one worker, or else in the furthest state of any."""
     merged: Any = fanout.merge_index(
         {
             "a": index(m="1 UNAVAILABLE", n="1 LOADING", o=" UNAVAILABLE", p=" "),
@@ -90,7 +90,7 @@ def test_ready_anywhere_is_ready() -> None:
 
 
 def test_all_must_succeed() -> None:
-    """What all must do has failed if one could not, and the message says which."""
+    """If one of the workers fails, the whole call fails with its name."""
     done = pb.RepositoryModelLoadResponse()
 
     assert fanout.all_succeeded({"a": done, "b": done}) == done
@@ -100,7 +100,7 @@ def test_all_must_succeed() -> None:
 
 
 def test_with_one_voice() -> None:
-    """What one worker alone or all of them say is the client's, word for word."""
+    """An answer of one worker alone, or the same from all, is passed on unchanged."""
     assert fanout.all_succeeded({"a": BAD}) is BAD
     assert fanout.all_succeeded({"a": BAD, "b": BAD}) is BAD
     assert fanout.merge_index({"a": GONE}) is GONE

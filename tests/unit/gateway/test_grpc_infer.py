@@ -1,4 +1,4 @@
-"""ModelInfer through the gateway: who is asked, and what the client gets."""
+"""ModelInfer through the gateway: the choice of the worker, and the client's answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Code = grpc.StatusCode
 
 @looped
 async def test_bytes_pass_through() -> None:
-    """A request and its answer arrive as they were sent, byte for byte, also where nobody knows their fields."""
+    """Requests and answers pass byte for byte, also with unknown fields."""
     sent = (
         Infer(model_name="m", id="7", raw_input_contents=[b"\0" * 100_000]).SerializeToString()
         + b"\xf8\x06\x01"
@@ -54,7 +54,7 @@ async def test_each_in_turn() -> None:
 
 @looped
 async def test_items_are_read_where_they_count() -> None:
-    """The extent of a model's batch axis is what its requests count for."""
+    """A request counts as the extent of its model's batch axis."""
     table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
 
     async with serving(1, table) as house:
@@ -69,7 +69,7 @@ async def test_items_are_read_where_they_count() -> None:
 )
 @looped
 async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> None:
-    """When a worker has not the model, or is not available, the client gets another one's answer."""
+    """If a worker lacks the model or is unavailable, another one answers."""
     async with serving(3) as house:
         for worker in house.workers[:2]:
             worker.does["ModelInfer"] = refusing(code, message)
@@ -95,7 +95,7 @@ async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> No
 )
 @looped
 async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got: str) -> None:
-    """A worker's answer that another one would give as well, or should not be bothered with, is the client's answer."""
+    """A final refusal of a worker goes to the client, and no other worker is asked."""
     async with serving(2) as house:
         house.workers[0].does["ModelInfer"] = refusing(said, message)
 
@@ -106,7 +106,7 @@ async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got:
 
 @looped
 async def test_all_refuse() -> None:
-    """The last word is the client's, except that a model which is missing somewhere is the lesser reason."""
+    """If all workers refuse, the client gets the last refusal; NOT_FOUND ranks below any other."""
     async with serving(3) as house:
         for worker, (code, message) in zip(
             house.workers,
@@ -124,7 +124,7 @@ async def test_all_refuse() -> None:
 
 @looped
 async def test_metadata() -> None:
-    """The client's metadata reaches the worker, and the worker's trailing metadata the client, with either ending."""
+    """Metadata passes to the worker, and trailing metadata to the client, in success and failure."""
 
     async def with_trailer(request: Any, context: Any) -> Any:
         context.set_trailing_metadata((("took", "3"),))
@@ -145,8 +145,8 @@ async def test_metadata() -> None:
 
 
 @looped
-async def test_a_model_that_nobody_knows() -> None:
-    """All workers are looked at before a model is not found; then its name is in no metric."""
+async def test_an_unknown_model() -> None:
+    """All workers are probed before a model is NOT_FOUND, and its name gets into no metric."""
     async with serving(1) as house:
         assert await refusal(house.infer("x")) == ("NOT_FOUND", "Request for unknown model: 'x' is not found")
         assert house.brain.refreshes == 1
@@ -155,7 +155,7 @@ async def test_a_model_that_nobody_knows() -> None:
 
 @looped
 async def test_a_model_that_has_just_come() -> None:
-    """A model that the look finds is served at once."""
+    """A model that the probe finds is served at once."""
     async with serving(1) as house:
 
         async def look() -> None:
@@ -166,8 +166,8 @@ async def test_a_model_that_has_just_come() -> None:
 
 
 @looped
-async def test_a_model_that_nobody_serves_now() -> None:
-    """A known model without workers is unavailable, and so is every one when no worker answers."""
+async def test_a_model_without_workers() -> None:
+    """A known model without ready workers is UNAVAILABLE, and so is one whose workers do not answer."""
     async with serving(1, {"m": Routes(ready=())}) as house:
         code, message = await refusal(house.infer())
         assert code == "UNAVAILABLE"
@@ -181,7 +181,7 @@ async def test_a_model_that_nobody_serves_now() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are no request are refused, and no worker sees them."""
+    """Bytes that are no request are refused without a worker."""
     async with serving(1) as house:
         infer = house.client.unary_unary(SERVICE + "ModelInfer", None, None)
 
@@ -192,7 +192,7 @@ async def test_what_is_no_request() -> None:
 
 @looped
 async def test_the_client_leaves() -> None:
-    """A client that gives up its call gives it up at the worker, and is counted."""
+    """If a client cancels its call, the worker's call is cancelled and counted."""
     async with serving(1) as house:
         (worker,) = house.workers
         cancelled = hold(worker)
@@ -210,7 +210,7 @@ async def test_the_client_leaves() -> None:
 
 @looped
 async def test_deadlines() -> None:
-    """The worker has what is left of the client's deadline, else the setting's time; when it is over, the worker is told."""
+    """The worker gets the rest of the client's deadline or of the limit, and the call is cancelled then."""
     left: list[float] = []
 
     async def note(request: Any, context: Any) -> Any:
@@ -223,7 +223,7 @@ async def test_deadlines() -> None:
         await house.infer()
         await house.call("ModelInfer", Infer(model_name="m"), timeout=20)
         assert 50 < left[0] < 102
-        assert 0 < left[1] < 21  # gRPC rounds up
+        assert 0 < left[1] < 21  # gRPC rounds up.
 
         cancelled = hold(first)
         assert (await refusal(house.call("ModelInfer", Infer(model_name="m"), timeout=0.2)))[
@@ -235,7 +235,7 @@ async def test_deadlines() -> None:
 
 @looped
 async def test_the_gateways_own_deadline() -> None:
-    """Without a deadline of the client, the gateway's ends a request that hangs."""
+    """Without a client's deadline, the gateway's limit ends a request that hangs."""
     async with serving(1, request_timeout_s=0.2) as house:
         cancelled = hold(house.workers[0])
 
@@ -245,7 +245,7 @@ async def test_the_gateways_own_deadline() -> None:
 
 @looped
 async def test_a_deadline_is_told_to_models() -> None:
-    """Workers with a control service see the client's deadline as the request's timeout, unless the client set one."""
+    """A worker with a control service gets the client's deadline as the request's timeout by default."""
     async with serving(1) as house:
         (worker,) = house.workers
         where = worker.worker
@@ -266,7 +266,7 @@ async def test_a_deadline_is_told_to_models() -> None:
 
 @looped
 async def test_a_sequence_stays_where_it_is() -> None:
-    """The requests of a sequence go to one worker, sequences are spread, and what that worker refuses goes to no other."""
+    """Requests of a sequence go to one worker, also if it refuses; sequences are spread over all."""
     async with serving(4) as house:
         homes = {}
         for sequence in range(1, 30):
@@ -285,7 +285,7 @@ async def test_a_sequence_stays_where_it_is() -> None:
 
 @looped
 async def test_a_worker_dies() -> None:
-    """Requests in flight on a worker that dies are answered by another one, and the gateway is told to probe it."""
+    """Requests in flight on a worker that dies are answered by another, and the dead one is probed."""
     async with serving(2) as house:
         first, _ = house.workers
         hold(first)
@@ -302,8 +302,8 @@ async def test_a_worker_dies() -> None:
 
 
 @looped
-async def test_a_request_that_kills_whoever_gets_it() -> None:
-    """A request during which one worker's connection broke is tried once more, whoever else refuses it cleanly."""
+async def test_a_request_that_kills_its_workers() -> None:
+    """A request whose connection broke is tried on one more worker, beside clean refusals."""
     async with serving(5) as house, AsyncExitStack() as relays:
         where = {}
         for worker in house.workers:
@@ -322,7 +322,7 @@ async def test_a_request_that_kills_whoever_gets_it() -> None:
 
 @looped
 async def test_a_worker_comes_back() -> None:
-    """A worker that was away is used again as soon as it is in the table again."""
+    """A returned worker is used as soon as the table has it."""
     async with serving(1) as house:
         (worker,) = house.workers
         await worker.kill()
@@ -336,7 +336,7 @@ async def test_a_worker_comes_back() -> None:
 
 @looped
 async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All connections to a worker are used in turn."""
+    """The connections to a worker are used in turn."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 3)
     async with serving(1) as house:
         for _ in range(6):
@@ -347,7 +347,7 @@ async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When nothing comes back on a connection, the calls after the first deadline get another one."""
+    """A half-open connection is replaced after the first deadline that passes on it."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
     async with serving(1, request_timeout_s=0.3) as house:
         (worker,) = house.workers
@@ -364,7 +364,7 @@ async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -
 
 @looped
 async def test_a_worker_is_taken_out_of_the_table() -> None:
-    """What is under way on a worker that is not used any more still ends there."""
+    """A call on a worker that leaves the table still ends there."""
     async with serving(2) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -385,7 +385,7 @@ async def test_a_worker_is_taken_out_of_the_table() -> None:
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A call with a long deadline goes on at a worker that is out of the table for a moment, and then its connection ends."""
+    """A call with a long deadline survives a short absence of its worker from the table."""
     async with serving(2, request_timeout_s=0.2) as house:
         first, second = house.workers
         go = asyncio.Event()
@@ -400,7 +400,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
         await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
         await house.apply({"m": Routes(ready=("b",))})
         hold(second)
-        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"  # longer than a request may take
+        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"  # Longer than a request may take.
         go.set()
 
         assert (await call).model_version == "a"
@@ -409,7 +409,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_connection_ends_with_its_last_call() -> None:
-    """One that nothing more is sent on is closed when its calls are over."""
+    """An unused connection is closed when its calls are over."""
     worker = FakeWorker("a")
     await worker.start()
     channels = WorkerChannels(f"127.0.0.1:{worker.port}", ChannelFactory(GatewaySection()), 1)
@@ -425,7 +425,7 @@ async def test_a_connection_ends_with_its_last_call() -> None:
 
 @looped
 async def test_the_end() -> None:
-    """Requests under way end in the time that they are given, and new ones are refused."""
+    """At the end, calls in flight finish within their time, and new ones are refused."""
     async with serving(1) as house:
         (worker,) = house.workers
         go = asyncio.Event()
@@ -450,7 +450,7 @@ async def test_the_end() -> None:
 
 @looped
 async def test_calls_that_come_at_the_end() -> None:
-    """Clients that keep calling get answers or UNAVAILABLE to the end: no call is cancelled."""
+    """At the end, calls that still arrive get answers or UNAVAILABLE, and none is cancelled."""
     async with serving(1) as house, AsyncExitStack() as ends:
         address = f"127.0.0.1:{house.proxy.grpc.port}"
         own = [("grpc.use_local_subchannel_pool", 1)]
@@ -483,7 +483,7 @@ def killed_by_it(relay: Relay) -> Handler:
 
 
 def hold(worker: Any) -> asyncio.Event:
-    """From now on the worker's answers never come; set when one was given up."""
+    """Never answer from now on; the returned event is set when a call was cancelled."""
     cancelled = asyncio.Event()
 
     async def wait(_: Any, __: Any) -> None:
@@ -497,7 +497,7 @@ def hold(worker: Any) -> asyncio.Event:
 
 
 async def counted(house: House) -> Any:
-    """What was counted, when there is something: the end of a call that nobody waits for is not heard of otherwise."""
+    """Return the counts once there are some: nothing else reports the end of a cancelled call."""
     while not house.proxy.counts().requests:
         await asyncio.sleep(0)
     return house.proxy.counts().requests

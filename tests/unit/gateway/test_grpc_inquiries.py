@@ -1,4 +1,4 @@
-"""All calls but inference through the gateway."""
+"""All gRPC calls except inference through the gateway."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def saying(answer: Any) -> Handler:
 
 
 def ask_all(house: House, method: str, *answers: Handler) -> None:
-    """Each worker's answer; one alone is that of all."""
+    """Set each worker's answer; a single one is that of all."""
     for at, worker in enumerate(house.workers):
         worker.does[method] = answers[at % len(answers)]
 
 
 def asked(house: House, method: str) -> list[str]:
-    """The workers that got the call."""
+    """Return the workers that got the call."""
     return [worker.name for worker in house.workers if method in worker.got]
 
 
 def test_the_whole_service() -> None:
-    """Every method that tritonserver has is carried."""
+    """The gateway has every method of tritonserver's service."""
     service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
     async def methods() -> set[str]:
@@ -52,7 +52,7 @@ def test_the_whole_service() -> None:
 
 @looped
 async def test_the_gateway_lives() -> None:
-    """A gateway lives without workers, and is ready with one that is; grpc.health.v1 says so, too."""
+    """The gateway is live without workers and ready with a ready one, in grpc.health.v1, too."""
     health: Any = "/grpc.health.v1.Health/Check"
     async with serving(2, {}) as house:
         check = house.client.unary_unary(health, None, None)
@@ -73,7 +73,7 @@ async def test_the_gateway_lives() -> None:
 
 @looped
 async def test_a_ready_model_is_a_ready_gateway() -> None:
-    """Nobody is asked whether the gateway is ready while a model is."""
+    """While a model is ready, the gateway is ready without asking a worker."""
     async with serving(2) as house:
         assert (await house.call("ServerReady")).ready
         assert asked(house, "ServerReady") == []
@@ -81,7 +81,7 @@ async def test_a_ready_model_is_a_ready_gateway() -> None:
 
 @looped
 async def test_a_worker_that_has_the_model() -> None:
-    """What is asked about a model is answered by a worker that serves it, or the next one if it does not know it."""
+    """Questions about a model go to a worker that serves it, or to the next if it is unknown there."""
     async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
         for method, request, answer in [
             ("ModelMetadata", pb.ModelMetadataRequest(name="m"), pb.ModelMetadataResponse(name="m")),
@@ -95,7 +95,7 @@ async def test_a_worker_that_has_the_model() -> None:
 
 @looped
 async def test_ready_on_any_worker() -> None:
-    """A version of a model is ready if it is on one of the workers."""
+    """A version of a model is ready if one worker has it ready."""
     async with serving(2) as house:
         ask_all(
             house,
@@ -112,8 +112,8 @@ async def test_ready_on_any_worker() -> None:
 
 
 @looped
-async def test_a_model_that_nobody_has() -> None:
-    """After a look at all workers, one of them says what it says of unknown models."""
+async def test_an_unknown_model() -> None:
+    """After a probe of all workers, a question about an unknown model gets a worker's refusal."""
     async with serving(2) as house:
         ask_all(
             house, "ModelMetadata", refusing(Code.NOT_FOUND, "Request for unknown model: 'x' is not found")
@@ -128,7 +128,7 @@ async def test_a_model_that_nobody_has() -> None:
 
 @looped
 async def test_merged_answers() -> None:
-    """The repository's index is that of all workers together."""
+    """The repository index merges those of all workers."""
     async with serving(2) as house:
         ask_all(
             house,
@@ -148,7 +148,7 @@ async def test_merged_answers() -> None:
 
 @looped
 async def test_all_load_a_model() -> None:
-    """A model is loaded on all workers, and can be used when the call returns; a worker that cannot is named."""
+    """A model is loaded on all workers and known when the call returns; a failing worker is named."""
     async with serving(2) as house:
         ask_all(house, "RepositoryModelLoad", saying(pb.RepositoryModelLoadResponse()))
         request = pb.RepositoryModelLoadRequest(model_name="m")
@@ -174,7 +174,7 @@ async def test_all_load_a_model() -> None:
 )
 @looped
 async def test_what_is_a_servers_own(method: str) -> None:
-    """Settings and memory of a server are not the gateway's to tell or change: it refuses, and asks no worker."""
+    """Settings and shared memory of single servers are UNIMPLEMENTED, and no worker is asked."""
     async with serving(2) as house:
         ask_all(house, method, saying(types(method)[1]()))
         assert await refusal(house.call(method)) == (
@@ -186,7 +186,7 @@ async def test_what_is_a_servers_own(method: str) -> None:
 
 @looped
 async def test_metadata_is_forwarded() -> None:
-    """What protects an API of the workers is passed on to all of them."""
+    """Metadata that protects a worker's API reaches all workers."""
     async with serving(2) as house:
         ask_all(house, "RepositoryIndex", saying(pb.RepositoryIndexResponse()))
         await house.call("RepositoryIndex", metadata=(("triton-grpc-protocol-key", "secret"),))
@@ -197,7 +197,7 @@ async def test_metadata_is_forwarded() -> None:
 
 @looped
 async def test_a_worker_hangs() -> None:
-    """A call to all workers takes no longer than the settings say."""
+    """A call to all workers ends within the time limit although one hangs."""
     async with serving(2, request_timeout_s=0.2) as house:
 
         async def hang(_: Any, __: Any) -> None:
@@ -210,7 +210,7 @@ async def test_a_worker_hangs() -> None:
 
 @looped
 async def test_what_is_no_request() -> None:
-    """Bytes that are no request are refused, and no worker sees them."""
+    """Bytes that are no request are refused without a worker."""
     async with serving(1) as house:
         config = house.client.unary_unary("/inference.GRPCInferenceService/ModelConfig", None, None)
 
@@ -220,7 +220,7 @@ async def test_what_is_no_request() -> None:
 
 
 def test_the_token(tmp_path: Path) -> None:
-    """Who does not send the token is refused, whatever is called; workers do not see it."""
+    """Every call without the token is refused, and workers do not see the token."""
     secret = tmp_path / "token"
     secret.write_text("sesame\n")
     secret.chmod(0o600)
@@ -245,7 +245,7 @@ def test_the_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contents", ["", "two\nlines", "d\u00fcrfen"])
 def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
-    """A file that holds nothing that a client can send is refused, and not every client."""
+    """An empty token file, or one that no client could send, ends the start."""
     secret = tmp_path / "token"
     secret.write_text(contents)
     secret.chmod(0o600)
@@ -255,7 +255,7 @@ def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
 
 
 def test_tls(tmp_path: Path) -> None:
-    """With client authorities in the settings, only clients with a certificate of theirs get in."""
+    """With client authorities set, only clients with their certificates are accepted."""
     ours, others = trustme.CA(), trustme.CA()
     certificate = ours.issue_cert("localhost")
     (tmp_path / "key.pem").write_bytes(certificate.private_key_pem.bytes())
@@ -287,7 +287,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_workers_use_tls(tmp_path: Path) -> None:
-    """Requests go to a worker that has a certificate of the right authorities, and is shown one; to no other."""
+    """Requests go only to a worker with a certificate of the right authority, and show one to it."""
     ours, others = trustme.CA(), trustme.CA()
     mine = ours.issue_cert("gateway")
     (tmp_path / "ca.pem").write_bytes(ours.cert_pem.bytes())
@@ -327,7 +327,7 @@ def test_workers_use_tls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["tls_certificate", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents: str) -> None:
-    """The gateway does not start, and says which settings are wrong; an empty file is no authority either."""
+    """Unusable TLS files end the start, and the message names the settings."""
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")
     files = {key: tmp_path / key for key in ("tls_certificate", "tls_key", "tls_client_ca")}
@@ -352,7 +352,7 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
 )
 @looped
 async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
-    """The message says which setting is wrong."""
+    """If the gateway cannot listen, the message names the setting."""
     with pytest.raises(ListenError, match=said):
         async with serving(0, **settings):
             pass

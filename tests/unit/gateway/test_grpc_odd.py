@@ -1,4 +1,4 @@
-"""Clients and workers that send what gRPC's own implementations would not, or seldom."""
+"""Clients and workers that send what gRPC's own implementations would not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST = Infer(model_name="m").SerializeToString()
 @pytest.mark.parametrize("value", [b"\xff\xfe", "é".encode(), b"a\nb", b"a\0b"])
 @looped
 async def test_metadata_that_cannot_be_sent_on(value: bytes) -> None:
-    """A client's metadata that gRPC takes and does not send is left out: the request is answered as by a tritonserver."""
+    """Metadata that gRPC accepts but cannot send is left out, and the request is answered."""
     async with serving(1) as house:
         odd = [(b"odd", value), (b"kept", b"1")]
         assert await http2.status(house.proxy.grpc.port, INFER, REQUEST, odd) == 0
@@ -32,7 +32,7 @@ async def test_metadata_that_cannot_be_sent_on(value: bytes) -> None:
 
 @looped
 async def test_a_method_whose_name_is_no_text() -> None:
-    """It ends gRPC's server; the gateway is there again, on the same port, and what was under way is answered."""
+    """A method name that is not UTF-8 ends gRPC's server; a new one takes the port, and calls finish."""
     async with serving(1) as house:
         (worker,) = house.workers
         go = asyncio.Event()
@@ -58,7 +58,7 @@ async def test_a_method_whose_name_is_no_text() -> None:
 
 @looped
 async def test_what_a_worker_adds_that_cannot_be_sent_on() -> None:
-    """The refusal comes without it."""
+    """Trailing metadata of a worker that cannot be sent is left out of its refusal."""
     trailers = [(b"odd", b"\xff"), (b"kept", b"1")]
     async with serving(0) as house, http2.refusing(13, b"oh", trailers) as port:
         where = Worker("a", f"127.0.0.1:{port}")
@@ -71,7 +71,7 @@ async def test_what_a_worker_adds_that_cannot_be_sent_on() -> None:
 @pytest.mark.parametrize("seconds", [b"2562047H", b"99999999H", b"99999999S"])
 @looped
 async def test_a_deadline_that_is_none(seconds: bytes) -> None:
-    """Some clients send the longest time that they can say when they have no deadline; the request has time."""
+    """The longest expressible deadline, which some clients send for none, is accepted."""
     async with serving(1) as house:
         deadline = [(b"grpc-timeout", seconds)]
         assert await http2.status(house.proxy.grpc.port, INFER, REQUEST, deadline) == 0
@@ -80,7 +80,7 @@ async def test_a_deadline_that_is_none(seconds: bytes) -> None:
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "../m", '"', "%s", "é" * 5000, "x" * 2_000_000])
 @looped
 async def test_odd_names_of_models(name: str) -> None:
-    """They are not found, and a long one is not repeated: no client would take such a message."""
+    """Odd names of models are NOT_FOUND, and a long one is cut in the message."""
     async with serving(1) as house:
         code, message = await refusal(house.infer(name))
         assert code == "NOT_FOUND"

@@ -21,13 +21,13 @@ TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(
 
 
 async def ask(call: Any, *models: str) -> None:
-    """Sends a request for each model; its id says which one it is."""
+    """Send one request for each model; its id has the model and its number."""
     for number, model in enumerate(models):
         await call.write(Infer(model_name=model, id=f"{model}{number}"))
 
 
 async def answers(call: Any) -> list[tuple[str, str, str]]:
-    """Id, worker and error message of all answers to the end of the stream; raises AioRpcError."""
+    """Return id, worker and error of all answers until the end of the stream; raises AioRpcError."""
     got = []
     while (each := await call.read()) is not grpc.aio.EOF:
         got.append((each.infer_response.id, each.infer_response.model_version, each.error_message))
@@ -35,7 +35,7 @@ async def answers(call: Any) -> list[tuple[str, str, str]]:
 
 
 async def ending(call: Any) -> tuple[str, str]:
-    """Code and message of a stream that breaks off."""
+    """Return the code and the message of a stream that breaks off."""
     try:
         await answers(call)
     except grpc.aio.AioRpcError as error:
@@ -50,20 +50,20 @@ async def opened(house: House, *models: str, **options: Any) -> Any:
 
 
 async def counted_at_least(house: House, which: tuple[str, str, str], number: int) -> None:
-    """Returns when so many of these were counted."""
+    """Return when these counts are reached."""
     while house.proxy.counts().requests.get(which, 0) < number:
         await asyncio.sleep(0)
 
 
 async def counted(house: House, *expected: tuple[str, str, str]) -> None:
-    """Returns when all these were counted, and nothing is under way."""
+    """Return when all of these were counted, and no request is outstanding."""
     while not set(expected) <= set(house.proxy.counts().requests) or house.proxy.counts().outstanding:
         await asyncio.sleep(0)
 
 
 @looped
 async def test_a_model_stays_at_one_worker() -> None:
-    """All messages of a model go to one worker, in order, and each is answered and counted."""
+    """All messages of a stream go to one worker in order, and each is answered and counted."""
     async with serving(2, TWO) as house:
         call = await opened(house, *["m"] * 5)
         await call.done_writing()
@@ -75,7 +75,7 @@ async def test_a_model_stays_at_one_worker() -> None:
 
 @looped
 async def test_a_stream_belongs_to_its_first_model() -> None:
-    """A message for another model is refused by name, and the stream goes on."""
+    """A message for another model is refused by name, and the stream continues."""
     async with serving(2, TWO) as house:
         call = await opened(house, "m", "n", "m")
         await call.done_writing()
@@ -92,7 +92,7 @@ async def test_a_stream_belongs_to_its_first_model() -> None:
 
 @looped
 async def test_streams_share_the_workers() -> None:
-    """Two streams of one model are at two workers."""
+    """Two streams of one model go to two workers."""
     async with serving(2, TWO) as house:
         calls = [await opened(house, "m") for _ in range(2)]
         for call in calls:
@@ -103,7 +103,7 @@ async def test_streams_share_the_workers() -> None:
 
 @looped
 async def test_a_sequence_goes_on_in_a_stream() -> None:
-    """A stream that begins with a request of a sequence goes to the worker that has the others of the sequence."""
+    """A stream that begins with a request of a sequence goes to the sequence's worker."""
     async with serving(4) as house:
         for number in range(1, 9):
             request = Infer(model_name="m", id="m")
@@ -117,7 +117,7 @@ async def test_a_sequence_goes_on_in_a_stream() -> None:
 
 @looped
 async def test_more_answers_than_requests() -> None:
-    """A decoupled model's answers all arrive, also those after the client has said all."""
+    """All answers of a decoupled model arrive, also after the client has closed its side."""
 
     async def three(requests: Any, context: Any) -> None:
         async for request in requests:
@@ -141,7 +141,7 @@ async def test_more_answers_than_requests() -> None:
 @pytest.mark.parametrize("decoupled", [True, False, None])
 @looped
 async def test_messages_without_answers(decoupled: bool | None) -> None:
-    """The gateway remembers a limited number of messages of a decoupled model that never answers.
+    """The gateway remembers a limited number of unanswered messages of a decoupled model.
 
     Messages of other models stay. A model without a config from any worker counts as decoupled.
     """
@@ -170,7 +170,7 @@ async def test_messages_without_answers(decoupled: bool | None) -> None:
 
 @looped
 async def test_errors_are_answers() -> None:
-    """A message that nobody can take is refused in the stream, which goes on; so is one that the worker refuses."""
+    """A message that the gateway or the worker refuses is an error in the stream, which continues."""
 
     async def refuse(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -203,7 +203,7 @@ async def test_errors_are_answers() -> None:
 )
 @looped
 async def test_errors_in_answers_are_final(message: str, code: str) -> None:
-    """What a worker says in a stream goes to the client, whatever it is, and a tag says how it is counted."""
+    """An error of a worker in a stream goes to the client, and its tag decides how it is counted."""
 
     async def refuse(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -220,7 +220,7 @@ async def test_errors_in_answers_are_final(message: str, code: str) -> None:
 
 @looped
 async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
-    """With tritonserver's header for it, the first error is the stream's status; workers see the header, too."""
+    """With the header triton_grpc_error, the first error ends the stream; workers get the header, too."""
     header = (("triton_grpc_error", "true"),)
 
     async with serving(1) as house:
@@ -242,7 +242,7 @@ async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
 
 @looped
 async def test_the_worker_cannot_be_reached() -> None:
-    """What was sent to a worker that has not answered goes to another one that serves the model."""
+    """If a worker cannot be reached, its messages go to another worker of the model."""
     async with serving(2, TWO) as house:
         await house.workers[0].kill()
         call = await opened(house, "m", "m", "m")
@@ -256,7 +256,7 @@ async def test_the_worker_cannot_be_reached() -> None:
 
 @looped
 async def test_later_messages_follow() -> None:
-    """What the client says after its messages went to another worker follows them, in order."""
+    """Later messages follow the first ones to the other worker, in order."""
     async with serving(2, TWO) as house:
         first, second = house.workers
         first.does["ModelStreamInfer"] = refusing(Code.UNAVAILABLE, "starting")
@@ -270,7 +270,7 @@ async def test_later_messages_follow() -> None:
 
 @looped
 async def test_a_worker_dies_that_has_answered() -> None:
-    """A stream whose worker dies in the middle ends, for only the client knows what it still wants."""
+    """If a worker dies after its first answer, the stream ends: only the client knows what it still needs."""
     async with serving(2, TWO) as house:
         first, second = house.workers
         call = await opened(house, "m")
@@ -283,8 +283,8 @@ async def test_a_worker_dies_that_has_answered() -> None:
 
 
 @looped
-async def test_a_message_that_kills_whoever_gets_it() -> None:
-    """It is sent to one more worker after the first has died, and not through all of them."""
+async def test_a_message_that_kills_its_workers() -> None:
+    """A message whose worker dies is sent to one more worker only."""
     async with serving(4) as house, AsyncExitStack() as relays:
         where = {}
         for worker in house.workers:
@@ -300,8 +300,8 @@ async def test_a_message_that_kills_whoever_gets_it() -> None:
 
 
 @looped
-async def test_nobody_can_take_over() -> None:
-    """A stream whose model is nowhere else ends with the worker's word."""
+async def test_a_model_on_one_worker_fails_with_it() -> None:
+    """If no other worker has the model, the stream ends with the worker's refusal."""
     async with serving(2, TWO) as house:
         house.workers[1].does["ModelStreamInfer"] = refusing(Code.UNAVAILABLE, "starting")
         call = await opened(house, "n")
@@ -312,7 +312,7 @@ async def test_nobody_can_take_over() -> None:
 
 @looped
 async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
-    """A message that the worker leaves unanswered by ending its stream goes to another worker."""
+    """If a worker ends its stream without an answer, the message goes to another one."""
 
     async def leave(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -329,7 +329,7 @@ async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
 
 @looped
 async def test_too_much_to_keep() -> None:
-    """Messages that are too large to be kept for another worker are lost with theirs."""
+    """Messages too large to be kept are lost with their worker."""
     async with serving(2, TWO) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -350,7 +350,7 @@ async def test_too_much_to_keep() -> None:
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A stream goes on at a worker that is out of the table for a moment, however long it lasts after that."""
+    """A stream survives a short absence of its worker from the table."""
     async with serving(2, TWO, request_timeout_s=0.2) as house:
         first, second = house.workers
         call = await opened(house, "m")
@@ -359,7 +359,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
         await house.apply(TWO)
         first.does["ModelInfer"] = second.does["ModelInfer"] = never
         with pytest.raises(grpc.aio.AioRpcError):
-            await house.infer()  # longer than a request may take
+            await house.infer()  # Longer than a request may take.
         await ask(call, "m")
 
         assert (await call.read()).infer_response.model_version == "a"
@@ -367,7 +367,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_call_is_late_beside_a_busy_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of a stream prove a connection sound: it is kept, and the worker not suspected."""
+    """A late call does not condemn a connection on which a stream gets answers."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
     async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3) as house:
         (worker,) = house.workers
@@ -386,7 +386,7 @@ async def test_a_call_is_late_beside_a_busy_stream(monkeypatch: pytest.MonkeyPat
 
 @looped
 async def test_the_client_leaves() -> None:
-    """A client that gives up its stream gives it up at its worker."""
+    """If a client cancels its stream, the worker's stream is cancelled."""
     async with serving(1) as house:
         gone = hold(house.workers[0])
         call = await opened(house, "m", "m")
@@ -400,7 +400,7 @@ async def test_the_client_leaves() -> None:
 
 @looped
 async def test_a_deadline() -> None:
-    """A stream's deadline is its workers', and the client learns of it."""
+    """The deadline of a stream applies at the worker, and the client gets DEADLINE_EXCEEDED."""
     async with serving(1) as house:
         gone = hold(house.workers[0])
         call = await opened(house, "m", timeout=0.3)
@@ -421,7 +421,7 @@ async def test_what_is_no_request() -> None:
 
 @looped
 async def test_nothing_is_said() -> None:
-    """A stream without messages ends when its client does, and no worker hears of it."""
+    """A stream without messages ends with its client, and no worker is asked."""
     async with serving(1) as house:
         call = house.stream()
         await call.done_writing()
@@ -443,7 +443,7 @@ async def never(_: Any, __: Any) -> None:
 
 
 def hold(worker: FakeWorker) -> asyncio.Event:
-    """From now on the worker's streams have no answers; set when one was given up."""
+    """Never answer streams from now on; the returned event is set when one was cancelled."""
     gone = asyncio.Event()
 
     async def wait(requests: Any, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Inference over HTTP through the gateway: who is asked, and what the client gets."""
+"""Inference over HTTP through the gateway: the choice of the worker, and the client's answer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.unit.gateway.http_proxies import INFER, FakeHttpWorker, House, servin
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
-#: more than is waited for before it is sent on
+# : Larger than the part that is buffered before it is sent on.
 LARGE = bytes(range(256)) * (SMALL_BODY_BYTES // 64)
 
 
 @looped
 async def test_bytes_pass_through() -> None:
-    """A request and its answer arrive as they were sent, with their headers, but for those of the connection."""
+    """Requests and answers pass unchanged with their headers, except those of the connection."""
     async with serving(1) as house:
         (worker,) = house.workers
         headers = {
@@ -58,7 +58,7 @@ async def test_bytes_pass_through() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 @looped
 async def test_large_bodies_pass_through(chunked: bool) -> None:
-    """Large requests and answers arrive whole, whether or not their size was said before."""
+    """Large bodies pass whole, with and without a known length."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(LARGE), 100_000):
@@ -73,13 +73,13 @@ async def test_large_bodies_pass_through(chunked: bool) -> None:
 
 
 def sized(data: bytes) -> BytesIO:
-    """As a body that aiohttp sends with its length, and without a warning."""
+    """Return a body that aiohttp sends with its length, without a warning."""
     return BytesIO(data)
 
 
 @looped
 async def test_a_large_body_is_sent_on_as_it_comes() -> None:
-    """A worker gets the beginning of a large request before the client has sent its end."""
+    """The beginning of a large request reaches the worker before its end is sent."""
     async with serving(1) as house:
         (worker,) = house.workers
 
@@ -95,7 +95,7 @@ async def test_a_large_body_is_sent_on_as_it_comes() -> None:
 
 @looped
 async def test_each_in_turn() -> None:
-    """Requests go to the workers in turn, also to a version, and are counted by model, worker and code."""
+    """Requests go to the workers in turn, also for a version, and are counted by model, worker and code."""
     async with serving(2) as house:
         paths = [INFER, "/v2/models/m/versions/3/infer"] * 2
         answers = [await house.infer(path=path) for path in paths]
@@ -111,7 +111,7 @@ async def test_each_in_turn() -> None:
 @pytest.mark.parametrize("binary", [False, True])
 @looped
 async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -> None:
-    """The extent of a model's batch axis is what its requests count for, also in compressed ones."""
+    """A request counts as the extent of its model's batch axis, also if it is compressed."""
     table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
     request = json.dumps({"inputs": [{"name": "Y", "shape": [7]}, {"name": "X", "shape": [5, 2]}]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(request))} if binary else {}
@@ -129,7 +129,7 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
 @pytest.mark.parametrize("length", ["0", "999999999"])
 @looped
 async def test_what_would_become_large_is_not_unpacked(length: str) -> None:
-    """However much compressed JSON a client announces, only the beginning of it is unpacked."""
+    """Of compressed JSON, only the beginning is unpacked, whatever length the client claims."""
     body = gzip.compress(bytes(64 << 20), 1)
     headers = {"Content-Encoding": "gzip", "Inference-Header-Content-Length": length}
 
@@ -148,7 +148,7 @@ async def test_what_would_become_large_is_not_unpacked(length: str) -> None:
 @pytest.mark.parametrize(("status", "message"), [(503, "[rsrv:RUNTIME_DOWN] wait"), (404, "no such model")])
 @looped
 async def test_another_worker_answers(status: int, message: str) -> None:
-    """When a worker has not the model, or is not available, the client gets another one's answer."""
+    """If a worker lacks the model or is unavailable, another one answers."""
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(status, {"error": message})
@@ -161,7 +161,7 @@ async def test_another_worker_answers(status: int, message: str) -> None:
 
 @looped
 async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
-    """A large request that one worker refused after it had all of it goes to another one, whole."""
+    """A large request that one worker refused goes whole to another one."""
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
@@ -174,7 +174,7 @@ async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
 
 @looped
 async def test_too_much_to_keep() -> None:
-    """A body that does not fit into what is kept goes to one worker, whole, and to no other one when that refuses."""
+    """A body that exceeds the buffer goes whole to one worker, and to no other if that refuses."""
     async with serving(2) as house:
         first, second = house.workers
         keeping, headers = house.proxy.http.keeping, {"Inference-Header-Content-Length": "1"}
@@ -207,7 +207,7 @@ async def test_too_much_to_keep() -> None:
 async def test_what_is_final(
     status: int, message: str, code: str, http_refusal: int, retry: str | None
 ) -> None:
-    """An answer that another worker could not better is the client's at once, with the status that its tag stands for."""
+    """A final refusal goes to the client with the status of its tag, and no other worker is asked."""
     async with serving(2) as house:
         first, second = house.workers
         headers = {"Content-Type": "text/plain", "X-More": "1"}
@@ -223,7 +223,7 @@ async def test_what_is_final(
 
 @looped
 async def test_all_refuse() -> None:
-    """The client gets what matters more: a model that is not resident comes before one that is unknown."""
+    """If all workers refuse, a model that is not resident outranks one that is unknown."""
     async with serving(2) as house:
         first, second = house.workers
         first.does[""] = first.says(503, {"error": "[rsrv:NOT_RESIDENT] not here"})
@@ -234,7 +234,7 @@ async def test_all_refuse() -> None:
 
 @looped
 async def test_errors_of_what_is_generated() -> None:
-    """A tag tells what the status of /generate cannot: there all errors of models are 400."""
+    """On /generate, where all errors of models are 400, the tag decides the status and the retry."""
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(400, b'data: {"error":"[rsrv:RUNTIME_DOWN] wait"}\n\n')
@@ -249,7 +249,7 @@ async def test_errors_of_what_is_generated() -> None:
 
 @looped
 async def test_a_worker_is_gone() -> None:
-    """A request goes on to another worker when nothing listens at the first one, which is looked at."""
+    """If a worker's port is closed, the request goes to another one, and the first is probed."""
     async with serving(2) as house:
         first, _ = house.workers
         await first.kill()
@@ -263,7 +263,7 @@ async def test_a_worker_is_gone() -> None:
 
 @looped
 async def test_a_worker_dies_with_a_request() -> None:
-    """A request that was under way on a worker that dies is answered by another one."""
+    """A request in flight on a worker that dies is answered by another."""
     async with serving(2) as house:
         first, _ = house.workers
 
@@ -280,7 +280,7 @@ async def test_a_worker_dies_with_a_request() -> None:
 
 @looped
 async def test_the_only_worker_closes_a_connection() -> None:
-    """A request on a connection that closes just then gets a new one, once."""
+    """A request on a connection that closes is sent once more on a new one."""
     async with serving(1) as house:
         (worker,) = house.workers
         closes = 1
@@ -302,7 +302,7 @@ async def test_the_only_worker_closes_a_connection() -> None:
 
 @looped
 async def test_a_worker_dies_with_an_answer() -> None:
-    """A small answer that breaks off is another worker's to give; of a large one the client sees that it broke off."""
+    """A small answer that breaks off is retried on another worker; a large one breaks off at the client."""
     async with serving(2) as house:
         first, _ = house.workers
         size = 100
@@ -328,7 +328,7 @@ async def test_a_worker_dies_with_an_answer() -> None:
 
 @looped
 async def test_a_worker_without_http() -> None:
-    """Requests go to workers that serve HTTP."""
+    """Requests go only to workers that serve HTTP."""
     async with serving(2) as house:
         first, second = house.workers
         bare = type(first.worker)("a", "127.0.0.1:1", None)
@@ -342,7 +342,7 @@ async def test_a_worker_without_http() -> None:
 
 @looped
 async def test_an_unknown_model() -> None:
-    """All workers are looked at before a model is unknown; one that nobody serves, or without workers, is unavailable."""
+    """All workers are probed before a model is 404; without a worker for it, it is 503."""
     async with serving(1) as house:
         unknown = await house.infer(path="/v2/models/new/infer")
         assert unknown.error == (404, "Request for unknown model: 'new' is not found")
@@ -361,7 +361,7 @@ async def test_an_unknown_model() -> None:
 
 @looped
 async def test_a_sequence_stays_together() -> None:
-    """All requests of a sequence go to one worker, and to no other one when that refuses."""
+    """All requests of a sequence go to one worker, also if it refuses."""
     async with serving(3) as house:
         workers = set()
         for _ in range(6):
@@ -376,7 +376,7 @@ async def test_a_sequence_stays_together() -> None:
 
 @looped
 async def test_a_sequence_whose_id_is_no_text() -> None:
-    """Any id that JSON can write names a sequence."""
+    """A sequence id that is no valid text still selects one worker."""
     async with serving(2) as house:
         sent = [await house.infer(b'{"parameters":{"sequence_id":"\\ud800"}}') for _ in range(3)]
 
@@ -385,7 +385,7 @@ async def test_a_sequence_whose_id_is_no_text() -> None:
 
 @looped
 async def test_a_client_goes() -> None:
-    """When a client hangs up, the worker's request is given up, and counted as cancelled."""
+    """If a client disconnects, the worker's request is cancelled and counted."""
     async with serving(1) as house:
         (worker,) = house.workers
         cancelled = worker.holds()
@@ -400,7 +400,7 @@ async def test_a_client_goes() -> None:
 
 @looped
 async def test_no_answer_in_time() -> None:
-    """A request that waits for longer than the settings say ends there and at the worker, and is not tried again."""
+    """A request over the time limit gets 504, is cancelled at the worker, and is not retried."""
     async with serving(2, request_timeout_s=0.2) as house:
         first, second = house.workers
         cancelled = first.holds()
@@ -412,7 +412,7 @@ async def test_no_answer_in_time() -> None:
 
 @looped
 async def test_a_client_that_stalls() -> None:
-    """A request whose body does not come in time is refused, and no worker is suspected."""
+    """A request whose body stalls gets 504, and no worker is suspected."""
     async with serving(1, request_timeout_s=0.2) as house:
         reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port)
         for length in (10, SMALL_BODY_BYTES + 10):
@@ -428,7 +428,7 @@ async def test_a_client_that_stalls() -> None:
 
 @looped
 async def test_connections_that_are_half_open() -> None:
-    """When nothing comes back on a connection, the requests after the first timeout get another one."""
+    """A half-open connection is replaced after the first timeout on it."""
     async with serving(1, request_timeout_s=0.3) as house:
         (worker,) = house.workers
         async with Relay(worker.port).running() as relay:
@@ -444,7 +444,7 @@ async def test_connections_that_are_half_open() -> None:
 
 @looped
 async def test_connections_are_kept() -> None:
-    """Requests one after the other share a connection to a worker; those at the same time do not."""
+    """Successive requests share a connection to a worker; concurrent ones do not."""
     async with serving(1) as house:
         (worker,) = house.workers
         for _ in range(3):
@@ -468,7 +468,7 @@ async def test_connections_are_kept() -> None:
 
 @looped
 async def test_a_worker_is_taken_out_of_the_table() -> None:
-    """What is under way on a worker that is not used any more still ends there."""
+    """A request on a worker that leaves the table still ends there."""
     async with serving(2) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -489,7 +489,7 @@ async def test_a_worker_is_taken_out_of_the_table() -> None:
 
 @looped
 async def test_a_stream_of_events() -> None:
-    """Each event of a generated stream is the client's before the next one is there."""
+    """Each event of a generated stream reaches the client before the next one exists."""
     async with serving(1) as house:
         (worker,) = house.workers
         more = asyncio.Event()
@@ -515,7 +515,7 @@ async def test_a_stream_of_events() -> None:
 
 @looped
 async def test_a_client_that_does_not_read() -> None:
-    """The connection of a client that reads nothing of a long answer is cut, and its worker does no more work for it."""
+    """If a client stops reading a long answer, its connection and the worker's request end."""
     async with serving(1, request_timeout_s=0.2) as house:
         (worker,) = house.workers
         ended = asyncio.Event()
@@ -541,7 +541,7 @@ async def test_a_client_that_does_not_read() -> None:
 
 @looped
 async def test_a_worker_is_away_for_one_probe() -> None:
-    """A stream goes on at a worker that is given up in the middle of it, and its connections end with it."""
+    """A stream survives the loss of its worker from the table, and its connections close after it."""
     worker = FakeHttpWorker("a")
     await worker.start()
     more = asyncio.Event()
@@ -571,7 +571,7 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
 @looped
 async def test_a_client_leaves_a_stream() -> None:
-    """When a client hangs up in the middle of a stream, the worker's stream ends."""
+    """If a client disconnects in a stream, the worker's stream ends."""
     async with serving(1) as house:
         (worker,) = house.workers
         ended = asyncio.Event()
@@ -597,7 +597,7 @@ async def test_a_client_leaves_a_stream() -> None:
 
 @looped
 async def test_too_large() -> None:
-    """A request with more bytes than allowed is refused, also when that shows only at its end; so is an answer."""
+    """A request above the size limit gets 413, also without a known length; such an answer becomes 500."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(30):
@@ -626,7 +626,7 @@ async def test_a_client_that_wants_to_be_asked_on() -> None:
 
 @looped
 async def test_a_client_that_goes_before_it_is_asked_on() -> None:
-    """It is not the gateway's fault, and no worker's either."""
+    """If a client disconnects before 100 Continue, neither the gateway nor a worker is blamed."""
     write = StreamWriter.write
 
     async def gone(self: StreamWriter, chunk: bytes, **options: bool) -> None:
@@ -644,7 +644,7 @@ async def test_a_client_that_goes_before_it_is_asked_on() -> None:
 
 @looped
 async def test_a_request_that_claims_more_elements_than_it_has_bytes_reaches_no_worker() -> None:
-    """Triton would take the memory for them, and end; so would the next server."""
+    """A shape with more elements than the request has bytes gets 400: Triton would allocate them and end."""
     async with serving(2) as house:
         claim = b'{"inputs": [{"name": "X", "shape": [2147483648, 64], "datatype": "FP32", "data": [1]}]}'
         refused = await house.infer(claim)
@@ -656,7 +656,7 @@ async def test_a_request_that_claims_more_elements_than_it_has_bytes_reaches_no_
 
 @looped
 async def test_the_end() -> None:
-    """Requests under way end in the time that they are given, and new ones are refused."""
+    """At the end, requests in flight finish within their time, and new ones are refused."""
     async with serving(1) as house:
         (worker,) = house.workers
         go = asyncio.Event()
@@ -669,7 +669,7 @@ async def test_the_end() -> None:
         asking = asyncio.ensure_future(house.infer())
         await worker.called.wait()
         draining = asyncio.ensure_future(house.proxy.drain(30))
-        with suppress(ClientError):  # on a new connection
+        with suppress(ClientError):  # On a new connection.
             while (await house.ask("GET", "/v2/health/live")).status != 503:
                 pass
         go.set()
@@ -681,7 +681,7 @@ async def test_the_end() -> None:
 
 
 async def counted(house: House) -> Any:
-    """What was counted, when there is something: the end of a request that nobody waits for is not heard of otherwise."""
+    """Return the counts once there are some: nothing else reports the end of a cancelled request."""
     while not house.proxy.counts().requests:
         await asyncio.sleep(0)
     return house.proxy.counts().requests

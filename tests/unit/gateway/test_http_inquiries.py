@@ -1,4 +1,4 @@
-"""What is asked over HTTP but inference, through the gateway."""
+"""All HTTP requests except inference through the gateway."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STATISTICS = "/v2/models/stats"
 
 
 def ask_all(house: House, path: str, *answers: Any, status: int = 200) -> None:
-    """Each worker's answer; one alone is that of all."""
+    """Set each worker's answer; a single one is that of all."""
     for at, worker in enumerate(house.workers):
         worker.does[path] = worker.says(status, answers[at % len(answers)])
 
 
 def asked(house: House) -> list[tuple[str, str]]:
-    """Worker and path of all requests that came to workers."""
+    """Return worker and path of all requests that reached workers."""
     return [(worker.name, got.path) for worker in house.workers for got in worker.got]
 
 
@@ -62,7 +62,7 @@ def asked(house: House) -> list[tuple[str, str]]:
     ],
 )
 def test_paths(method: str, path: str, target: Target | int) -> None:
-    """Paths mean what they mean to tritonserver."""
+    """Paths are interpreted as by tritonserver."""
     try:
         assert target_of(method, path) == target
     except UnknownPath as error:
@@ -71,7 +71,7 @@ def test_paths(method: str, path: str, target: Target | int) -> None:
 
 @looped
 async def test_what_there_is_not() -> None:
-    """What tritonserver has not is refused as by it, and no worker is asked."""
+    """Unknown paths and methods are refused as by tritonserver, and no worker is asked."""
     async with serving(1) as house:
         nothing = await house.ask("GET", "/v2/nonsense")
         wrong = await house.ask("GET", "/v2/models/m/infer")
@@ -83,7 +83,7 @@ async def test_what_there_is_not() -> None:
 
 @looped
 async def test_the_gateway_lives() -> None:
-    """A gateway lives without workers, and is ready with one that is."""
+    """The gateway is live without workers, and ready with a ready one."""
     async with serving(2, {}) as house:
         ask_all(house, "/v2/health/ready", b"", status=400)
         assert (await house.ask("GET", "/v2/health/live")).status == 200
@@ -100,7 +100,7 @@ async def test_the_gateway_lives() -> None:
 
 @looped
 async def test_a_ready_model_is_a_ready_gateway() -> None:
-    """Nobody is asked whether the gateway is ready while a model is."""
+    """While a model is ready, the gateway is ready without asking a worker."""
     async with serving(1) as house:
         assert (await house.ask("GET", "/v2/health/ready")).status == 200
         assert asked(house) == []
@@ -108,7 +108,7 @@ async def test_a_ready_model_is_a_ready_gateway() -> None:
 
 @looped
 async def test_about_a_model() -> None:
-    """One worker that serves the model is asked about it; the next one, if that has it no more."""
+    """Questions about a model go to a worker that serves it, or to the next if it is unknown there."""
     async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
         _, b, c = house.workers
         b.does["/v2/models/m/config"] = b.says(404, {"error": "unknown"})
@@ -120,7 +120,7 @@ async def test_about_a_model() -> None:
 
 @looped
 async def test_a_model_is_ready() -> None:
-    """A model is ready when it is ready on a worker; else what a worker says of it is the answer."""
+    """A model is ready if one worker has it ready; otherwise a worker's answer is returned."""
     async with serving(2) as house:
         ask_all(house, READY, {"error": "not ready"}, status=400)
         assert (await house.ask("GET", READY)).error == (400, "not ready")
@@ -151,7 +151,7 @@ def statistics(number: int, *sizes: int) -> Any:
 
 @looped
 async def test_statistics_are_sums() -> None:
-    """Statistics are those of all workers together; numbers stay numbers, and what is nothing is there."""
+    """Statistics are summed over all workers; numbers stay numbers, and empty lists stay."""
     async with serving(3) as house:
         ask_all(house, STATISTICS, statistics(2**40, 1), statistics(2, 1, 4), statistics(5))
         suspects_worker = house.workers[2]
@@ -175,7 +175,7 @@ async def test_statistics_are_sums() -> None:
 
 @looped
 async def test_the_index() -> None:
-    """A model is ready if it is ready anywhere; a worker that is gone has no say."""
+    """A model is ready if it is ready anywhere; a dead worker is left out."""
     async with serving(3) as house:
         ready = {"name": "m", "version": "1", "state": "READY"}
         other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "suspects_worker"}
@@ -202,7 +202,7 @@ async def test_the_index() -> None:
 )
 @looped
 async def test_what_is_a_servers_own(method: str, path: str) -> None:
-    """Settings and memory of a server are not the gateway's to tell or change: it refuses, and asks no worker."""
+    """Settings and shared memory of single servers get 501, and no worker is asked."""
     async with serving(2) as house:
         assert (await house.ask(method, path)).error == (
             501,
@@ -213,7 +213,7 @@ async def test_what_is_a_servers_own(method: str, path: str) -> None:
 
 @looped
 async def test_what_cannot_be_read() -> None:
-    """A worker whose answer makes no sense is named."""
+    """An unreadable answer of a worker is an error that names the worker."""
     async with serving(2) as house:
         ask_all(house, INDEX, [], b"no JSON")
         status, message = (await house.ask("POST", INDEX)).error
@@ -225,7 +225,7 @@ async def test_what_cannot_be_read() -> None:
 @pytest.mark.parametrize("verb", ["load", "unload"])
 @looped
 async def test_models_are_loaded_everywhere(verb: str) -> None:
-    """Each worker gets the whole request, however large, and then all are looked at."""
+    """Each worker gets the whole load request, and then all are probed."""
     async with serving(2) as house:
         path = f"/v2/repository/models/m/{verb}"
         body = json.dumps({"parameters": {"file:1/model.onnx": "A" * 3_000_000}}).encode()
@@ -242,7 +242,7 @@ async def test_models_are_loaded_everywhere(verb: str) -> None:
 
 @looped
 async def test_loading_takes_its_time() -> None:
-    """A model may take longer to load than a request may take."""
+    """Loading a model may take longer than the limit of requests."""
     async with serving(1, request_timeout_s=0.05) as house:
         (worker,) = house.workers
         go = asyncio.Event()
@@ -264,7 +264,7 @@ async def test_loading_takes_its_time() -> None:
 
 @looped
 async def test_a_stream_that_stops() -> None:
-    """A stream is cut off when its worker sends nothing for longer than a request may take."""
+    """A stream is cut if its worker sends nothing for longer than a request may take."""
     async with serving(1, request_timeout_s=0.05) as house:
         (worker,) = house.workers
 
@@ -283,7 +283,7 @@ async def test_a_stream_that_stops() -> None:
 
 @looped
 async def test_the_token(tmp_path: Path) -> None:
-    """Without the token nothing is answered; workers do not see it."""
+    """A request without the token gets 401, and workers do not see the token."""
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "token").chmod(0o600)
 
@@ -302,7 +302,7 @@ async def test_the_token(tmp_path: Path) -> None:
 
 @looped
 async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
-    """Whatever bytes come for the token, they are a wrong one."""
+    """A token of arbitrary bytes is refused as wrong."""
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
 
@@ -315,7 +315,7 @@ async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
 
 @looped
 async def test_no_token() -> None:
-    """Where the gateway asks for no token, the header is the worker's."""
+    """Without a token set, the Authorization header passes to the worker."""
     async with serving(1) as house:
         await house.infer(headers={"Authorization": "Basic x"})
         assert house.workers[0].got[0].headers["Authorization"] == "Basic x"
@@ -323,7 +323,7 @@ async def test_no_token() -> None:
 
 @looped
 async def test_tls(tmp_path: Path) -> None:
-    """With TLS on both sides, clients and workers show certificates."""
+    """With TLS on both sides, clients and workers have to show certificates."""
     authority = trustme.CA()
     cert = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(str(tmp_path / "ca"))
@@ -364,7 +364,7 @@ def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
 
 @looped
 async def test_a_port_is_not_shared() -> None:
-    """A second gateway cannot listen where one does."""
+    """A second gateway cannot listen on the same port."""
     async with serving(1) as house:
         with pytest.raises(ListenError):
             async with serving(1, http=f"127.0.0.1:{house.proxy.http.port}"):

@@ -1,4 +1,4 @@
-"""What is read of HTTP requests and answers, without a connection."""
+"""Parsing HTTP requests and answers, without a connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANY = st.recursive(
 
 @given(_ANY, st.integers(0, 3))
 def test_any_json_may_come(said: Any, axis: int) -> None:
-    """Whatever JSON a client sends, it counts for something."""
+    """Any JSON counts as at least one item, and its sequence id is a number, a text or none."""
     items, sequence = peek(json.dumps(said).encode(), ("X", axis))
 
     assert items >= 1
@@ -38,7 +38,7 @@ def test_any_json_may_come(said: Any, axis: int) -> None:
 
 @given(st.binary(max_size=40))
 def test_any_bytes_may_come(data: bytes) -> None:
-    """What is no JSON, or not compressed as it says, is one item of no sequence."""
+    """Arbitrary bytes, also wrongly compressed, count as one item of no sequence."""
     assert decoded(data, "br", 10) == b""
     decoded(data, "gzip", 10)
     http_refusal(400, CIMultiDict(), data, generated=True)
@@ -47,7 +47,7 @@ def test_any_bytes_may_come(data: bytes) -> None:
 
 
 def test_large_json_is_not_read_for_items() -> None:
-    """Above a size, JSON counts as one item; but a sequence is never overlooked."""
+    """JSON above a size counts as one item, and its sequence id is still found."""
     request = {"inputs": [{"name": "X", "shape": [4], "data": ["0" * PARSED_JSON_MAX_BYTES]}]}
     assert peek(json.dumps(request).encode(), ("X", 0)) == (1, None)
 
@@ -72,7 +72,7 @@ def test_large_json_is_not_read_for_items() -> None:
     ],
 )
 def test_a_shape_of_more_elements_than_a_request_can_have_is_noticed(shape: str, large: bool) -> None:
-    """Whichever input has it; what is no list of extents is not the gateway's to judge."""
+    """A shape with more elements than the request can have is found; malformed shapes are ignored."""
     header = f'{{"inputs": [{{"shape": [1, 2]}}, {{"name": "x", "shape" : [{shape}], "data": [1]}}]}}'
     assert bool(overstated(header.encode(), 100)) is large
     assert len(overstated(header.encode(), 100)) < 300
@@ -80,7 +80,7 @@ def test_a_shape_of_more_elements_than_a_request_can_have_is_noticed(shape: str,
 
 @pytest.mark.parametrize("sequence", [7, -1, 2**64 - 1, "s", 'a "quoted" \\ one', "\ud800", ""])
 def test_a_sequence_is_found_without_parsing(sequence: Any) -> None:
-    """The id is as JSON means it, also after a text that looks like one."""
+    """A sequence id is found without parsing, also after text that looks like one."""
     request = {"inputs": ['"sequence_id": 1', "sequence_id"], "parameters": {"sequence_id": sequence}}
 
     assert peek(json.dumps(request, indent=1).encode(), None) == (1, sequence)
@@ -89,7 +89,7 @@ def test_a_sequence_is_found_without_parsing(sequence: Any) -> None:
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
 def test_no_more_is_decoded_than_asked_for(compress: Any) -> None:
-    """Of what was compressed, only the beginning is made."""
+    """Of compressed data, only the requested beginning is decoded."""
     data = compress(b'{"id":1}' + bytes(1 << 20))
 
     assert decoded(data, "deflate", 8) == b'{"id":1}'
@@ -97,7 +97,7 @@ def test_no_more_is_decoded_than_asked_for(compress: Any) -> None:
 
 
 def test_own_words() -> None:
-    """What the gateway itself refuses has the form of Triton's errors."""
+    """A refusal by the gateway has the form of Triton's errors."""
     status, headers, body = for_client(Refusal(StatusCode.UNAVAILABLE, 'no "worker" für m'))
 
     assert (status, headers["Content-Type"]) == (503, "application/json")

@@ -21,7 +21,7 @@ from tests.waiting import looped
 
 
 class PageControl(FakeControl):
-    """Tells `told` to each who watches, then what comes into `more`; None ends the stream."""
+    """Sends `told` to each watcher, then the items of `more`; None ends the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PageControl(FakeControl):
 
 @asynccontextmanager
 async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, PageControl]]]:
-    """Workers with these names and a control service each, and `bare`, which has none."""
+    """Yield workers of these names with a control service each, and `bare` without one."""
     controls = {name: PageControl() for name in names}
     world = World(None, **dict.fromkeys((*names, "bare"), "m"))
     async with AsyncExitStack() as stack:
@@ -70,8 +70,8 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
 
 
 @looped
-async def test_a_connection_that_is_closed_is_told_and_opened_anew() -> None:
-    """As probes do when a worker does not answer in time. While it is closed nothing can be asked either."""
+async def test_a_closed_connection_is_reported_and_opened_again() -> None:
+    """When a connection is closed, as by a probe, the page says so, refuses questions, and connects again."""
     async with fleet() as (world, workers, _), serving(FakeServer(), PageControl()) as port:
 
         def connect() -> Any:
@@ -100,8 +100,8 @@ async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> A
 
 
 @looped
-async def test_each_worker_tells_for_itself_while_somebody_watches() -> None:
-    """With the token of control services; one without a control service says that it has none."""
+async def test_each_worker_sends_its_events_while_a_page_is_watched() -> None:
+    """Each worker's events arrive, and a worker without a control service is shown as such."""
     async with fleet("a", "b") as (_, workers, controls):
         controls["a"].told.append(("state", {"up": True, "t": 1}))
         async with aclosing(workers.events()) as events:
@@ -116,8 +116,8 @@ async def test_each_worker_tells_for_itself_while_somebody_watches() -> None:
 
 
 @looped
-async def test_a_stream_that_ends_is_told_and_begins_anew() -> None:
-    """A control process that ended, or let its watcher go."""
+async def test_a_stream_that_ends_is_reported_and_starts_again() -> None:
+    """If a control service ends its stream, the page says so and connects again."""
     async with fleet("a") as (_, workers, controls), aclosing(workers.events()) as events:
         await find(events, "a:8001", "begin")
         controls["a"].more.put_nowait(None)
@@ -127,8 +127,8 @@ async def test_a_stream_that_ends_is_told_and_begins_anew() -> None:
 
 
 @looped
-async def test_workers_join_and_leave_while_somebody_watches() -> None:
-    """Who has left is said to be gone, and says nothing afterwards."""
+async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
+    """A worker that joins is watched, and one that leaves is reported as gone and not watched."""
     async with fleet("a", "b") as (world, workers, controls), aclosing(workers.events()) as events:
         await find(events, "a:8001", "begin")
         members = dict(world.gateway.probes.workers())
@@ -142,7 +142,7 @@ async def test_workers_join_and_leave_while_somebody_watches() -> None:
 
 @looped
 async def test_stories_and_steering_go_to_the_worker() -> None:
-    """Refusals have HTTP's status; another name, or a worker without a control service, is one."""
+    """Stories and commands go to the worker; a refusal or an unknown worker becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
         assert await workers.story("a:8001", "m") == ["loaded", "evicted"]
         for what in ("pin", "unpin", "prefetch", "evict"):
@@ -163,7 +163,7 @@ async def test_stories_and_steering_go_to_the_worker() -> None:
 
 
 def test_the_page_and_its_files_are_in_the_package() -> None:
-    """Beside the code that serves them."""
+    """The package has the page's files."""
     import rsrv.live
 
     page = Path(rsrv.live.__file__).parent / "page"

@@ -1,4 +1,4 @@
-"""The program: its command line, its settings, its life and its end."""
+"""The program: its command line, its settings, its start and its end."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 
 
 class Running:
-    """The program, as a process, in front of `workers`."""
+    """The program as a process, in front of `workers`."""
 
     def __init__(self, process: Process, channel: Any, http: str, admin: str) -> None:
         self.process = process
@@ -46,7 +46,7 @@ class Running:
         return self.stub.ModelInfer(service_pb2.ModelInferRequest(model_name=model, id="1"), **terms)
 
     async def end(self) -> str:
-        """Its log, after SIGTERM."""
+        """Return the log, after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
         return await self.log()
 
@@ -57,7 +57,7 @@ class Running:
 
 @asynccontextmanager
 async def gateway(tmp_path: Path, *workers: int, settings: str = "") -> AsyncIterator[Running]:
-    """Ready; the ports are of workers' gRPC."""
+    """Yield a ready gateway in front of workers with these gRPC ports."""
     http, port, admin = free_ports(3)
     config = tmp_path / "rsrv.yaml"
     config.write_text(
@@ -100,7 +100,7 @@ async def until_ready(running: Running) -> None:
 
 @pytest.fixture(autouse=True)
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where gateways have their directories: with a short name, as sockets' names are."""
+    """Return a directory for gateways, with a short name, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="rsrv-") as folder:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", folder)
         yield Path(folder)
@@ -114,7 +114,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_a_wrong_command_line_ends_it(arguments: list[str], message: str) -> None:
-    """With one line and status 2."""
+    """A wrong command line exits 2 with one line."""
     said = subprocess.run([*GATEWAY, *arguments], check=False, capture_output=True, text=True, timeout=60)
     assert said.returncode == 2
     assert message in said.stderr
@@ -122,7 +122,7 @@ def test_a_wrong_command_line_ends_it(arguments: list[str], message: str) -> Non
 
 
 def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
-    """The setting is named."""
+    """If the live page's token file is unreadable, the program exits 1 and names the setting."""
     config = tmp_path / "rsrv.yaml"
     config.write_text(f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost}}}}")
     said = subprocess.run(
@@ -134,7 +134,7 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
 
 
 def test_client_ports_that_are_open_are_warned_of_once(tmp_path: Path) -> None:
-    """At the start, which ends here because a file is missing; not where only this machine gets in."""
+    """If other machines reach the client ports unprotected, one line at the start warns."""
     warnings = []
     for ports in ("", "grpc: '127.0.0.1:0', http: null"):
         config = tmp_path / "rsrv.yaml"
@@ -165,12 +165,12 @@ def test_client_ports_that_are_open_are_warned_of_once(tmp_path: Path) -> None:
 def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
     settings: str, expected: list[str]
 ) -> None:
-    """TLS alone lets everybody in."""
+    """A port is open unless it is local or needs a token or client certificate; TLS alone leaves it open."""
     assert open_ports(load_settings(f"gateway: {{{settings}}}").gateway) == expected
 
 
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
-    """As everywhere."""
+    """An unknown key is an error that names it and the likely one."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {prob_s: 1}")
     with pytest.raises(SettingsError, match=r"gateway\.prob_s: unknown key; did you mean 'probe_s'"):
@@ -178,7 +178,7 @@ def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    """Its workers replace all sources of workers."""
+    """Workers of the command line replace all sources of the file."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {workers_dns: workers, workers: [{host: a}], mode: round_robin}")
     section = read(config, "b:1234").gateway
@@ -192,7 +192,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 async def test_it_carries_requests_and_ends_when_they_have(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After SIGTERM the one under way is answered; metrics know of it, and nothing is left. Its log is as it was asked for."""
+    """After SIGTERM, the request in flight is answered, the metrics count it, and the log has its format."""
     monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
     triton = FakeServer()
     async with (
@@ -221,7 +221,7 @@ async def test_it_carries_requests_and_ends_when_they_have(
 
 @looped
 async def test_it_may_open_as_many_files_as_can_be(tmp_path: Path) -> None:
-    """Where a shell allows 1024, each client would be one of them."""
+    """The program raises its limit of open files to the maximum, because each client needs one."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
     try:
@@ -234,7 +234,7 @@ async def test_it_may_open_as_many_files_as_can_be(tmp_path: Path) -> None:
 
 @looped
 async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> None:
-    """Who has no token either, at the clients' port and at the operators': one line a second, whatever is sent."""
+    """Invalid HTTP and requests without a token cost at most one line of the log a second."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     secret.chmod(0o600)
@@ -251,7 +251,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> 
 
 @looped
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    """Whatever is under way."""
+    """A second signal ends the program at once, with requests in flight."""
     triton = FakeServer()
     async with serving(triton) as port, gateway(tmp_path, port) as running:
         triton.gate.clear()
@@ -270,7 +270,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 @looped
 async def test_a_worker_that_dies_takes_no_request_with_it_that_another_can_answer(tmp_path: Path) -> None:
-    """Long before it would be probed: by the first request that fails there, which the other worker answers."""
+    """If a worker dies, the first failed request marks it, and the other worker answers all."""
     one, other = FakeServer(), FakeServer()
     settings = "mode: round_robin, probe_s: 60"
     async with AsyncExitStack() as stack:
@@ -296,7 +296,7 @@ async def test_a_worker_that_dies_takes_no_request_with_it_that_another_can_answ
 
 @looped
 async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path) -> None:
-    """In its private directory; what a dead one left there is removed by the next."""
+    """The command finds the gateway by its socket; the directory of a dead gateway is removed."""
     left = base / "gateway-1-1"
     left.mkdir()
     async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
@@ -315,7 +315,7 @@ async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path)
 
 @looped
 async def test_a_port_that_is_taken_ends_it(tmp_path: Path) -> None:
-    """With status 1 and the setting in the message."""
+    """If a port is taken, the program exits 1 and names the setting."""
     async with serving(FakeServer()) as port:
         for setting in ("grpc", "admin"):
             ports = {

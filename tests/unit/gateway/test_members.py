@@ -1,4 +1,4 @@
-"""Workers join and leave while the gateway runs, and what cannot be asked at the moment changes nothing."""
+"""Workers that join and leave while the gateway runs; a source that fails changes nothing."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from tests.unit.control.virtual import run
 
 
 class Dns:
-    """Answers with `addresses`, or fails when that is None. `asked` counts."""
+    """Answers with `addresses`, or fails if that is None. `asked` counts the calls."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: tuple[str, ...] | None = addresses
@@ -34,7 +34,7 @@ def section(**keys: object) -> GatewaySection:
 
 
 def test_a_worker_of_the_settings_has_its_ports_and_a_name() -> None:
-    """By default it is called as its gRPC address; a port alone of its control service is on its host."""
+    """A worker is named by its gRPC address by default; a bare control port is on the worker's host."""
     members = Members(
         section(
             workers=[
@@ -51,19 +51,19 @@ def test_a_worker_of_the_settings_has_its_ports_and_a_name() -> None:
 
 
 def test_without_any_source_of_workers_there_is_no_gateway() -> None:
-    """The message says where to name them."""
+    """Without any source of workers, the error names the settings."""
     with pytest.raises(MembersError, match=r"gateway\.workers_dns"):
         Members(section())
 
 
 def test_two_workers_of_one_name_are_refused() -> None:
-    """Names are what everything else goes by."""
+    """Two workers of one name are refused."""
     with pytest.raises(MembersError, match="called 'x'"):
         Members(section(workers=[{"host": "a", "name": "x"}, {"host": "b", "name": "x"}]))
 
 
 def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
-    """Read again every 5 s; the ports are those of workers_ports."""
+    """All addresses behind a DNS name are workers, read every 5 s, with the ports of workers_ports."""
     dns = Dns("10.0.0.1", "10.0.0.2", "fd00::3")
     members = Members(section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}), dns)
 
@@ -86,13 +86,13 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
 
 @pytest.mark.parametrize("control", ["unix:/run/control.sock", "10.0.0.9:8003"])
 def test_one_control_service_cannot_be_that_of_all_that_the_dns_finds(control: str) -> None:
-    """Each would be asked for the costs and the weights of one of them."""
+    """The control service of DNS workers has to be a port, because one address cannot serve all of them."""
     with pytest.raises(ValidationError, match="workers_ports: control must be a PORT"):
         section(workers_dns="workers", workers_ports={"control": control})
 
 
 def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once in the log, not with every question, and once more after it has answered in between."""
+    """A failing DNS removes no worker, and is logged once for each outage."""
     dns = Dns("10.0.0.1")
     members = Members(section(workers_dns="workers"), dns)
 
@@ -110,7 +110,7 @@ def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
-    """The others are looked at meanwhile, and what was known stays."""
+    """A DNS that hangs does not block the other sources, and known workers stay."""
 
     async def hang(_: str) -> Iterable[str]:
         await asyncio.Event().wait()
@@ -121,8 +121,8 @@ def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
     assert list(members.workers()) == ["a:8001"]
 
 
-def test_one_address_is_one_worker_whoever_names_it() -> None:
-    """The settings' own list wins, with the name that it gives."""
+def test_one_address_is_one_worker_in_all_sources() -> None:
+    """An address in several sources is one worker, with the name of the settings' list."""
     members = Members(
         section(workers=[{"host": "10.0.0.1", "name": "one"}], workers_dns="workers"),
         Dns("10.0.0.1", "10.0.0.2"),
@@ -148,7 +148,7 @@ def test_one_address_is_one_worker_whoever_names_it() -> None:
 def test_a_broken_file_takes_no_worker_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, message: str
 ) -> None:
-    """The log says what is wrong with it; so it is also with a file that is half written, or gone."""
+    """A broken, half-written or missing workers file removes no worker, and the log says what is wrong."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: a}, {host: b}]")
     members = Members(section(workers_file=file))
@@ -168,7 +168,7 @@ def test_a_broken_file_takes_no_worker_away(
 
 
 def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) -> None:
-    """Also when the file is replaced by another, as a careful writer does, and when it is a link."""
+    """A change of the workers file is noticed before the next look, also if it is replaced or a link."""
     real = tmp_path / "real.yaml"
     real.write_text("[{host: a}]")
     file = tmp_path / "workers.yaml"
@@ -181,7 +181,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
         running = asyncio.create_task(members.run(changed.set))
         for host in "bc":
             while True:
-                # Again and again: when the kernel has begun to listen is not known.
+                # Repeatedly, because the time from which the kernel listens is unknown.
                 aside = tmp_path / f"{host}.yaml"
                 aside.write_text(f"[{{host: {host}}}]")
                 aside.rename(file)
@@ -198,7 +198,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) 
 
 
 def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_path: Path) -> None:
-    """Its folder comes later, so nobody could listen to it."""
+    """A workers file in a missing folder, which the kernel cannot watch, is found by polling."""
     file = tmp_path / "later" / "workers.yaml"
     members = Members(section(workers_file=file), pause=0.1)
 
@@ -216,7 +216,7 @@ def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_pat
 
 
 def test_the_command_line_names_grpc_ports() -> None:
-    """The other ports are beside it, as Triton's own are."""
+    """The command line gives gRPC ports; the others follow Triton's defaults beside it."""
     one, two = parse_workers("gpu1:8001, [::1]:18011")
     assert (one.host, one.grpc_port, one.http_port, one.metrics_port) == ("gpu1", 8001, 8000, 8002)
     assert (two.host, two.grpc_port) == ("::1", 18011)
@@ -226,5 +226,5 @@ def test_the_command_line_names_grpc_ports() -> None:
 
 
 def test_a_list_of_no_workers_is_a_list() -> None:
-    """Somebody says that there are none."""
+    """An empty list is a valid list of workers."""
     assert read_workers("[]") == {}

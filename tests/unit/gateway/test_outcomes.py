@@ -1,4 +1,4 @@
-"""What a worker's refusal means."""
+"""The meaning of a worker's refusal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from rsrv_gateway.outcomes import Refusal
 
-#: code and message of a worker; the client's code, whether another worker is asked, whether this one is looked at
+# : Code and message of a worker; the client's code, whether to ask another worker, whether to probe this one.
 MEANINGS = [
     ("NOT_FOUND", "unknown", "NOT_FOUND", True, False),
     ("UNAVAILABLE", "connection refused", "UNAVAILABLE", True, True),
@@ -26,7 +26,7 @@ MEANINGS = [
 
 @pytest.mark.parametrize(("code", "message", "client", "is_retryable", "suspects_worker"), MEANINGS)
 def test_meaning(code: str, message: str, client: str, is_retryable: bool, suspects_worker: bool) -> None:
-    """The tag of an unavailable model says what the client gets, and whether it is worth asking another worker."""
+    """The tag of a refusal decides the client's code, and whether another worker is asked."""
     refusal = Refusal(StatusCode[code], message)
 
     assert refusal.for_client() is StatusCode[client]
@@ -35,7 +35,7 @@ def test_meaning(code: str, message: str, client: str, is_retryable: bool, suspe
 
 
 def test_which_refusal_is_the_clients() -> None:
-    """The last one, unless it only says that the model is not there."""
+    """The client gets the last refusal, unless that one is NOT_FOUND after another."""
     gone, missing = (Refusal(StatusCode[code], "") for code in ("UNAVAILABLE", "NOT_FOUND"))
 
     assert missing.preferred_to(gone) is gone

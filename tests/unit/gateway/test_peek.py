@@ -1,4 +1,4 @@
-"""What is read of a request's bytes, against protobuf's own reading of them."""
+"""Reading a request's bytes, compared with protobuf's parser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
 extents = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 300), max_size=4)
-#: fields that nobody knows: a number, 8 bytes, some bytes, 4 bytes
+# : Unknown fields: a number, 8 bytes, some bytes, 4 bytes.
 UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\x061234")
 
 
@@ -47,7 +47,7 @@ def requests(draw: st.DrawFn) -> Any:
 
 
 def top_level_fields(request: Any) -> list[bytes]:
-    """The message in pieces, each with one field."""
+    """Return the message in pieces of one field each."""
     pieces = [Request(**{name: getattr(request, name)}) for name in ("model_name", "model_version", "id")]
     for key in request.parameters:
         pieces.append(Request())
@@ -58,7 +58,7 @@ def top_level_fields(request: Any) -> list[bytes]:
 
 
 def parameter(request: Any, key: str) -> int | str | None:
-    """As protobuf reads it."""
+    """Return a parameter as protobuf reads it."""
     if key not in request.parameters:
         return None
     kind = request.parameters[key].WhichOneof("parameter_choice")
@@ -67,7 +67,7 @@ def parameter(request: Any, key: str) -> int | str | None:
 
 
 def items(request: Any, name: str, axis: int) -> int:
-    """As protobuf reads it."""
+    """Return the items as protobuf reads them."""
     for tensor in request.inputs:
         if tensor.name == name:
             return tensor.shape[axis] if axis < len(tensor.shape) and 0 < tensor.shape[axis] < 2**31 else 1
@@ -87,7 +87,7 @@ def assert_reads_as(data: bytes, request: Any) -> None:
 
 @given(requests(), st.randoms(use_true_random=False))
 def test_fields_in_any_order(request: Any, random: Random) -> None:
-    """A request reads as protobuf reads it, whatever the order of its fields, with unknown ones between them."""
+    """For any order of fields, with unknown ones between them, a request reads as by protobuf."""
     pieces = [*top_level_fields(request), *random.sample(UNKNOWN, random.randrange(len(UNKNOWN) + 1))]
     random.shuffle(pieces)
     data = b"".join(pieces)
@@ -97,14 +97,14 @@ def test_fields_in_any_order(request: Any, random: Random) -> None:
 
 
 def test_the_last_name_counts() -> None:
-    """A field that is there twice has its last value, as the worker will read it."""
+    """A repeated field has its last value, as for the worker."""
     data = Request(model_name="first").SerializeToString() + Request(model_name="last").SerializeToString()
 
     assert_reads_as(data, Request(model_name="last"))
 
 
 def test_numbers_that_take_more_bytes_than_they_need() -> None:
-    """Tags and lengths may be written longer than they are, and extents one by one."""
+    """Tags and lengths in more bytes than needed, and unpacked extents, are read."""
     tensor = b"\x8a\x80\x00\x81\x00X" + b"\x18\x87\x00" + b"\x1a\x02\x02\x03"
     data = b"\x8a\x00\x82\x00ab" + b"\x2a" + bytes([len(tensor)]) + tensor
 
@@ -118,7 +118,7 @@ def test_numbers_that_take_more_bytes_than_they_need() -> None:
     st.randoms(use_true_random=False),
 )
 def test_hostile_bytes(data: bytes, random: Random) -> None:
-    """Bytes that were tampered with are refused, or read as protobuf reads them; nothing else happens."""
+    """Tampered bytes are refused, or read as by protobuf."""
     tampered = bytearray(data)
     for _ in range(random.randrange(4)):
         if tampered:
@@ -138,7 +138,7 @@ def test_hostile_bytes(data: bytes, random: Random) -> None:
             *[peeked.items(name, axis) for name in ("X", "Y") for axis in range(4)],
         )
     except Malformed:
-        # Groups are the only thing that protobuf takes and this does not.
+        # Groups are the only valid encoding that is refused here.
         assert request is None or any(byte & 7 in (3, 4) for byte in data)
         return
     if request is not None:
@@ -166,13 +166,13 @@ def test_hostile_bytes(data: bytes, random: Random) -> None:
     ],
 )
 def test_no_request(data: bytes) -> None:
-    """What no client library sends is refused, in a time that does not grow with what it pretends to be."""
+    """Malformed bytes are refused, in a time that does not depend on the lengths they claim."""
     with pytest.raises(Malformed, match="ModelInferRequest"):
         Peeked(data)
 
 
 def test_a_shape_without_end() -> None:
-    """A shape with a million extents is refused, not read."""
+    """A shape with a million extents is refused."""
     data = Request(inputs=[Request.InferInputTensor(name="X", shape=[1] * 1_000_000)]).SerializeToString()
 
     with pytest.raises(Malformed, match="extents"):
@@ -181,7 +181,7 @@ def test_a_shape_without_end() -> None:
 
 @given(requests(), st.integers(0, 2**63 - 1))
 def test_a_parameter_is_appended(request: Any, value: int) -> None:
-    """Bytes at the end of a request give it a parameter, in place of one that it had."""
+    """Appended bytes set a parameter of a request, also in place of an earlier one."""
     data = request.SerializeToString() + int_parameter("timeout", value)
 
     request.parameters["timeout"].CopyFrom(service_pb2.InferParameter(int64_param=value))

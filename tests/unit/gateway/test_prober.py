@@ -1,4 +1,4 @@
-"""What is asked of a worker over gRPC, and what becomes of its answers."""
+"""The questions to a worker over gRPC, and the use of its answers."""
 
 import math
 from pathlib import Path
@@ -49,7 +49,7 @@ def prober(port: int, *, control: bool = False, timeout: float = 10.0, **setting
 
 @looped
 async def test_a_worker_without_control_tells_what_is_ready() -> None:
-    """Only that; models that are not ready are not in it."""
+    """A worker without a control service reports its ready models."""
     triton = FakeServer()
     triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
     async with serving(triton) as port:
@@ -62,7 +62,7 @@ async def test_a_worker_without_control_tells_what_is_ready() -> None:
 
 @looped
 async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
-    """By model what it holds, costs and has done; a model whose rows no input tells has no items."""
+    """A worker with a control service reports its models, weights and costs; some models have no items."""
     control = FakeControl()
     control.load = LOAD
     async with serving(FakeServer(), control) as port:
@@ -84,7 +84,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 @looped
 async def test_metrics_of_a_control_service_are_there_or_not() -> None:
-    """One that has them, an older one, one that is gone, and a worker that has none."""
+    """Metrics of a control service may be present, missing in an older one, or absent without one."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one, bare = prober(port, control=True), prober(port)
@@ -99,7 +99,7 @@ async def test_metrics_of_a_control_service_are_there_or_not() -> None:
 
 @looped
 async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
-    """Triton answers, and says which models are ready."""
+    """A worker without a runtime is alive with its ready models."""
     control = FakeControl()
     control.load = None
     async with serving(FakeServer(), control) as port:
@@ -110,7 +110,7 @@ async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
 
 @looped
 async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
-    """It answers, and refuses requests."""
+    """A worker that starts or ends is alive and has no ready model."""
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
@@ -121,7 +121,7 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
 
 @looped
 async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> None:
-    """While it loads others, for example."""
+    """A Triton that is slow to list its models keeps its last view."""
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port, timeout=0.3)
@@ -133,7 +133,7 @@ async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> 
 
 @looped
 async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() -> None:
-    """Whoever listens there next."""
+    """A worker that ends is dead at once, and alive when its port answers again."""
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
@@ -147,7 +147,7 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
 
 @looped
 async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
-    """The worker is dead for one look, which takes as long as it may, and found by the next."""
+    """On a half-open connection, one look times out as dead, and the next uses a new connection."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port, Relay(port).running() as relay:
         one = prober(relay.port, control=True, timeout=0.5)
@@ -161,7 +161,7 @@ async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
 
 @looped
 async def test_steps_go_to_the_control_service() -> None:
-    """What it refuses is an error with its reason."""
+    """Steps go to the control service, and its refusal is an error with the reason."""
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
@@ -175,7 +175,7 @@ async def test_steps_go_to_the_control_service() -> None:
 
 @looped
 async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) -> None:
-    """Of the control services: Triton itself knows none."""
+    """Questions to the control service carry the workers' token."""
     (tmp_path / "token").write_text("secret\n")
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
@@ -187,7 +187,7 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
 
 @pytest.fixture
 def value(tmp_path: Path) -> Path:
-    """A file that holds the value of a restriction."""
+    """Return a file with the value of a restriction."""
     path = tmp_path / "value"
     path.write_text("sesame=1\n")
     path.chmod(0o600)
@@ -196,7 +196,7 @@ def value(tmp_path: Path) -> Path:
 
 @looped
 async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> None:
-    """The gateway brings KEY and VALUE along, as tritonserver's flag has them."""
+    """The restricted repository API is opened with the configured key and value."""
     triton = FakeServer()
     triton.restricted = ("admin-key", "sesame=1")
     async with serving(triton) as port:
@@ -207,7 +207,7 @@ async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> No
 
 @looped
 async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Why a worker that answers gets no requests, and what to do; again only after it was open."""
+    """A closed repository API is logged once, with the setting, and again only after it was open."""
     triton = FakeServer()
     triton.restricted = ("admin-key", "sesame")
     async with serving(triton) as port:
@@ -228,7 +228,7 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
 
 @looped
 async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """It has no index yet, and nobody has to do anything."""
+    """A server that is starting causes no line of the log."""
     triton = FakeServer()
     triton.ready = False
     async with serving(triton) as port:
@@ -239,7 +239,7 @@ async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptur
 
 
 def test_a_key_needs_its_value(value: Path) -> None:
-    """And a value its key, which gRPC takes; nobody else may read it."""
+    """A key needs its value and the value its key, and the file must be private."""
     with pytest.raises(ValueError, match="pattern"):
         GatewaySection(worker_repository_key="Admin-Key", worker_repository_value_file=value)
     with pytest.raises(ValueError, match="both or neither"):
@@ -252,27 +252,27 @@ def test_a_key_needs_its_value(value: Path) -> None:
 
 @pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
-    """With the setting."""
+    """A missing file is an error that names the setting."""
     with pytest.raises(CredentialsError, match=rf"gateway\.{key}: .*missing"):
         ChannelFactory(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_authorities_that_are_none(tmp_path: Path, contents: str) -> None:
-    """Public authorities do not vouch for workers."""
+    """An invalid or empty file of authorities is refused: public authorities do not count for workers."""
     (tmp_path / "ca").write_text(contents)
     with pytest.raises(CredentialsError, match=r"gateway\.worker_ca"):
         ChannelFactory(GatewaySection(worker_ca=tmp_path / "ca"))
 
 
 def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
-    """Who names one wants TLS, which takes authorities."""
+    """A client certificate without worker authorities is refused, because it needs TLS."""
     with pytest.raises(ValueError, match="worker_ca"):
         GatewaySection(worker_certificate=tmp_path / "chain", worker_key=tmp_path / "key")
 
 
 def test_a_token_is_one_line(tmp_path: Path) -> None:
-    """gRPC would refuse each call with it."""
+    """A token of several lines is refused, because gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")
     with pytest.raises(CredentialsError, match="no token"):
         ChannelFactory(GatewaySection(worker_token_file=tmp_path / "token"))
@@ -280,7 +280,7 @@ def test_a_token_is_one_line(tmp_path: Path) -> None:
 
 @looped
 async def test_a_worker_that_answers_nonsense() -> None:
-    """What cannot be read is as if it was not said, and the next look is as good as any."""
+    """Unreadable answers of a worker count as missing, and the next look works."""
 
     async def nonsense(_: bytes, __: Any) -> bytes:
         return b"\xff" * 40
@@ -307,7 +307,7 @@ async def test_a_worker_that_answers_nonsense() -> None:
 )
 @looped
 async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -> None:
-    """The worker serves as one that has no control service: its figures would spoil those of all."""
+    """With impossible figures, a worker counts as one without a control service."""
     control = FakeControl()
     control.load = pb.GetLoadResponse(instance="1", models=[pb.ModelLoad(name="m", **figures)])
     async with serving(FakeServer(), control) as port:

@@ -1,4 +1,4 @@
-"""When workers are looked at, and who is told."""
+"""The times of probes, and the notification of the brain."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -13,7 +13,7 @@ ALIVE = WorkerView(alive=True, ready=frozenset({"m"}))
 
 
 class FakeProber:
-    """Sees `view`, after `seconds`."""
+    """Returns `view` after `seconds`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -63,14 +63,14 @@ class World:
         self.some.set()
 
     async def sees(self) -> float:
-        """The time at which something is seen next."""
+        """Return the time of the next notification."""
         self.some.clear()
         await self.some.wait()
         return asyncio.get_running_loop().time()
 
 
 def in_world(test: Callable[[World], Coroutine[None, None, None]]) -> Callable[[], None]:
-    """A test that is a coroutine, in a world of its own."""
+    """Run a coroutine as a test, in a world of its own."""
 
     async def main() -> None:
         world = World()
@@ -91,7 +91,7 @@ def now() -> float:
 
 @in_world
 async def test_each_worker_is_looked_at_again_and_again(world: World) -> None:
-    """Every half second, whatever the others do; one that was never looked at is dead."""
+    """Each worker is probed every half second, independent of the others; an unprobed one is dead."""
     world.watch("a", "b")
     assert world.probes.views() == {"a": DEAD, "b": DEAD}
     world.probers["b:1"].seconds = 1.0
@@ -104,7 +104,7 @@ async def test_each_worker_is_looked_at_again_and_again(world: World) -> None:
 
 @in_world
 async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
-    """Within the pause and the patience; the brain is told once, and once more when it comes back."""
+    """A death is noticed within one pause and timeout, and each change is notified once."""
     world.watch("a")
     await world.sees()
     prober = world.probers["a:1"]
@@ -119,7 +119,7 @@ async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
 
 @in_world
 async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World) -> None:
-    """Also when a look is under way that began before; a thousand failures are one or two looks."""
+    """A failed request triggers a new probe at once; a thousand failures trigger one or two."""
     world.watch("a")
     prober = world.probers["a:1"]
     await world.sees()
@@ -132,7 +132,7 @@ async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World)
     prober.view, prober.seconds = ALIVE, 0.2
     await world.sees()
     looks = len(prober.looks)
-    while len(prober.looks) == looks:  # until it looks again, and sees that all is well
+    while len(prober.looks) == looks:  # Until it is probed again and found alive.
         await asyncio.sleep(0.01)
     prober.view, prober.seconds = DEAD, 0.001
     failed = now()
@@ -143,8 +143,8 @@ async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World)
 
 
 @in_world
-async def test_who_needs_to_know_now_waits_for_a_look_of_now(world: World) -> None:
-    """Not for one that began before, and not for a worker that leaves meanwhile."""
+async def test_a_refresh_waits_for_new_probes(world: World) -> None:
+    """A refresh waits for probes that begin after it, and not for a worker that leaves."""
     world.watch("a", "b")
     await world.sees()
     prober = world.probers["a:1"]
@@ -160,8 +160,8 @@ async def test_who_needs_to_know_now_waits_for_a_look_of_now(world: World) -> No
 
 
 @in_world
-async def test_a_worker_that_leaves_is_looked_at_no_more(world: World) -> None:
-    """One that stays keeps what is known of it; one whose address has changed is another."""
+async def test_a_worker_that_leaves_is_not_probed_any_more(world: World) -> None:
+    """A removed worker is not probed; one with a new address is a new worker."""
     world.watch("a", "b")
     await asyncio.sleep(1)
     world.watch("a")
@@ -177,8 +177,8 @@ async def test_a_worker_that_leaves_is_looked_at_no_more(world: World) -> None:
         await world.probes.act(Act.EVICT, "b", "m")
 
 
-def test_errands_of_one_worker_are_done_in_order_and_none_twice() -> None:
-    """Another worker's do not wait for them, and what fails is only said."""
+def test_steps_of_one_worker_run_in_order_and_once() -> None:
+    """Steps of a worker run in order and once, do not delay another worker's, and failures are logged."""
     done: list[str] = []
 
     async def do(act: Act, worker: str, model: str) -> None:

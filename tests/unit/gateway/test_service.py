@@ -1,4 +1,4 @@
-"""The gateway's control service over gRPC, and the commands that ask it."""
+"""The gateway's control service over gRPC, and the commands that use it."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PACKED = {"mode": "lpt_packing"}
 
 
 def worker(*models: str, budget: int = 1000) -> WorkerView:
-    """With these models, of 400 bytes each, on its device."""
+    """Return a view with these models, of 400 bytes each, on the device."""
     view = ModelView(400, WeightsView.RESIDENT, max_items=8, item_s=0.01, batch_input=("x", 0))
     return WorkerView(True, frozenset(models), "1", budget, models=dict.fromkeys(models, view))
 
@@ -53,7 +53,7 @@ class Served:
 async def served(
     tmp_path: Path, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView
 ) -> AsyncIterator[Served]:
-    """On a Unix socket; it knows its workers, and packs if that is its mode."""
+    """Serve on a Unix socket, with the workers known and packed if that is the mode."""
     world = World(settings, **ready)
     path = tmp_path / "control.sock"
     async with world.running():
@@ -68,7 +68,7 @@ async def served(
 
 @looped
 async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path) -> None:
-    """Of all, or of one model; dead workers are in it."""
+    """The status has all workers, dead ones included, and all models or one."""
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n"), c=worker()) as gateway:
         del gateway.world.ready["c"]
         gateway.world.gateway.failed("c:8001")
@@ -95,7 +95,7 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
 
 @looped
 async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
-    """What the mask does not name stays; what it names and the policy has not is as rsrv.yaml has it again."""
+    """SetPolicy changes the fields of its mask; those that are unset return to rsrv.yaml's."""
     async with served(tmp_path, {**PACKED, "hysteresis": 0.3}, a=worker("m"), b=worker("m")) as gateway:
         wanted = pb.Policy(hysteresis=0.5, fill=pb.FILL_RR, replicas=pb.Replicas(all=True), fill_factor=9)
         changed = await gateway.stub.SetPolicy(
@@ -137,7 +137,7 @@ async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
 async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
     tmp_path: Path, policy: pb.Policy, paths: list[str], said: str
 ) -> None:
-    """The message names the field."""
+    """A policy with any wrong field changes nothing, and the message names the field."""
     async with served(tmp_path, PACKED, a=worker("m")) as gateway:
         before = await gateway.status()
         request = pb.SetPolicyRequest(policy=policy, update_mask=FieldMask(paths=paths))
@@ -150,7 +150,7 @@ async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
 
 @looped
 async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
-    """The basis of work counts in other modes, too."""
+    """In other modes than lpt_packing, packing commands are refused; the basis of work can be set."""
     async with served(tmp_path, a="m") as gateway:
         for call, request in (
             ("Repack", pb.RepackRequest()),
@@ -168,7 +168,7 @@ async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> 
 
 @looped
 async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
-    """Until it is replaced by another; the answer says what it comes to."""
+    """A model's own placement lasts until it is replaced, and the answer gives its effect."""
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n")) as gateway:
         answer = await gateway.stub.SetPlacement(
             pb.SetPlacementRequest(model="m", replicas=pb.Replicas(count=5), fill=pb.FILL_RR)
@@ -191,7 +191,7 @@ async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
 
 @looped
 async def test_without_workers_nothing_is_packed(tmp_path: Path) -> None:
-    """Whoever asks for it is told so, and does not wait."""
+    """Without workers, a repack is refused at once."""
     async with served(tmp_path, PACKED, a=worker("m")) as gateway:
         gateway.world.ready.clear()
         await gateway.world.gateway.probes.look()
@@ -201,7 +201,7 @@ async def test_without_workers_nothing_is_packed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
-    """Replicas before the others, the least busy first; a model that is new is looked for."""
+    """Locate returns replicas first, the least busy before others; an unknown model triggers a probe."""
     ready = {name: worker("m", "n") for name in "abc"}
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
@@ -225,7 +225,7 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
 
 @looped
 async def test_health_is_that_of_the_gateway_and_of_each_model(tmp_path: Path) -> None:
-    """A watcher hears of each change."""
+    """The health service covers the gateway and each model, and watchers get each change."""
     async with served(tmp_path, a="m") as gateway:
         stub: Any = health_pb2_grpc.HealthStub(gateway.channel)
         serving, not_serving = 1, 2
@@ -243,7 +243,7 @@ async def test_health_is_that_of_the_gateway_and_of_each_model(tmp_path: Path) -
 
 @looped
 async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) -> None:
-    """With a token, as the servers' control services do."""
+    """The service listens where the settings say, with a token, and names a wrong setting."""
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
@@ -270,7 +270,7 @@ async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) 
 
 @looped
 async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """rsrv gateway: status, policy, place, repack, locate, health; --json for programs."""
+    """Each `rsrv gateway` command shows or changes its part; --json is for programs."""
     async with served(tmp_path, PACKED, a=worker("m"), b=worker("m")) as gateway:
 
         async def say(*words: str, status: int = 0) -> str:

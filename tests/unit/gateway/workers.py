@@ -1,4 +1,4 @@
-"""Servers that answer as a tritonserver and its control service do, on the test's own event loop."""
+"""Fake tritonservers and control services on the test's own event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,11 +18,11 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def __init__(self) -> None:
         self.index: dict[str, str] = {"m": "READY"}
         self.index_hangs = False
-        #: what its index takes, as KEY and VALUE of --grpc-restricted-protocol
+        # : KEY and VALUE of --grpc-restricted-protocol that its index requires.
         self.restricted: tuple[str, str] | None = None
-        #: as while a server starts or ends
+        # : False as while a server starts or ends.
         self.ready = True
-        #: requests that came, and what they wait for
+        # : The requests, and the event that they wait for.
         self.requests = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -53,12 +53,12 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 
 class FakeControl(control_pb2_grpc.ControlServicer):
-    """Says `load`, or that there is no runtime when that is None. `steps` are those that it was asked for."""
+    """Returns `load`, or that there is no runtime if that is None. `steps` are those requested."""
 
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(instance="1")
         self.steps: list[tuple[str, str]] = []
-        #: for Prometheus; None: it is an older one, without
+        # : Metrics for Prometheus; None for an older version without them.
         self.metrics: str | None = None
         self.token: str | None = None
 
@@ -89,7 +89,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 async def serving(
     triton: FakeServer, control: FakeControl | None = None, port: int = 0
 ) -> AsyncIterator[int]:
-    """Both services on one port, which is given."""
+    """Serve both on one port, which is yielded."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
     if control is not None:
@@ -103,7 +103,7 @@ async def serving(
 
 
 class Relay:
-    """Passes bytes on to a port. After `stick` nothing passes on connections that are there by then; `cut` breaks them."""
+    """Forwards bytes to a port. After `stick` the present connections carry nothing; `cut` breaks them."""
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -129,7 +129,7 @@ class Relay:
         self._stuck |= self._open
 
     def cut(self) -> None:
-        """As a process does that is killed."""
+        """Break the connections, as a killed process does."""
         for writer in self._open:
             writer.transport.abort()
 

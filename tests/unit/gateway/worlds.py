@@ -1,4 +1,4 @@
-"""A gateway whose workers and proxy are a test's."""
+"""A gateway whose workers and proxy belong to the test."""
 
 import asyncio
 import threading
@@ -18,7 +18,10 @@ from rsrv_gateway.probes import DEAD, Probes
 
 
 class FakePlanner(Planner):
-    """`steps` come with the next plan; `broken`: it fails. A look ends when `gate` is set; there is one at a time."""
+    """Returns `steps` with the next plan, or fails if `broken`.
+
+    A look ends when `gate` is set; only one may run.
+    """
 
     def __init__(self, section: PlannerOptions) -> None:
         super().__init__(section)
@@ -44,7 +47,7 @@ class FakePlanner(Planner):
 
 
 class FakePlane(Proxy):
-    """Notes what it is told. `refuses`: it cannot listen, or cannot apply."""
+    """Records the calls. `refuses`: it cannot listen, or cannot apply."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -101,16 +104,16 @@ class WorldProber:
 
 
 class World:
-    """`ready`: what workers serve, or all that is seen of them, by name; who is not in it is dead."""
+    """`ready`: the ready models or the whole view of each worker; a missing worker is dead."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView) -> None:
         self.ready = ready
         self.addresses = sorted(ready)
         self.looks: list[str] = []
         self.acts: list[str] = []
-        #: what the control services of workers have for Prometheus
+        # : The metrics of the workers' control services.
         self.pages: dict[str, str] = {}
-        #: how these are reached
+        # : The workers' addresses.
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
@@ -145,7 +148,7 @@ class World:
         await task
 
     def knows(self) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Workers, and where each model goes, as the proxy was told last."""
+        """Return the workers and the routes of the table that was applied last."""
         return self.proxy.applied[-1]
 
     async def until(self, workers: list[str], table: dict[str, tuple[str, ...]], *, within: float) -> None:

@@ -1,6 +1,6 @@
 """The commands in the documentation, and what becomes of each of them in the tests.
 
-A command stands in a block that is fenced as `sh`, from the left edge; lines that are indented continue it. By its first word
+A command stands in a block that is fenced as `sh`, from the block's left edge; lines that are indented continue it. By its first word
 it is run against a server (RUN), or it is not, for a reason (NOT_RUN). There is nothing between.
 """
 
@@ -115,11 +115,12 @@ def blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
     lines = text.splitlines()
     index = 0
     while index < len(lines):
-        if fence := re.fullmatch(r" *```+ *(\w*).*", lines[index]):
+        if fence := re.fullmatch(r"( *)```+ *(\w*).*", lines[index]):
             first = index = index + 1
             while index < len(lines) and not lines[index].lstrip().startswith("```"):
                 index += 1
-            yield fence[1], first + 1, lines[first:index]
+            # A block in a tab is indented as a whole.
+            yield fence[2], first + 1, [line.removeprefix(fence[1]) for line in lines[first:index]]
         elif lines[index].startswith("    ") and (not index or not lines[index - 1].strip()):
             first = index
             while index < len(lines) and lines[index].startswith("    "):

@@ -75,7 +75,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """What the first page's reader has after "Serve your own model", and a gateway in front."""
+    """What a reader of the first page has in the end, and a gateway in front."""
     with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
         # Where the commands look for a server: there is one.
@@ -90,9 +90,10 @@ def world() -> Iterator[World]:
         for name in EXAMPLES:
             shutil.copytree(built / name, folder / "bundles" / name)
         world = World(folder, {})
-        subprocess.run([sys.executable, "-c", _block(START, "python")], check=True, cwd=folder)
-        (folder / "pictures.py").write_text(_block(ROOT / "docs" / "coming-from.md", "python"))
-        (folder / "classifiers.py").write_text(_block(ROOT / "docs" / "exporting.md", "python"))
+        for page in (START, ROOT / "docs" / "exporting.md"):
+            _write_files(page, folder)
+        (export,) = (one for one in commands() if one.page == START.name and "--jax networks:" in one.text)
+        assert world.run(export.text)[0] == 0
         (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundles.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
         (generate,) = (one for one in commands() if one.page == OPERATING.name and one.program == "rsrv-gen")
@@ -101,6 +102,13 @@ def world() -> Iterator[World]:
             world.ports = _ports(server)
             with running_gateway(folder, [entry(server, "one")], mode="lpt_packing"):
                 yield world
+
+
+def _write_files(page: Path, folder: Path) -> None:
+    """Write each of the page's Python blocks whose first line names a file, such as `# pictures.py`."""
+    for language, _, lines in blocks(page.read_text()):
+        if language == "python" and (named := re.fullmatch(r"# (\w+\.py)", lines[0])):
+            (folder / named[1]).write_text("\n".join(lines) + "\n")
 
 
 def _block(page: Path, wanted: str) -> str:

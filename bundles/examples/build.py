@@ -101,14 +101,15 @@ def _word(name: str) -> str:
 def _source_digest(name: str) -> str:
     """Return one hash over everything that decides a bundle's bytes. Raises PackageNotFoundError.
 
-    These are the maker's sources, the format package, the library for hooks, which makes training data, too, and
-    versions.
+    These are the maker's sources, the format package without its command line, the library for hooks, which makes
+    training data, too, and versions.
     """
     word = _word(name)
+    package = _HERE.parent / "rsrv_bundle"
     patterns = (f"{word}*.py", f"{word}/*.py", *_SOURCES.get(word, ()))
     sources = sorted(
         {source for pattern in patterns for source in _HERE.glob(pattern)}
-        | {*(_HERE.parent / "rsrv_bundle").rglob("*.py")}
+        | {*package.rglob("*.py")} - {package / "cli.py", *(package / "commands").rglob("*.py")}
         | {*_HOOKS.glob("*.py")}
     )
     packages = ("jax", *_PACKAGES.get(word, ()))

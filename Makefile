@@ -51,7 +51,7 @@ $(FRAMEWORKS): $(VENV)
 
 $(TRITON): $(SERVING) triton_backend/rsrv/serve/triton_install.py
 	@echo "== .triton: tritonserver for this machine"
-	$(BIN)/python tools/local_triton.py install
+	$(BIN)/python tools/local_triton.py
 	@touch $@
 
 $(BROWSER): $(VENV) tools/browser_install.py
@@ -71,10 +71,8 @@ bundles: $(FRAMEWORKS)
 demo: $(SERVING) $(TRITON) ## serve six small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
 	@$(BIN)/python tools/demo.py $(ARGS)
 
-serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000 to 8002 until Ctrl-C; live page on 8004
-	$(BIN)/rsrv-gen build/bundles -o gen
-	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*' \
-		--exit-on-error=false
+serve: $(SERVING) $(TRITON) ## serve the demo's models until Ctrl-C, live page on 8004 (BUNDLES=build/bundles: these bundles)
+	$(BIN)/rsrv serve $(or $(BUNDLES),--demo) --tritonserver .triton/bin/tritonserver
 
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
 	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --ignore tests/gpu

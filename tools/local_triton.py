@@ -1,21 +1,16 @@
 """Local tritonserver, without a container and without a GPU.
 
-    python tools/local_triton.py install
-    python tools/local_triton.py serve --model-repository=gen/
-    python tools/local_triton.py run --model-repository=gen/ -- sh -c 'curl $TRITON_HTTP_URL/v2'
+    python tools/local_triton.py
 
-`install` fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and
-perf_analyzer from a `tritonclient` wheel, and makes the small environment that Triton's stub processes run in.
-Nothing is done twice. `serve` stays in the foreground on
-Triton's usual ports; `run` serves on free ports for as long as a command runs and names them in `TRITON_HTTP_URL`
-and `TRITON_GRPC_URL`. Flags that these do not know are passed to tritonserver.
+fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and perf_analyzer from a
+`tritonclient` wheel into .triton, and makes the small environment that Triton's stub processes run in. Nothing is done
+twice.
 
 Tests and tools import `TritonServer` from here.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -180,7 +175,7 @@ class TritonServer:
             InstallError: the installation is missing, or of other versions.
         """
         if not self.installation.is_installed():
-            raise InstallError("tritonserver is not installed here: run python tools/local_triton.py install")
+            raise InstallError("tritonserver is not installed here: run python tools/local_triton.py")
         bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
@@ -310,105 +305,15 @@ def group_lives(group: int) -> bool:
     return False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    summary, _, usage = (__doc__ or "").partition("\n")
-    # No abbreviations: an abbreviated flag of ours may be a flag of tritonserver's.
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=usage, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="verb", required=True)
-    install = commands.add_parser("install", help="fetch and prepare everything", allow_abbrev=False)
-    serve = commands.add_parser(
-        "serve", help="serve in the foreground on ports 8000, 8001 and 8002", allow_abbrev=False
-    )
-    run = commands.add_parser(
-        "run", help="serve on free ports while the command after -- runs", allow_abbrev=False
-    )
-    for each in (install, serve, run):
-        each.add_argument("--dir", type=Path, default=INSTALLATION.folder, help="default: %(default)s")
-    for each in (serve, run):
-        each.add_argument("--model-repository", type=Path, required=True)
-        each.add_argument("--log-file", type=Path, help="the server's output; default: ours")
-        each.add_argument(
-            "--client-shared-memory", action="store_true", help="let clients register shared memory of theirs"
-        )
-    serve.add_argument("--http-port", type=int, default=8000)
-    serve.add_argument("--grpc-port", type=int, default=8001)
-    serve.add_argument("--metrics-port", type=int, default=8002)
-    command: list[str] = []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        arguments, command = arguments[:cut], arguments[cut + 1 :]
-    options, flags = parser.parse_known_args(arguments)
-    folder = options.dir.absolute()
-    installation = Installation.at(folder, folder)
+def main() -> int:
+    """Install tritonserver into .triton; return the exit status."""
     try:
-        match options.verb:
-            case "install":
-                if flags:
-                    parser.error(f"unknown: {' '.join(flags)}")
-                installation.install(say)
-                say(f"ready in {installation.folder}")
-                return 0
-            case "serve":
-                return _serve(installation, options, flags)
-            case _:
-                if not command:
-                    parser.error("run needs a command after --")
-                return _run_beside(installation, options, flags, command)
-    except (InstallError, ServerFailed) as error:
+        INSTALLATION.install(say)
+    except InstallError as error:
         print(f"local_triton: {error}", file=sys.stderr)
         return 1
-
-
-def _serve(installation: Installation, options: argparse.Namespace, flags: Sequence[str]) -> int:
-    server = TritonServer(
-        options.model_repository,
-        installation=installation,
-        http_port=options.http_port,
-        grpc_port=options.grpc_port,
-        metrics_port=options.metrics_port,
-        log_path=options.log_file,
-        extra_args=flags,
-        client_shared_memory=options.client_shared_memory,
-    )
-    with server, _stops_on_signal():
-        try:
-            return server.process.wait()
-        except KeyboardInterrupt:
-            say("stopping")
-            return server.terminate()
-
-
-def _run_beside(
-    installation: Installation, options: argparse.Namespace, flags: Sequence[str], command: Sequence[str]
-) -> int:
-    server = TritonServer(
-        options.model_repository,
-        installation=installation,
-        log_path=options.log_file,
-        extra_args=flags,
-        client_shared_memory=options.client_shared_memory,
-    )
-    with _stops_on_signal(), server:
-        try:
-            server.wait_ready(timeout=600)
-            urls = {"TRITON_HTTP_URL": server.http_url, "TRITON_GRPC_URL": server.grpc_url}
-            return subprocess.run(command, env={**os.environ, **urls}, check=False).returncode
-        except KeyboardInterrupt:
-            return 130
-
-
-@contextlib.contextmanager
-def _stops_on_signal() -> Iterator[None]:
-    """Make SIGTERM end this process as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    say(f"ready in {INSTALLATION.folder}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main() -> int:
         python = str(folder / "venv" / "bin" / "python")
         # The scripts of the examples, which are in no wheel.
         env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
-        _run([python, "tools/local_triton.py", "install"], cwd=tree, env=env)
+        _run([python, "tools/local_triton.py"], cwd=tree, env=env)
         tests = sys.argv[1:] or [*TESTS, "-k", f"not test_docs or {PAGE}"]
         done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree, env=env, check=False)
         return done.returncode

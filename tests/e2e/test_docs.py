@@ -31,7 +31,7 @@ START = ROOT / "docs" / "index.md"
 #: has the commands that start a server by hand
 OPERATING = ROOT / "docs" / "operating.md"
 #: of the examples, what the pages ask for
-EXAMPLES = ("mlp",)
+EXAMPLES = ("digits", "mlp")
 
 
 @dataclass

@@ -30,7 +30,7 @@ client_outputs:
 
 
 def spec(name: str, letters: str, dtype: str = "f32", **dims: int) -> TensorSpec:
-    """A tensor; `n` among the letters is the batch axis, letters without a size are variable axes."""
+    """Return a tensor; `n` among the letters is the batch axis, letters without a size are variable axes."""
     return TensorSpec(
         name=name,
         dtype=dtype,
@@ -49,7 +49,7 @@ def bundle(
     client_inputs: Sequence[TensorSpec] | None = None,
     external: Sequence[str] = (),
 ) -> Bundle:
-    """A bundle as the reader would return it, without a directory behind it."""
+    """Return a bundle as the reader would, without a directory behind it."""
     manifest = Manifest(
         format_version="3.0",
         description="",
@@ -78,7 +78,7 @@ def bundle(
 
 
 def meta_bundle(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Bundle:
-    """A meta model as the reader would return it, without a directory behind it."""
+    """Return a meta model as the reader would, without a directory behind it."""
     made = bundle([], [])
     manifest = replace(
         made.manifest,
@@ -97,7 +97,7 @@ def write_bundle(
     internal: bool = False,
     files: Mapping[str, str] | None = None,
 ) -> Path:
-    """A directory that reads as a bundle."""
+    """Write a directory that reads as a bundle."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.yaml").write_text(MANIFEST + ("internal: true\n" if internal else ""))
     for name, text in (files or {}).items():
@@ -113,7 +113,7 @@ def write_meta(
     external: Sequence[str] = (),
     run: str = "async def run(inputs, call): ...\n",
 ) -> Path:
-    """A directory that reads as a meta model."""
+    """Write a directory that reads as a meta model."""
     folder.mkdir(parents=True, exist_ok=True)
     section = json.dumps({"calls": list(calls), "external": list(external)})
     (folder / "manifest.yaml").write_text(f"{META_MANIFEST}meta: {section}\n")

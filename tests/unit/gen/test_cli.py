@@ -1,4 +1,4 @@
-"""rsrv-gen on real directories: what it writes, touches, keeps and refuses."""
+"""rsrv-gen on real directories: what it writes, keeps and refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle
 
 @pytest.fixture
 def bundles(tmp_path: Path) -> Path:
-    """A directory with the bundles `one` and `two`."""
+    """Return a directory with the bundles `one` and `two`."""
     for name in ("one", "two"):
         write_bundle(tmp_path / "bundles" / name)
     return tmp_path / "bundles"
@@ -24,12 +24,12 @@ def bundles(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gen(tmp_path: Path) -> Path:
-    """Where the repository goes; it does not exist yet."""
+    """Return the path of the repository, which does not exist yet."""
     return tmp_path / "gen"
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every path below: its inode and when it was modified."""
+    """Return every path below, with its inode and modification time."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -41,12 +41,12 @@ def run(*arguments: str | Path) -> int:
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """The first two words of each line of progress."""
+    """Return the first two words of each line of progress."""
     return [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_model_directory_is_all_that_triton_needs(bundles: Path, gen: Path) -> None:
-    """The configuration, a model.py that leads to rsrv, the bundle, and no place for compiled Python files."""
+    """A model directory has the configuration, a model.py that imports rsrv, the bundle, and no bytecode."""
     assert run(bundles, "-o", gen) == 0
     files = sorted(str(path.relative_to(gen)) for path in gen.rglob("*") if path.is_file())
     of_one = ["config.pbtxt", "1/model.py", "1/__pycache__"]
@@ -60,7 +60,7 @@ def test_a_model_directory_is_all_that_triton_needs(bundles: Path, gen: Path) ->
 
 
 def test_python_keeps_no_compiled_files_of_hooks_either(bundles: Path, gen: Path) -> None:
-    """Where the bundle has Python code, its folder is closed to compiled files as well; its old ones stay out."""
+    """A folder with Python code is closed to bytecode, and bytecode of the bundle is left out."""
     (bundles / "one" / "model.py").write_text("def preprocess(inputs): return inputs\n")
     (bundles / "one" / "__pycache__").mkdir()
     (bundles / "one" / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"old")
@@ -100,7 +100,7 @@ def test_only_the_changed_model_is_written(
 
 
 def test_a_file_that_left_the_bundle_leaves_the_model(bundles: Path, gen: Path) -> None:
-    """The directory holds what is planned and nothing else."""
+    """The model's directory has exactly the planned files."""
     extra = bundles / "one" / "labels.txt"
     extra.write_text("a\nb\n")
     run(bundles, "-o", gen)
@@ -111,7 +111,7 @@ def test_a_file_that_left_the_bundle_leaves_the_model(bundles: Path, gen: Path) 
 
 
 def test_files_are_linked_copied_or_the_whole_bundle_is(bundles: Path, tmp_path: Path) -> None:
-    """The three ways that a bundle's files come into the repository."""
+    """A bundle's files are hard-linked or copied, or the whole bundle is a symlink."""
     source = bundles / "one" / "model.b1.mlir"
     source.write_bytes(bytes(write.LINK_BYTES))
     for mode in ("hard", "copy", "symlink"):
@@ -128,7 +128,7 @@ def test_files_are_linked_copied_or_the_whole_bundle_is(bundles: Path, tmp_path:
 
 
 def test_an_edit_in_the_bundle_reaches_the_model_only_through_rsrv_gen(bundles: Path, gen: Path) -> None:
-    """Small files are never shared, so an editor that writes in place does not change a served model."""
+    """Small files are copied, so that an edit of the bundle does not change a served model."""
     run(bundles, "-o", gen)
     with (bundles / "one" / "manifest.yaml").open("a") as manifest:
         manifest.write("# edited\n")
@@ -140,7 +140,7 @@ def test_an_edit_in_the_bundle_reaches_the_model_only_through_rsrv_gen(bundles: 
 def test_without_hard_links_files_are_copied(
     bundles: Path, gen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that can't link gets copies, and the next run finds nothing to do."""
+    """A file system without hard links gets copies, and the next run finds nothing to do."""
     (bundles / "one" / "model.b1.mlir").write_bytes(bytes(write.LINK_BYTES))
     monkeypatch.setattr(write, "_hard_link", lambda source, target: False)
     assert run(bundles, "-o", gen) == 0
@@ -149,7 +149,7 @@ def test_without_hard_links_files_are_copied(
 
 
 def test_check_writes_nothing_and_tells(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--check fails as long as there is something to do, and never does it."""
+    """--check exits 1 as long as there is something to do, and changes nothing."""
     assert run(bundles, "-o", gen, "--check") == 1
     assert not gen.exists()
     assert lines(capsys) == [["new", name] for name in ("one", "two", "rsrv.yaml")]
@@ -160,7 +160,7 @@ def test_check_writes_nothing_and_tells(bundles: Path, gen: Path, capsys: pytest
 def test_a_broken_bundle_is_named_and_the_others_are_written(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its problems go to stderr, the run fails, and a version written earlier serves on, even with --prune."""
+    """A broken bundle is named on stderr, the run fails, and its earlier version stays, even with --prune."""
     run(bundles, "-o", gen)
     before = tree(gen / "one")
     (bundles / "one" / "manifest.yaml").write_text('format_version: "3.0"\nsurprise: 1\n')
@@ -174,7 +174,7 @@ def test_a_broken_bundle_is_named_and_the_others_are_written(
 
 
 def test_a_name_given_twice_is_an_error(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither of two bundles with one name is served, since nobody knows which was meant."""
+    """Two bundles of one name are both refused, because the meant one is unknown."""
     other = write_bundle(bundles.parent / "more" / "one")
     assert run(bundles, other, "-o", gen) == 1
     assert str(other) in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_the_same_bundle_given_twice_is_one_bundle(bundles: Path, gen: Path) -> 
 def test_models_go_only_when_asked_for_and_only_our_own(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--prune removes what rsrv-gen made from bundles that are gone, and never another's model."""
+    """--prune removes models whose bundles are gone, and no model of another tool."""
     run(bundles, "-o", gen)
     foreign = gen / "resnet" / "1"
     foreign.mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_a_missing_input_removes_nothing(bundles: Path, gen: Path, tmp_path: Pat
 def test_another_ones_model_is_never_replaced(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bundle whose name is taken by a foreign directory is refused, and the rest is written."""
+    """A bundle whose name a foreign directory has is refused, and the rest is written."""
     (gen / "one").mkdir(parents=True)
     (gen / "one" / "config.pbtxt").write_text(f'name: "one"\n{MARK}\n')
     assert run(bundles, "-o", gen, "--check") == 1
@@ -244,7 +244,7 @@ def test_settings_are_checked_and_written_whole(
 
 
 def test_what_a_crash_left_is_cleared_away(bundles: Path, gen: Path) -> None:
-    """Half-built directories of an earlier run are beside the repository, and the next run removes them."""
+    """Half-built directories that a crashed run left beside the repository are removed by the next run."""
     run(bundles, "-o", gen)
     left = gen.parent / ".gen.rsrv-gen-crashed"
     (left / "one").mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_what_a_crash_left_is_cleared_away(bundles: Path, gen: Path) -> None:
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["one step", "two renames"])
 def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways swap the directories whole."""
+    """Two directories are exchanged whole, with and without the atomic system call."""
     if not atomic:
         monkeypatch.setattr(staging, "_rename_exchange", lambda one, other: False)
     one, other = tmp_path / "one", tmp_path / "other"
@@ -268,7 +268,7 @@ def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: py
 
 
 def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without renameat2 the two renames do it."""
+    """Without renameat2 in the C library, two renames exchange the directories."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""config.pbtxt: which layout a bundle gets, its dims, and its max_batch_size."""
+"""config.pbtxt: the layout of a bundle, its dims, and its max_batch_size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gen.bundles_for_tests import bundle, meta_bundle, spec
 
 
 def rendered(of: Bundle) -> Any:
-    """The message that Triton reads."""
+    """Return the message that Triton reads."""
     return text_format.Parse(render(of).decode(), ModelConfig())
 
 
@@ -34,7 +34,7 @@ def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
 
 
 def test_the_stub_is_given_no_gpu() -> None:
-    """One instance of the kind that also loads where there is no GPU."""
+    """A model has one instance of kind CPU, which also loads without a GPU."""
     (group,) = rendered(bundle([spec("x", "n")], [spec("y", "n")])).instance_group
     assert (group.kind, group.count) == (group.KIND_CPU, 1)
 
@@ -59,7 +59,7 @@ def test_a_tensor_with_only_the_batch_axis_gets_one_element_a_row() -> None:
 def test_any_other_place_of_the_batch_axis_leaves_batching_to_the_runtime(
     inputs: list[TensorSpec], dims: list[list[int]]
 ) -> None:
-    """The dims are complete, with -1 where sizes vary, and Triton does not batch."""
+    """With the batch axis elsewhere, the dims are complete, -1 where sizes vary, and Triton does not batch."""
     config = rendered(bundle(inputs, [spec("y", "nc", c=2)], input_shapes=[(5,)]))
     assert config.max_batch_size == 0
     assert not config.HasField("dynamic_batching")
@@ -68,7 +68,7 @@ def test_any_other_place_of_the_batch_axis_leaves_batching_to_the_runtime(
 
 
 def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
-    """With hooks, the configuration is about the clients' tensors."""
+    """With client specs, the configuration describes the clients' tensors."""
     config = rendered(
         bundle(
             [spec("x", "cn", c=3)],
@@ -91,7 +91,7 @@ def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
     ],
 )
 def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[int, ...], rows: int) -> None:
-    """Bytes divided by a row's bytes, at least the largest compiled size, at most the limit in rows."""
+    """max_batch_size is the byte limit in rows, from the largest compiled size up to the limit in rows."""
     assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)) == rows
 
 
@@ -108,21 +108,21 @@ def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[i
 def test_a_meta_model_takes_the_rows_that_its_callees_take(
     elements: int, sizes: tuple[int, ...], rows: int
 ) -> None:
-    """It has no compiled sizes of its own: bytes of a row bound it, but not below its callees' largest size."""
+    """A meta model takes as many rows as fit the byte limit, and at least its callees' largest size."""
     meta = meta_bundle([spec("x", "nc", c=elements)], [spec("y", "n")])
     callees = [bundle([spec("x", "nc", c=2)], [spec("y", "n")], sizes=sizes), bundle([], [], sizes=())]
     assert max_batch_size(meta, callees) == rows
 
 
 def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
-    """The rule is the same for all: every tensor of clients has it in front, or none is gathered."""
+    """A meta model is batched only if every client tensor has the batch axis in front."""
     config = rendered(meta_bundle([spec("x", "nc", c=2)], [spec("boxes", "mk", k=4)]))
     assert config.max_batch_size == 0
     assert list(config.output[0].dims) == [-1, 4]
 
 
 def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
-    """They are there only when they say something."""
+    """The parameters name internal and external models, and are absent otherwise."""
     plain = bundle([spec("x", "n")], [spec("y", "n")])
     assert not rendered(plain).parameters
     config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())
@@ -132,19 +132,19 @@ def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> Non
 
 
 def test_the_largest_variant_counts() -> None:
-    """A row has the bytes of the variant with most of them, on both sides."""
+    """A row has the bytes of the largest variant, inputs and outputs together."""
     sized = bundle([spec("x", "nhw")], [spec("y", "nh", "u8")], input_shapes=[(2, 3), (10, 1), (4, 4)])
     assert row_bytes(sized) == 4 * 4 * 4 + 4
 
 
 def test_a_type_that_clients_do_not_have_is_refused_by_name() -> None:
-    """The 8-bit floats exist inside modules only."""
+    """An 8-bit float on the wire is refused by name."""
     with pytest.raises(ConfigError, match="x: clients can't send or get f8_e5m2"):
         render(bundle([spec("x", "nc", "f8_e5m2", c=2)], [spec("y", "n")]))
 
 
 def test_a_model_without_inputs_is_refused() -> None:
-    """A request needs something to carry."""
+    """A model without inputs is refused, because a request needs content."""
     with pytest.raises(ConfigError, match="at least one input"):
         render(bundle([], [spec("y", "n")]))
 
@@ -152,7 +152,7 @@ def test_a_model_without_inputs_is_refused() -> None:
 WIRE_TYPES = [token for token in dtypes.TOKENS if dtypes.triton_type(token)]
 SPECS = st.builds(
     lambda name, letters, dtype, sizes: spec(name, letters, dtype, **dict(zip("chw", sizes, strict=True))),
-    st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20),  # printable characters
+    st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20),  # Printable characters.
     st.sampled_from(["", "n", "c", "nc", "cn", "nchw", "chwn", "hw"]),
     st.sampled_from(WIRE_TYPES),
     st.tuples(*[st.integers(1, 2**31 - 1)] * 3),
@@ -167,7 +167,7 @@ SPECS = st.builds(
 def test_every_bundle_reads_back_as_it_was_meant(
     inputs: list[TensorSpec], outputs: list[TensorSpec], sizes: list[int]
 ) -> None:
-    """Names, types and dims of any tensors survive the text, and the batch axis is lost nowhere."""
+    """For any bundle, names, types and dims survive the text, and the batch axis is treated consistently."""
     of = bundle(inputs, outputs, sizes=sorted(set(sizes)))
     assert render(of).startswith(MARK.encode() + b"\n")
     config = rendered(of)

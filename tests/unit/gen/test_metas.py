@@ -1,4 +1,4 @@
-"""rsrv-gen on meta models: what they carry, what becomes internal, what is refused."""
+"""rsrv-gen on meta models: the callees that they contain, internal models, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 @pytest.fixture
 def bundles(tmp_path: Path) -> Path:
-    """The meta model `chain` that calls `one` and `two`, which are internal, and `three`, which is not called."""
+    """Return the meta model `chain`, its internal callees `one` and `two`, and the unrelated `three`."""
     for name in ("one", "two", "three"):
         write_bundle(tmp_path / "bundles" / name, name, internal=name != "three")
     (tmp_path / "bundles" / "two" / "model.py").write_text("def preprocess(inputs): return inputs\n")
@@ -28,13 +28,13 @@ def bundles(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gen(tmp_path: Path) -> Path:
-    """Where the repository goes; it does not exist yet."""
+    """Return the path of the repository, which does not exist yet."""
     return tmp_path / "gen"
 
 
 @pytest.fixture
 def bls(tmp_path: Path) -> tuple[str, str]:
-    """The option that makes calls go through Triton."""
+    """Return the option that makes calls go through Triton."""
     file = tmp_path / "bls.yaml"
     file.write_text("meta: {transport: bls}\n")
     return "--config", str(file)
@@ -45,12 +45,12 @@ def run(*arguments: str | Path) -> int:
 
 
 def models(gen: Path) -> set[str]:
-    """Names of the models that Triton would see."""
+    """Return the names of the models that Triton would see."""
     return {path.name for path in gen.iterdir() if path.is_dir()}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Relative name -> content of every file below, links to folders followed."""
+    """Return the content of every file below by its relative name, following links to folders."""
     return {
         os.path.relpath(os.path.join(parent, name), folder): Path(parent, name).read_bytes()
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -63,7 +63,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """As a careful writer does it: a new file, renamed over the old one."""
+    """Replace a file by a renamed new one, as careful writers do."""
     new = file.with_name("new")
     new.write_text(text)
     new.replace(file)
@@ -72,7 +72,7 @@ def replace_file(file: Path, text: str) -> None:
 def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Internal callees have no directory of their own, another model has one, and a line each says so."""
+    """Internal callees are in the meta model and have no directory of their own; a line each says so."""
     assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
     assert lines(capsys) == [
@@ -97,7 +97,7 @@ def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
 def test_a_public_callee_has_a_directory_as_well(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients address it like any other, whichever way calls go, and the meta model still carries it."""
+    """A public callee has its own directory for clients, with either transport, and is in the meta model."""
     write_bundle(bundles / "one")
     for options in ((), bls):
         assert run(bundles, "-o", gen, *options) == 0
@@ -110,7 +110,7 @@ def test_a_public_callee_has_a_directory_as_well(
 def test_through_triton_callees_have_directories_that_are_marked(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their stubs know by a parameter that they are not for clients; they are written before the meta model."""
+    """With transport bls, internal callees have marked directories, written before the meta model."""
     assert run(bundles, "-o", gen, *bls) == 0
     assert lines(capsys)[:-1] == [
         "new one (internal: called by chain)",
@@ -127,7 +127,7 @@ def test_through_triton_callees_have_directories_that_are_marked(
 def test_a_change_of_transport_removes_directories_and_brings_them_back(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A check tells of it, and does nothing."""
+    """A change of the transport removes or restores the callees' directories; --check only reports it."""
     run(bundles, "-o", gen, *bls)
     assert run(bundles, "-o", gen, "--check") == 1
     assert models(gen) == {"chain", "one", "two", "three"}
@@ -140,7 +140,7 @@ def test_a_change_of_transport_removes_directories_and_brings_them_back(
 def test_a_new_meta_model_takes_nothing_away_from_clients(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that was served by itself is served by itself when a meta model calls it, too."""
+    """A public model that a new meta model calls keeps its own directory."""
     run(bundles, "-o", gen)
     write_meta(bundles / "second", ["three"])
     assert run(bundles, "-o", gen) == 0
@@ -151,7 +151,7 @@ def test_a_new_meta_model_takes_nothing_away_from_clients(
 def test_a_served_model_that_becomes_internal_is_named(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line says that clients lose it, and why; without the key it is back."""
+    """A model that becomes internal is reported as removed for clients; without the key it returns."""
     run(bundles, "-o", gen)
     write_bundle(bundles / "three", "three", internal=True)
     capsys.readouterr()
@@ -164,10 +164,10 @@ def test_a_served_model_that_becomes_internal_is_named(
     assert models(gen) == {"chain", "three"}
 
 
-def test_an_internal_model_stays_out_of_sight_whatever_becomes_of_its_meta_model(
+def test_an_internal_model_stays_hidden_whatever_becomes_of_its_meta_model(
     bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The meta model breaks, calls another model, or goes: clients never see the part."""
+    """An internal model stays hidden when its meta model breaks, calls another model, or goes."""
     run(bundles, "-o", gen)
     (bundles / "chain" / "manifest.yaml").write_text("meta: {calls: [one, two")
     assert run(bundles, "-o", gen, "--prune") == 1
@@ -185,7 +185,7 @@ def test_an_internal_model_stays_out_of_sight_whatever_becomes_of_its_meta_model
 def test_a_callee_stays_while_its_meta_model_cannot_be_written(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that becomes internal is removed only when every meta model that carries it is in place."""
+    """A model that becomes internal is removed only when every meta model with it is in place."""
     for name in ("one", "two"):
         write_bundle(bundles / name, name)
     run(bundles / "one", bundles / "two", "-o", gen)
@@ -201,7 +201,7 @@ def test_a_callee_stays_while_its_meta_model_cannot_be_written(
 def test_a_changed_callee_changes_the_meta_models_that_carry_it(
     bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That is what makes Triton load them anew; with symlink the bundle itself is what Triton sees."""
+    """A changed callee changes its meta models, so that Triton reloads them, except with symlinks."""
     large = "x" * write.LINK_BYTES
     for name in ("one", "two"):
         write_bundle(bundles / name, files={"weights.txt": large}, internal=True)
@@ -251,7 +251,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
     problem: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The message names the callee and what to do, and only this meta model is skipped."""
+    """A call that cannot work is refused with the callee and what to do, and the rest is written."""
     write_meta(bundles / "chain", calls, external)
     write_meta(bundles / "other", ["three"])
     write_bundle(bundles / "bad")
@@ -279,7 +279,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
 def test_a_meta_model_that_could_not_run_is_refused(
     bundles: Path, gen: Path, text: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Better here than when the first request comes."""
+    """A meta model whose code cannot run is refused by rsrv-gen, before the first request."""
     (bundles / "chain" / "model.py").write_text(text)
     assert run(bundles, "-o", gen) == 1
     assert problem in capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_a_meta_model_that_could_not_run_is_refused(
 
 
 def test_a_meta_model_may_call_nothing_or_other_models_of_triton(bundles: Path, gen: Path) -> None:
-    """It carries nothing then, and its configuration names the others."""
+    """A meta model without callees contains none, and its configuration names its external models."""
     write_meta(bundles / "chain", [], ["resnet", "tokenizer"])
     assert run(bundles, "-o", gen) == 0
     assert models(gen) == {"chain", "three"}
@@ -319,7 +319,7 @@ def test_any_metas_carry_all_that_they_call(
     link: str,
     transport: str,
 ) -> None:
-    """After any earlier contents, each callee's files are in each of its metas, and a second run changes nothing.
+    """After any earlier contents, each callee's files are in its metas, and a second run changes nothing.
 
     Internal models are not models of Triton if calls are direct, and are marked if they are not.
     """

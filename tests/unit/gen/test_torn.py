@@ -1,4 +1,4 @@
-"""rsrv-gen and bundles whose files are not what was exported."""
+"""rsrv-gen and bundles whose files differ from their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TORN = "model.b8.mlir does not match the manifest: it is being written, or was c
 
 @pytest.fixture
 def bundles(tmp_path: Path) -> Path:
-    """A directory with the bundles `one` and `two`, of format 3.1."""
+    """Return a directory with the bundles `one` and `two`, of format 3.1."""
     for name in ("one", "two"):
         seal(write_bundle(tmp_path / "bundles" / name, files={"weights.txt": name}))
     return tmp_path / "bundles"
@@ -28,7 +28,7 @@ def bundles(tmp_path: Path) -> Path:
 def test_a_torn_bundle_is_refused_by_name(
     tmp_path: Path, bundles: Path, link: str, large: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also by a mere check, and whether the repository shares the file with the bundle or not; the others are done."""
+    """A torn bundle is refused by name, also by --check and if the repository shares its file."""
     file = bundles / "one" / "model.b8.mlir"
     if large:
         file.write_bytes(bytes(LINK_BYTES))
@@ -52,7 +52,7 @@ def test_a_torn_bundle_is_refused_by_name(
 def test_a_meta_model_of_a_torn_bundle_is_refused(
     tmp_path: Path, bundles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason names the callee."""
+    """A meta model with a torn callee is refused, and the reason names the callee."""
     write_meta(bundles / "meta", ["one"])
     (bundles / "one" / "model.b8.mlir").write_text("torn")
     assert main([str(bundles), "-o", str(tmp_path / "gen")]) == 1
@@ -61,7 +61,7 @@ def test_a_meta_model_of_a_torn_bundle_is_refused(
 
 
 def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
-    """And written when both readings find the same; a model of format 3.1 is written at the first."""
+    """A file without a checksum is taken when two readings agree; a model of format 3.1 at the first."""
     bundles, gen = tmp_path / "bundles", tmp_path / "gen"
     seal(write_bundle(bundles / "new"))
     old = write_bundle(bundles / "old")

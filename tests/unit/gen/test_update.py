@@ -1,4 +1,4 @@
-"""rsrv-gen for a running server: chosen models, the way back, and where the bundles are."""
+"""rsrv-gen in a running server: selected models, undo, and the sources of bundles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 @pytest.fixture
 def bundles(tmp_path: Path) -> Path:
-    """A directory with the bundles `one` and `two`."""
+    """Return a directory with the bundles `one` and `two`."""
     for name in ("one", "two"):
         write_bundle(tmp_path / "bundles" / name, "v1")
     return tmp_path / "bundles"
@@ -31,7 +31,7 @@ def bundles(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gen(bundles: Path, tmp_path: Path) -> Path:
-    """Their repository."""
+    """Return their repository."""
     assert run(bundles, "-o", tmp_path / "gen") == 0
     return tmp_path / "gen"
 
@@ -41,7 +41,7 @@ def run(*arguments: str | Path) -> int:
 
 
 class Policy(UpdatePolicy):
-    """A server that reads, writes and keeps by these functions."""
+    """A policy that reads, writes and keeps by these functions."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Policy(UpdatePolicy):
 
 
 def bring(gen: Path, bundles: Path, *names: str, **options: Any) -> Update:
-    """Update these models; all if none is named."""
+    """Update these models, or all."""
     policy = Policy(**options)
     return update(gen, [bundles], names or None, link="hard", transport="direct", policy=policy)
 
@@ -77,11 +77,12 @@ def left_aside(gen: Path) -> list[str]:
     return [path.name for path in gen.parent.iterdir() if path.name.startswith(f".{gen.name}.")]
 
 
-# --- chosen models --------------------------------------------------------------------------------------------------
+# --- selected models
+# ------------------------------------------------------------------------------------------------
 
 
 def test_only_the_chosen_models_are_looked_at(gen: Path, bundles: Path) -> None:
-    """What else has changed waits for its turn, and nothing is removed before others are loaded."""
+    """Only selected models are updated; removed ones are only listed."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
     done = bring(gen, bundles, "one", "three")
@@ -97,7 +98,7 @@ def test_only_the_chosen_models_are_looked_at(gen: Path, bundles: Path) -> None:
 
 
 def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
-    """A callee that changes, goes or comes back concerns the metas, and they concern whether it has a directory."""
+    """A changed, removed or restored callee updates its meta models, and decides on its own directory."""
     write_meta(bundles / "meta", ["one"])
     write_bundle(bundles / "one", "v1", internal=True)
     done = bring(gen, bundles, "meta")
@@ -118,7 +119,7 @@ def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
 
 
 def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Path) -> None:
-    """Also if that shows only after it has been read, and with it the metas that carry it."""
+    """A bundle that is being written, also if noticed late, is postponed with the meta models of it."""
     write_bundle(bundles / "one", "v2")
     write_meta(bundles / "meta", ["one"])
     done = bring(gen, bundles, ready=lambda name: name != "one")
@@ -137,8 +138,8 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
     assert (done.later, done.broken) == ({"two"}, {})
 
 
-def test_a_model_that_somebody_has_in_hand_is_left_for_later(gen: Path, bundles: Path) -> None:
-    """Nobody is asked for one that is up to date."""
+def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) -> None:
+    """A changed model that another operation has reserved is postponed; an unchanged one is not reserved."""
     write_bundle(bundles / "one", "v2")
     asked: list[str] = []
 
@@ -152,7 +153,7 @@ def test_a_model_that_somebody_has_in_hand_is_left_for_later(gen: Path, bundles:
 
 
 def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Path, tmp_path: Path) -> None:
-    """Nobody can compare what is behind it, and a new directory is what has the server load it."""
+    """A linked bundle that changed gets a new directory, because its content cannot be compared."""
     gen = tmp_path / "gen"
     assert run(bundles, "-o", gen, "--link", "symlink") == 0
     before = version_of(gen / "one")
@@ -163,7 +164,7 @@ def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Pa
 
 
 def test_a_link_to_a_bundle_that_is_gone_hinders_nothing(bundles: Path, tmp_path: Path) -> None:
-    """The model can be loaded anew all the same, and be written when its bundle is found elsewhere."""
+    """A model whose linked bundle is gone can be touched for a reload, and be written from another place."""
     gen = tmp_path / "gen"
     assert run(bundles, "-o", gen, "--link", "symlink") == 0
     (tmp_path / "more").mkdir()
@@ -174,7 +175,7 @@ def test_a_link_to_a_bundle_that_is_gone_hinders_nothing(bundles: Path, tmp_path
 
 
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
-    """Another's directory, and a repository that nothing may be written to."""
+    """A foreign directory and a read-only repository are reported as reasons."""
     write_bundle(bundles / "taken")
     (gen / "taken").mkdir()
     write_bundle(bundles / "one", "v2")
@@ -185,7 +186,7 @@ def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
 
 
 def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles: Path) -> None:
-    """A hard link shows it at once, so there is nothing to compare; only its time tells."""
+    """A hard-linked file that was rewritten in place counts as changed by its time."""
     large = bundles / "one" / "model.b1.mlir"
     large.write_bytes(bytes(write.LINK_BYTES))
     assert set(bring(gen, bundles).put) == {"one"}
@@ -195,7 +196,7 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
     after = (gen / "one/config.pbtxt").stat().st_mtime_ns + 1
     os.utime(large, ns=(after, after))
     assert set(bring(gen, bundles).put) == {"one"}
-    # Whatever its time: what is linked now is current.
+    # A file that is linked now is current, at any time stamp.
     os.utime(large, ns=(2**62, 2**62))
     assert set(bring(gen, bundles).put) == {"one"}
     assert bring(gen, bundles).unchanged == {"one", "two"}
@@ -204,7 +205,7 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
 def test_a_file_that_cannot_be_read_fails_its_own_model_only(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are brought up to date."""
+    """A file that cannot be read fails only its own model."""
     for name in ("one", "two"):
         write_bundle(bundles / name, "v2", files={"labels.txt": "a"})
     assert set(bring(gen, bundles).put) == {"one", "two"}
@@ -226,7 +227,7 @@ def test_a_file_that_cannot_be_read_fails_its_own_model_only(
 
 
 def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bundles: Path) -> None:
-    """One process compares it again and again."""
+    """A file that changes with the same size and time counts as changed, for one process that compares."""
     labels = write_bundle(bundles / "one", "v1", files={"labels.txt": "a"}) / "labels.txt"
     assert set(bring(gen, bundles).put) == {"one"}
     assert bring(gen, bundles).unchanged == {"one", "two"}
@@ -236,11 +237,12 @@ def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bund
     assert set(bring(gen, bundles).put) == {"one"}
 
 
-# --- the way back ---------------------------------------------------------------------------------------------------
+# --- undo
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
-    """The very directory that was there before is there again, or none if there was none; nothing is left aside."""
+    """An undo restores the directory or its absence, a keep makes it final, and nothing is left aside."""
     before = {name: version_of(gen / name) for name in ("one", "two", "three")}
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
@@ -260,7 +262,7 @@ def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
 def test_the_old_version_outlives_an_undo_that_fails(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried again, and finds it."""
+    """After a failed undo the old version still exists, and the next undo restores it."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
 
@@ -276,8 +278,8 @@ def test_the_old_version_outlives_an_undo_that_fails(
     assert not left_aside(gen)
 
 
-def test_nothing_is_undone_that_somebody_else_has_replaced(gen: Path, bundles: Path) -> None:
-    """Then the old directory is forgotten."""
+def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: Path) -> None:
+    """If another run has replaced the version, it is not undone and the old one is forgotten."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
     write_bundle(bundles / "one", "v3")
@@ -288,7 +290,7 @@ def test_nothing_is_undone_that_somebody_else_has_replaced(gen: Path, bundles: P
 
 
 def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Path) -> None:
-    """What a crash left is cleared away, what a living process keeps is not."""
+    """A run removes what a crashed process left, and not what a living one keeps."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
     (gen.parent / ".gen.rsrv-gen-crashed" / "one").mkdir(parents=True)
@@ -299,13 +301,13 @@ def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Pa
 
 
 def crash(*puts: Replaced) -> None:
-    """Whoever put these is no more, and its locks are gone."""
+    """Release the locks of these, as if their process had ended."""
     for put in puts:
         put.leave()
 
 
 def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundles: Path) -> None:
-    """Neither an rsrv-gen run by hand nor a later update of other models loses the way back."""
+    """After a crash, the undecided versions are found, also after a manual run or other updates."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
     crash(*bring(gen, bundles).put.values())
@@ -323,7 +325,7 @@ def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundle
 
 
 def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bundles: Path) -> None:
-    """The version that is there now was not put by the process that crashed."""
+    """A version that was replaced after a crash cannot be undone."""
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).put["one"])
     write_bundle(bundles / "one", "v3")
@@ -335,7 +337,7 @@ def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bu
 def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends while it removes the old version."""
+    """If the process ends while it removes an old version, that version is not restored."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
     with monkeypatch.context() as patch:
@@ -349,7 +351,7 @@ def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
 def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a mount point the old version lies in the repository, where Triton takes it for a model."""
+    """Where the old version would lie in the repository, as on a mount point, it is dropped and logged."""
     monkeypatch.setattr(staging, "_where_aside", lambda repository: (repository, ".gen.rsrv-gen-"))
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).put["one"])
@@ -363,7 +365,7 @@ def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
 def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    """Where directories can't be exchanged in one step: before the new one is in place, and after."""
+    """Without atomic exchange, a crash before or after the second rename leaves a valid state to restore."""
 
     class Crash(BaseException):
         pass
@@ -393,7 +395,7 @@ def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
 
 
 def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> None:
-    """Where directories can't be exchanged in one step, the model may be missing: the next run has it again."""
+    """Without atomic exchange, the next run restores a model that a crash between two renames removed."""
     crashed = gen.parent / ".gen.rsrv-gen-crashed"
     crashed.mkdir()
     shutil.copytree(gen / "one", crashed / "one")
@@ -405,7 +407,7 @@ def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> N
 
 
 def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -> None:
-    """Whatever the clock or the times of the files say, for Triton takes nothing else for a change."""
+    """Each version is newer than the one before, for any clock and file times, so that Triton loads it."""
     future = 2**61
     os.utime(gen / "one/1/bundle/manifest.yaml", ns=(future, future))
     write_bundle(bundles / "one", "v2")
@@ -420,7 +422,8 @@ def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -
     assert bring(gen, bundles).unchanged == {"one", "two"}
 
 
-# --- where the bundles are ------------------------------------------------------------------------------------------
+# --- sources of bundles
+# ---------------------------------------------------------------------------------------------
 
 
 def recorded(gen: Path) -> tuple[list[Path], str]:
@@ -431,7 +434,7 @@ def recorded(gen: Path) -> tuple[list[Path], str]:
 def test_the_settings_say_where_the_bundles_are(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Absolute, of all runs that added to the repository, until a run prunes it; a slip of the pen is not among them."""
+    """The settings record the absolute sources of all runs until a pruning run; invalid ones are left out."""
     assert recorded(gen) == ([bundles], "hard")
     monkeypatch.chdir(bundles)
     assert run("one", "-o", gen) == 0
@@ -447,7 +450,7 @@ def test_the_settings_say_where_the_bundles_are(
 
 
 def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: Path, tmp_path: Path) -> None:
-    """The same bundles elsewhere make the same repository; another setting is still a difference."""
+    """--check ignores other sources of the same bundles, and reports other settings."""
     shutil.copytree(bundles, tmp_path / "copy")
     assert run(tmp_path / "copy", "-o", gen, "--check", "--link", "copy") == 0
     config = tmp_path / "settings.yaml"
@@ -458,7 +461,7 @@ def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: P
 def test_settings_may_say_it_themselves(
     bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for a container, where the bundles lie elsewhere; what is given and not watched is named."""
+    """Settings of the user may name the sources, as for a container; unwatched inputs are reported."""
     config = tmp_path / "settings.yaml"
     config.write_text("lifecycle: {bundles: [/models], link: copy}\n")
     assert run(bundles, "-o", tmp_path / "gen", "--config", config) == 0
@@ -467,7 +470,7 @@ def test_settings_may_say_it_themselves(
 
 
 def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles: Path) -> None:
-    """Whatever stands there."""
+    """Unreadable settings of a repository are written again."""
     for nonsense in ("lifecycle: 7\n", "- a\n", "lifecycle: {bundles: 7}\n", "{"):
         (gen / "rsrv.yaml").write_text(nonsense)
         assert run(bundles, "-o", gen, "--check") == 1
@@ -476,7 +479,7 @@ def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles
 
 
 def test_sources_that_hold_nothing_are_named(gen: Path, bundles: Path, tmp_path: Path) -> None:
-    """A missing place is no reason to stop."""
+    """A source without bundles is named and does not stop the update."""
     done = update(
         gen,
         [bundles, tmp_path / "missing"],

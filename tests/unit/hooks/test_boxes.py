@@ -1,4 +1,4 @@
-"""Boxes: beside slow and obvious computations, torch's grid_sample, and what must hold of any."""
+"""Boxes, compared with slow obvious computations and torch's grid_sample, and by properties."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS: tuple[boxes.Format, ...] = ("xyxy", "xywh", "cxcywh")
 
 
 def grid_boxes(rng: np.random.Generator, *shape: int, side: int = 12) -> Array:
-    """f32 [*shape, 4], whole numbers; some are the same, some are empty."""
+    """Return f32 [*shape, 4] with whole numbers; some boxes are equal, some are empty."""
     corners = rng.integers(0, side, (*shape, 2, 2), endpoint=True)
     return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
 
@@ -31,7 +31,7 @@ def pixels(box: Array) -> set[tuple[int, int]]:
 
 
 def overlap(a: Array, b: Array) -> float:
-    """Of two boxes of whole numbers, pixel by pixel."""
+    """Return the overlap of two boxes of whole numbers, pixel by pixel."""
     return len(pixels(a) & pixels(b)) / max(len(pixels(a) | pixels(b)), 1)
 
 
@@ -42,7 +42,7 @@ def overlap(a: Array, b: Array) -> float:
 def test_a_box_is_the_same_in_every_format(
     kind: boxes.Format, values: tuple[int, ...], target: boxes.Format
 ) -> None:
-    """One box, written by hand in three ways; there and back."""
+    """One box, written by hand in three formats, converts there and back."""
     box = np.array([[values]], np.float32)
     found = boxes.convert(box, kind, target)
     assert found.dtype == np.float32
@@ -51,7 +51,7 @@ def test_a_box_is_the_same_in_every_format(
 
 
 def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
-    """One size for all, or one for each image."""
+    """Boxes are clipped to one size for all, or to one for each image."""
     given = np.array([[[-5, -5, 100, 100], [1, 2, 3, 4]]] * 2, np.float32)
     assert boxes.clip(given, 40, 60).tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]]] * 2
     found = boxes.clip(given, np.array([[40], [3]]), np.array([[60], [2]]))
@@ -60,7 +60,7 @@ def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
 
 
 def test_anchors_stand_around_the_cells_of_a_map() -> None:
-    """Row by row, cell by cell, all sizes at each: two rows of three cells, 8 pixels apart."""
+    """Anchors are ordered by row, cell and size: two rows of three cells, 8 pixels apart."""
     found = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
     assert found.dtype == np.float32
     centres = (found[:, :2] + found[:, 2:]) / 2
@@ -71,7 +71,7 @@ def test_anchors_stand_around_the_cells_of_a_map() -> None:
 
 
 def test_large_regions_are_read_from_small_maps() -> None:
-    """The paper's example: 224 pixels are level 4, half of that 3; what is beyond the pyramid is at its ends."""
+    """A region of 224 pixels belongs to level 4, as in the paper; levels are clipped to the pyramid."""
     sides = np.array([0, 1, 111, 112, 223, 224, 447, 448, 2000])
     given = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
     assert boxes.levels(given, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
@@ -99,7 +99,7 @@ def test_large_regions_are_read_from_small_maps() -> None:
     ],
 )
 def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    """20 wide and 40 high: by shares of that; no side becomes longer than 1000 / 16 times what it was."""
+    """Deltas are relative to the box, and no side grows to more than 1000 / 16 of itself."""
     box = np.array([10, 20, 30, 60], np.float32)
     found = boxes.decode(box, np.array(deltas, np.float32))
     assert found.dtype == np.float32
@@ -111,7 +111,7 @@ def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tupl
 
 @given(seeds)
 def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> None:
-    """By the equations of the paper, in 64 bits."""
+    """The paper's deltas between two boxes, computed in 64 bits, lead from one to the other."""
     rng = np.random.default_rng(seed)
     start, wanted = (boxes.convert(rng.uniform(1, 9, (5, 4)), "xywh", "cxcywh") for _ in "ab")
     deltas = np.concatenate(
@@ -123,7 +123,7 @@ def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> N
 
 @given(seeds)
 def test_overlaps_are_counted_in_pixels(seed: int) -> None:
-    """Random boxes of two images, all with all, empty ones too, against sets of pixels; whole numbers as well."""
+    """IoU of random boxes, empty ones included, equals that of sets of pixels, also for whole numbers."""
     rng = np.random.default_rng(seed)
     a, b = grid_boxes(rng, 2, 3), grid_boxes(rng, 2, 4)
     expected = [[[overlap(p, q) for q in b[n]] for p in a[n]] for n in range(2)]
@@ -137,7 +137,7 @@ def test_overlaps_are_counted_in_pixels(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int16, np.uint16, np.int32, np.uint8])
 def test_areas_may_be_larger_than_the_boxes_dtype_holds(dtype: Any) -> None:
-    """Of f16 and of integers: shares, suppression and levels are those of the same boxes in f64."""
+    """Areas beyond the range of f16 or integers give the results of f64."""
     side = 250 if dtype == np.uint8 else 60_000 if dtype in (np.uint16, np.int32) else 1000
     given = np.array([[[0, 0, side, side]] * 2 + [[side // 2, 0, side, side], [0, 0, 5, 5]]], dtype)
     wide = given.astype(np.float64)
@@ -151,7 +151,7 @@ def test_areas_may_be_larger_than_the_boxes_dtype_holds(dtype: Any) -> None:
 
 
 def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
-    """Their centre is not found by a sum that they do not hold, and an image may be wider than they count."""
+    """16-bit boxes convert without overflow, and are clipped to images wider than their range."""
     given = np.array([[20_000, 30_000, 30_000, 32_000]], np.int16)
     assert boxes.convert(given, "xyxy", "cxcywh").tolist() == [[25_000, 31_000, 10_000, 2000]]
     assert boxes.clip(given, 40_000, 70_000).tolist() == given.tolist()
@@ -160,7 +160,7 @@ def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
-    """bf16 comes as u16, whose order is another one."""
+    """Scores that are no floats are refused: bf16 arrives as u16, which orders differently."""
     scores = np.zeros((1, 2), dtype)
     with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
         boxes.nms(np.zeros((1, 2, 4), np.float32), scores, 0.5)
@@ -169,7 +169,7 @@ def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
 
 
 def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None, least: float) -> list[int]:
-    """Of one image: takes the best that is left, strikes its rivals out, until nothing is left."""
+    """Return the boxes of one image that greedy suppression keeps."""
     left = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
     taken = []
     while left:
@@ -188,7 +188,7 @@ def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None
 def test_suppression_leaves_what_one_box_after_the_other_leaves(
     seed: int, count: int, limit: float, kinds: bool
 ) -> None:
-    """Three images, many equal scores and boxes, with and without classes."""
+    """nms keeps what greedy suppression keeps, for ties and equal boxes, with and without classes."""
     rng = np.random.default_rng(seed)
     given = grid_boxes(rng, 3, count)
     scores = rng.integers(0, 6, (3, count)).astype(np.float32)
@@ -201,7 +201,7 @@ def test_suppression_leaves_what_one_box_after_the_other_leaves(
 
 @pytest.mark.parametrize("spread", [60, 400])
 def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
-    """A thousand boxes, crowded and less so, are more than are looked at at a time."""
+    """nms of a thousand boxes, computed in blocks, keeps what greedy suppression keeps."""
     rng = np.random.default_rng(spread)
     given = rng.uniform(0, spread, (1, 1000, 4)).astype(np.float32)
     given = boxes.convert(given * np.array([1, 1, 0.2, 0.2], np.float32), "xywh", "xyxy")
@@ -232,13 +232,13 @@ def test_what_is_kept_keeps_apart(seed: int, count: int, limit: float) -> None:
 
 
 def test_boxes_without_a_number_for_a_score_are_not_kept() -> None:
-    """And suppress nothing."""
+    """A box with a NaN score is not kept and suppresses none."""
     given = np.array([[[0, 0, 4, 4]] * 2], np.float32)
     assert boxes.nms(given, np.array([[np.nan, 0.1]]), 0.5).tolist() == [[False, True]]
 
 
 def test_the_best_of_what_is_kept_come_first() -> None:
-    """In order, of equals the first, as many as are asked for; behind them nothing is kept."""
+    """`best` returns the kept boxes by score, ties by position, and marks the padding."""
     scores = np.array([[0.1, 0.9, 0.5, 0.5], [0.4, 0.3, 0.2, 0.1]], np.float32)
     kept = np.array([[True, False, True, True], [False, False, False, True]])
     found, there = boxes.best(scores, kept, 3)
@@ -248,7 +248,7 @@ def test_the_best_of_what_is_kept_come_first() -> None:
 
 
 def test_the_worst_score_comes_before_what_was_not_kept() -> None:
-    """A logarithm of 0 is a score, too."""
+    """A score of minus infinity ranks before boxes that were not kept."""
     scores = np.array([[0.5, -np.inf, 0.7]], np.float32)
     found, there = boxes.best(scores, np.array([[False, True, True]]), 2)
     assert found.tolist() == [[2, 1]]
@@ -258,7 +258,7 @@ def test_the_worst_score_comes_before_what_was_not_kept() -> None:
 def slow_roi_align(
     features: Array, box: Array, size: int, scale: float, sampling: int | None, *, aligned: bool
 ) -> Array:
-    """Of one map [c, h, w] and one box: torchvision's loops, written out."""
+    """Return the RoI of one map [c, h, w] and one box by torchvision's loops."""
     _, height, width = features.shape
     left, top, right, bottom = box * scale - (0.5 if aligned else 0)
     wide, high = right - left, bottom - top
@@ -294,7 +294,7 @@ def slow_roi_align(
 
 @given(seeds, st.integers(1, 3) | st.none(), st.booleans())
 def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligned: bool) -> None:
-    """Regions in, across and far from two maps, empty ones too; both layouts."""
+    """roi_align equals the loops for regions in, across and far from the maps, in both layouts."""
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((2, 3, 6, 9))
     given = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
@@ -312,7 +312,7 @@ def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligne
 
 
 def test_regions_are_read_as_torch_samples_a_grid() -> None:
-    """torch.nn.functional.grid_sample at the centres of the bins, of f32, rows and columns different."""
+    """roi_align equals torch's grid_sample at the centres of the bins, in f32."""
     rng = np.random.default_rng(0)
     features = rng.standard_normal((1, 8, 20, 30)).astype(np.float32)
     given = np.array([[16, 32, 200, 100], [0, 0, 480, 320], [101.5, 7.25, 140, 300]], np.float32)
@@ -336,7 +336,7 @@ def test_regions_are_read_as_torch_samples_a_grid() -> None:
 
 @given(seeds, st.integers(1, 4))
 def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> None:
-    """Inside the map interpolation is exact, so a bin has the value of its centre."""
+    """On a linear map, a bin has the value of its centre, because interpolation is exact."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:12, :16] + 0.5
     a, b, c = rng.uniform(-2, 2, 3)
@@ -351,7 +351,7 @@ def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> No
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) -> None:
-    """Up to 500 times as large, from before it and behind it: only the points over the map are computed."""
+    """roi_align equals the loops for regions up to 500 times as large as the map."""
     features = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
     given = np.array(
         [[-40, -300, 2000, 30], [-7, -2, 31, 9], [-600, 1.5, 900, 2], [50, 0, 90, 2], [-90, 0, -9, 2]]
@@ -364,7 +364,7 @@ def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) 
 
 
 def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
-    """In f16 a place among 3000 pixels is known to two of them; the bits of bf16 are refused."""
+    """roi_align of f16 samples at the places of f32, which f16 could not express; bf16 bits are refused."""
     features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
     given = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
     for sampling in (1, None):
@@ -378,7 +378,7 @@ def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
 
 
 def test_a_region_of_any_size_takes_no_more_memory() -> None:
-    """A network may well answer with a box of 10 ** 12 pixels: a list of its points would not fit."""
+    """A box of 10 ** 12 pixels takes no more memory: only the points over the map are computed."""
     given = np.array([[-1e12, -1e12, 1e12, 1e12]])
     found = boxes.roi_align(
         np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
@@ -393,7 +393,7 @@ def test_a_region_of_any_size_takes_no_more_memory() -> None:
 
 
 def test_without_regions_there_is_nothing() -> None:
-    """Shapes and dtypes are as ever."""
+    """Without regions, results are empty with the right shapes and dtypes."""
     nothing = np.zeros((0, 4), np.float32)
     found = boxes.roi_align(
         np.zeros((1, 3, 4, 4), np.float32), nothing, np.zeros(0, int), size=(2, 2), scale=1

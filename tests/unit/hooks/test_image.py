@@ -1,4 +1,4 @@
-"""Images: beside Pillow by itself, torch's resampling, and numbers that can be seen to be right."""
+"""Images, compared with Pillow, torch's resampling, and values computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rsrv.hooks.text import as_text
 
 Array = np.ndarray[Any, Any]
 
-#: EXIF's orientation (the tag 274) -> how an upright picture is stored
+# : EXIF's orientation (tag 274) -> how an upright picture is stored.
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -33,7 +33,7 @@ STORED = {
 
 
 def picture(height: int = 24, width: int = 36, seed: int = 0) -> Array:
-    """A soft one, which JPEG keeps nearly as it is."""
+    """Return a smooth picture, which JPEG keeps nearly as it is."""
     rng = np.random.default_rng(seed)
     small = PIL.Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8))
     return np.asarray(small.resize((width, height), PIL.Image.Resampling.BICUBIC))
@@ -50,7 +50,7 @@ def file(pixels: Array, kind: str = "PNG", **options: Any) -> bytes:
     [("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("WEBP", {}, 40), ("JPEG", {"quality": 95}, 12)],
 )
 def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, Any], off: int) -> None:
-    """Two pictures of different sizes, one file padded to the other's length."""
+    """Two pictures of different sizes are decoded from one padded tensor, in each format."""
     pictures = [picture(), picture(90, 50, seed=1)]
     found = image.decode(as_text([file(one, kind, **options) for one in pictures]))
     for got, wanted in zip(found, pictures, strict=True):
@@ -61,7 +61,7 @@ def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, A
 
 @pytest.mark.parametrize("orientation", STORED)
 def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) -> None:
-    """EXIF has eight ways to store a picture; all give the same one."""
+    """EXIF's eight orientations all give the same upright picture."""
     exif = PIL.Image.Exif()
     exif[274] = orientation
     stored = np.ascontiguousarray(STORED[orientation](picture()))
@@ -70,7 +70,7 @@ def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) ->
 
 
 def exif_of(*entries: bytes) -> bytes:
-    """A JPEG whose EXIF has these entries of TIFF, 12 bytes each, behind the orientation 6."""
+    """Return a JPEG whose EXIF has these TIFF entries, 12 bytes each, behind the orientation 6."""
     all_of_them = (struct.pack("<HHII", 274, 3, 1, 6), *entries)
     tiff = b"II*\0\x08\0\0\0" + struct.pack("<H", len(all_of_them)) + b"".join(all_of_them) + bytes(4)
     stored = np.ascontiguousarray(STORED[6](picture()))
@@ -87,13 +87,13 @@ def exif_of(*entries: bytes) -> bytes:
     ids=["resolution in words", "half a pixel wide", "a negative width"],
 )
 def test_what_else_a_camera_wrote_does_not_matter(entry: bytes) -> None:
-    """Entries of types that they should not have: the picture is upright all the same."""
+    """EXIF entries of wrong types do not disturb the orientation."""
     (found,) = image.decode(as_text([exif_of(entry)]))
     assert abs(found.astype(int) - picture()).max() <= 12
 
 
 def test_exif_that_cannot_be_read_says_nothing() -> None:
-    """A text where its bytes should be, in hexadecimal."""
+    """Unreadable EXIF is ignored."""
     text = PIL.PngImagePlugin.PngInfo()
     text.add_text("Raw profile type exif", "\nexif\n 4\nno numbers\n")
     (found,) = image.decode(as_text([file(picture(), pnginfo=text)]))
@@ -101,7 +101,7 @@ def test_exif_that_cannot_be_read_says_nothing() -> None:
 
 
 def test_a_jpeg_with_endless_scans_is_refused() -> None:
-    """A hundred are decoded, each of a few bytes; the next would be one more pass over the whole picture."""
+    """A JPEG with more than a hundred scans is refused: each costs a pass over the whole picture."""
     whole = file(np.zeros((64, 64, 3), np.uint8), "JPEG", progressive=True)
     last = whole[whole.rindex(b"\xff\xda") : -2]
     hundred = whole[:-2] + last * (100 - whole.count(b"\xff\xda")) + whole[-2:]
@@ -111,7 +111,7 @@ def test_a_jpeg_with_endless_scans_is_refused() -> None:
 
 
 def test_only_the_picture_s_own_scans_are_counted() -> None:
-    """Not what looks like one in a segment, say in a thumbnail, nor behind the end, say in a film."""
+    """Bytes that look like scans, in a segment or behind the end, are not counted."""
     whole = file(picture(), "JPEG", quality=95)
     lookalikes = b"\xff\xda" * 200
     segment = b"\xff\xe9" + struct.pack(">H", 2 + len(lookalikes)) + lookalikes
@@ -135,7 +135,7 @@ def test_only_the_picture_s_own_scans_are_counted() -> None:
 def test_pictures_have_the_channels_that_are_asked_for(
     stored: Array, grey: list[int], channels: Literal[1, 3]
 ) -> None:
-    """Whatever is in the file."""
+    """A picture has the requested channels, whatever the file has."""
     (found,) = image.decode(as_text([file(stored)]), channels=channels)
     assert (found == np.array(grey)[None, :, None]).all()
     assert found.shape == (1, len(grey), channels)
@@ -153,21 +153,21 @@ def test_pictures_have_the_channels_that_are_asked_for(
     ids=["nothing", "text", "gif", "half a jpeg", "half a png"],
 )
 def test_what_is_no_picture_is_the_clients_fault(data: bytes, message: str) -> None:
-    """The message says which row it is; zeros behind half a file do not make a whole one."""
+    """A file that is no picture is refused with its row, also half a file padded with zeros."""
     files = as_text([file(picture()), data], width=20_000)
     with pytest.raises(BadInput, match=message):
         image.decode(files)
 
 
 def test_half_a_webp_is_the_clients_fault() -> None:
-    """It says how long it is. Filled up with zeros to that length, it can't be told from a whole one."""
+    """Half a WebP is refused: its declared length tells it, except with zeros added up to that length."""
     with pytest.raises(BadInput, match="image 0 is"):
         image.decode(as_text([file(picture(), "WEBP")[:-100]]))
 
 
 @given(st.sampled_from(["JPEG", "PNG", "WEBP"]), st.data())
 def test_damaged_files_raise_nothing_else(kind: str, data: st.DataObject) -> None:
-    """A few bytes of a file are others: it is decoded, or refused."""
+    """Randomly damaged files are decoded or refused, without another error."""
     damaged = bytearray(file(picture(), kind))
     for place, value in data.draw(
         st.lists(st.tuples(st.integers(0, len(damaged) - 1), st.integers(0, 255)), min_size=1, max_size=5)
@@ -182,7 +182,7 @@ def test_damaged_files_raise_nothing_else(kind: str, data: st.DataObject) -> Non
 
 
 def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
-    """The limit is that of all rows together, and exact."""
+    """A small file of a huge picture is refused by its header; the limit counts all rows."""
     bomb = file(np.zeros((3000, 4000), np.uint8))
     assert len(bomb) < 20_000
     with pytest.raises(BadInput, match="more than 11999999 pixels"):
@@ -194,7 +194,7 @@ def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
 
 
 def test_files_come_as_rows_of_bytes() -> None:
-    """A hook that passes something else is wrong, not its client."""
+    """A hook that does not pass rows of bytes gets a ValueError, which does not blame the client."""
     with pytest.raises(ValueError, match=r"u8 \[n, bytes\], not float32 \[3\]"):
         image.decode(np.zeros(3, np.float32))
     assert image.decode(np.zeros((0, 10), np.uint8)) == []
@@ -203,7 +203,7 @@ def test_files_come_as_rows_of_bytes() -> None:
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(11, 13), (24, 36), (50, 61)])
 def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:
-    """Down and up, against torch's interpolation with antialiasing: roundings apart, one for each axis."""
+    """Resizing equals torch's interpolation with antialiasing up to rounding, down and up."""
     pictures = np.stack([picture(seed=seed) for seed in range(2)])
     found = image.resize(pictures, size, resample=resample)
     given = torch.tensor(pictures).permute(0, 3, 1, 2).float()
@@ -213,7 +213,7 @@ def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int
 
 
 def test_one_channel_stays_one() -> None:
-    """Grey pictures go through all steps as others do."""
+    """Pictures of one channel keep it through all steps."""
     grey = picture()[..., :1]
     assert (image.resize([grey], (7, 9))[..., 0] == image.resize([picture()], (7, 9))[..., 0]).all()
     assert image.resize_crop([grey], 10, (8, 8)).shape == (1, 8, 8, 1)
@@ -231,14 +231,14 @@ def test_one_channel_stays_one() -> None:
         # As torchvision: int(16 * 36 / 24) = 24, and corners round((16 - 10) / 2), round((24 - 10) / 2).
         ((24, 36), (16, 24), (3, 7)),
         ((36, 24), (24, 16), (7, 3)),
-        ((20, 27), (16, 21), (3, 6)),  # 21.6 wide; 5.5 is even at 6
+        ((20, 27), (16, 21), (3, 6)),  # The width is 21.6; 5.5 rounds to even at 6.
         ((10, 10), (16, 16), (3, 3)),
     ],
 )
 def test_the_middle_is_cut_out_as_torchvision_does(
     shape: tuple[int, int], scaled: tuple[int, int], corner: tuple[int, int]
 ) -> None:
-    """Sizes and corners computed by hand from the formulas of Resize and CenterCrop."""
+    """Sizes and corners of the crop follow torchvision's Resize and CenterCrop."""
     one = picture(*shape)
     found = image.resize_crop([one], 16, (10, 10))
     top, left = corner
@@ -248,7 +248,7 @@ def test_the_middle_is_cut_out_as_torchvision_does(
 
 @pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1)])
 def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> None:
-    """A file of a hundred bytes would become 256 million pixels, of which a small middle is wanted."""
+    """A thin picture that would become 256 million pixels is refused before it is scaled."""
     bomb = file(np.zeros((height, width), np.uint8))
     assert len(bomb) < 150
     pictures = image.decode(as_text([bomb]))
@@ -258,7 +258,7 @@ def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> 
 
 
 def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
-    """And exact: 16 x 24 pixels each, whatever is cut out of them."""
+    """The limit counts the scaled pixels of all pictures exactly, independent of the crop."""
     pictures = [picture()] * 2
     assert len(image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24)) == 2
     with pytest.raises(BadInput, match="all images of the request"):
@@ -266,7 +266,7 @@ def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
 
 
 def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
-    """Pillow changes the width first: 24 rows as broad as the result, however high that is."""
+    """A high and narrow picture is limited by Pillow's intermediate, which changes the width first."""
     assert image.resize([picture()], (4, 100), most_pixels=2400).shape == (1, 4, 100, 3)
     with pytest.raises(BadInput, match="more than 2399 pixels"):
         image.resize([picture()], (4, 100), most_pixels=2399)
@@ -275,14 +275,14 @@ def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
 
 
 def test_a_crop_has_to_fit() -> None:
-    """Else there would be nothing at its sides."""
+    """A crop larger than the scaled picture is refused."""
     with pytest.raises(ValueError, match="does not fit"):
         image.resize_crop([picture()], 16, (10, 17))
 
 
 @given(st.tuples(st.integers(1, 90), st.integers(1, 90)), st.tuples(st.integers(4, 64), st.integers(4, 64)))
 def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size: tuple[int, int]) -> None:
-    """The picture's own frame comes back from where the picture lies; around it is the fill and nothing else."""
+    """The frame of a letterboxed picture converts back, and the fill is all around it."""
     height, width = shape
     pixels, places = image.letterbox([np.full((*shape, 3), 200, np.uint8)], size, fill=7)
     (rows,), (columns,) = (
@@ -303,7 +303,7 @@ def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: Any) -> None:
-    """Every byte in every channel, against the formula in 64 bits."""
+    """Every byte in every channel is normalised as by the formula in 64 bits."""
     pixels = np.random.default_rng(0).permuted(np.arange(768, dtype=np.int64) % 256).astype(np.uint8)
     pixels = pixels.reshape(2, 16, 8, 3)
     mean, std = image.IMAGENET_MEAN, image.IMAGENET_STD
@@ -317,6 +317,6 @@ def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: A
 
 
 def test_each_channel_has_its_mean() -> None:
-    """Three means for one channel are a mistake."""
+    """Three means for one channel are refused."""
     with pytest.raises(ValueError, match="3 means and 3 deviations for 1 channels"):
         image.normalise(np.zeros((1, 2, 2, 1), np.uint8), image.IMAGENET_MEAN, image.IMAGENET_STD)

@@ -1,4 +1,4 @@
-"""The library as a whole: what it loads, what it says when something is missing, and how it blames a client."""
+"""The hooks library as a whole: its imports, missing packages, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_importing_it_loads_numpy_and_nothing_else() -> None:
-    """In a clean interpreter: a process for every model pays for what is loaded."""
+    """Importing the library loads numpy and no optional package, as every model's process pays for it."""
     out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(out.stdout)}
     assert "numpy" in loaded
@@ -43,7 +43,7 @@ def test_importing_it_loads_numpy_and_nothing_else() -> None:
 def test_what_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str, use: Callable[[], Any]
 ) -> None:
-    """The function that needs a package says what to install, and where."""
+    """If an optional package is missing, the function that needs it says what to install."""
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
@@ -52,7 +52,7 @@ def test_what_is_missing_is_named_with_its_extra(
 
 
 class NoGuard:
-    """Lets hooks do what they want."""
+    """Guard without any restriction."""
 
     @contextmanager
     def within(self, hook: str, who: str) -> Iterator[None]:
@@ -60,7 +60,7 @@ class NoGuard:
 
 
 def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    """INVALID_ARG, and nothing in the log: any client could fill it."""
+    """A request that a hook refuses is INVALID with the hook's text, and the log gets no line."""
 
     def preprocess(inputs: dict[str, Any]) -> dict[str, Any]:
         raise BadInput("row 3 is upside down")
@@ -73,7 +73,7 @@ def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.L
 
 
 class Unsayable(BadInput):
-    """A subclass of somebody's, with a fault."""
+    """An exception whose text cannot be built."""
 
     def __str__(self) -> str:
         raise KeyError("no such text")
@@ -88,8 +88,8 @@ class Unsayable(BadInput):
         (BadInput("not text: \udc80"), r"not text: \udc80", 20),
     ],
 )
-def test_a_request_is_blamed_in_a_few_words(error: BadInput, start: str, longest: int) -> None:
-    """Whatever the hook's exception says, or does not: its client gets a text that Triton can pass on."""
+def test_the_text_of_a_refusal_is_short_and_valid(error: BadInput, start: str, longest: int) -> None:
+    """For any exception of a hook, the client gets a short valid text."""
 
     def preprocess(inputs: dict[str, Any]) -> dict[str, Any]:
         raise error

@@ -1,4 +1,4 @@
-"""Text as tensors, and as tokens, beside what the package tokenizers does by itself."""
+"""Text as tensors and as tokens, compared with the package tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = (4, 8, 16)
 
 
 def tokenizer() -> Tokenizer:
-    """Words, with marks around each text as BERT has them."""
+    """Return a tokeniser of words, with BERT's marks around each text."""
     found = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     found.normalizer = normalizers.Lowercase()
     found.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, which wants all rows to be 99 long."""
+    """Return its file, which pads rows to 99."""
     made = tokenizer()
     made.enable_padding(length=99, pad_id=7)
     made.enable_truncation(99)
@@ -44,7 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.lists(st.text().filter(lambda text: not text.endswith("\0")), max_size=5))
 def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
-    """Any texts, except that zeros at the end are gone."""
+    """Any texts come back from their tensor, without trailing zeros."""
     found = as_text(texts)
     assert found.dtype == np.uint8
     assert found.shape == (len(texts), max([1, *(len(text.encode()) for text in texts)]))
@@ -52,14 +52,14 @@ def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
 
 
 def test_rows_are_as_wide_as_they_are_asked_to_be() -> None:
-    """Bytes are taken as they are; what does not fit is an error, not cut."""
+    """Rows have the requested width, and a longer text is an error."""
     assert as_text([b"\xff\0", "é"], width=3).tolist() == [[255, 0, 0], [0xC3, 0xA9, 0]]
     with pytest.raises(ValueError, match="a text of 3 bytes in rows of 2"):
         as_text(["abc"], width=2)
 
 
 def test_broken_characters_are_left_out() -> None:
-    """Those cut in two, and what never was one."""
+    """Invalid and cut characters are left out."""
     assert from_text(as_text([b"\xffa", "aé".encode()[:-1]])) == ["a", "a"]
 
 
@@ -69,7 +69,7 @@ words = st.lists(st.sampled_from([*WORDS[4:], "up", "WEST"]), max_size=20).map("
 @settings(deadline=None)
 @given(st.lists(words, min_size=1, max_size=4))
 def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
-    """Padded and cut by tokenizers itself to the length that was chosen: the smallest that holds all."""
+    """Tokens equal those of the package, padded to the smallest length that holds all."""
     found = Tokeniser(path, LENGTHS, dtype=np.int64)(as_text(texts))
     longest = max(len(text.split()) + 2 for text in texts)
     length = next((one for one in LENGTHS if one >= longest), LENGTHS[-1])
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, str]]) -> None:
-    """As a model gets them that judges how two texts go together."""
+    """Pairs of texts are tokenised with their types."""
     firsts, seconds = (as_text([pair[side] for pair in pairs]) for side in (0, 1))
     found = Tokeniser(path, [16])(firsts, seconds)
     by_itself = tokenizer()
@@ -99,14 +99,14 @@ def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, 
 
 
 def test_the_token_that_fills_rows_up_may_be_chosen(path: Path) -> None:
-    """Else it is the file's."""
+    """The padding token is the file's, or the given one."""
     text = as_text(["north"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7]]
     assert Tokeniser(path, LENGTHS, pad_id=1)(text).ids.tolist() == [[2, 4, 3, 1]]
 
 
 def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
-    """Where it keeps a text's end, so does this, at its own length."""
+    """The tokeniser cuts on the side that the file names, at its own length."""
     changed: dict[str, Any] = json.loads(path.read_text())
     changed["truncation"]["direction"] = "Left"
     other = tmp_path / "tokenizer.json"
@@ -118,7 +118,7 @@ def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["longest_first", "only_first", "only_second"])
 def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str, tmp_path: Path) -> None:
-    """Also where it wants only that text of a pair cut which is short enough already."""
+    """Long texts and pairs are cut to the largest length, whatever cutting the file asks for."""
     made = tokenizer()
     made.enable_truncation(99, strategy=strategy)
     path = tmp_path / "tokenizer.json"
@@ -133,7 +133,7 @@ def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str,
 
 @pytest.mark.parametrize("lengths", [[], [0], [2], [1, 2]])
 def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int]) -> None:
-    """Said when the tokeniser is made, not by the first request."""
+    """Lengths without room for the marks are refused when the tokeniser is made."""
     with pytest.raises(ValueError, match="the largest must be at least 3"):
         Tokeniser(path, lengths)
     text = as_text(["north"])
@@ -141,18 +141,18 @@ def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int
 
 
 def test_only_the_beginning_of_an_endless_text_is_looked_at(path: Path) -> None:
-    """64 bytes for each token that is kept."""
+    """Of a long text, only 64 bytes for each token are read."""
     text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7], [2, 4, 5, 3]]
 
 
 def test_no_texts_have_no_tokens(path: Path) -> None:
-    """In rows of the smallest length."""
+    """No texts give rows of the smallest length."""
     assert Tokeniser(path, LENGTHS)(np.zeros((0, 9), np.uint8)).mask.shape == (0, 4)
 
 
 def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
-    """One that is not there, too."""
+    """A missing or invalid file is named."""
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     for path in (bad, tmp_path / "nothing.json"):

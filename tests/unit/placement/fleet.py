@@ -12,16 +12,16 @@ from rsrv.placement.planner import Plan, Planner
 from rsrv.placement.routing import Router
 from rsrv.placement.status import PlannerStatus
 
-#: pause between two looks
+# : Seconds between two looks.
 LOOK_S = 0.5
 
 
 @dataclass
 class Model:
     bytes: int = 10
-    #: device seconds of a request
+    # : Device seconds of a request.
     cost: float = 0.01
-    #: requests per second, of all gateways together
+    # : Requests per second, of all gateways together.
     rate: float = 0.0
     max_items: int = 8
     pinned: bool = False
@@ -29,7 +29,7 @@ class Model:
 
 @dataclass
 class Copy:
-    """A model at a worker."""
+    """A model's weights and counters at a worker."""
 
     weights: WeightsView = WeightsView.ABSENT
     until: float = 0.0
@@ -64,7 +64,7 @@ class Fleet:
         self.load_s = load_s
         self.models = dict(models)
         self.servers = {name: Server(budget, set(models), instance=name) for name in workers}
-        #: (time, worker, model): requests that had to wait for weights
+        # : (time, worker, model) of each request that had to wait for weights.
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}
         self._fronts = 0
@@ -190,7 +190,7 @@ def _waiting(entry: tuple[str, Copy]) -> float:
 
 
 class Script:
-    """A packing that says what the test wants, and keeps what it was asked."""
+    """A packing that the test sets, which records its questions."""
 
     def __init__(self, **placed: tuple[str, ...]) -> None:
         self.placed = placed
@@ -229,7 +229,7 @@ def options(**changes: object) -> PlannerOptions:
 
 
 class Scene:
-    """A planner that looks at a fleet, and whose steps the test carries out or not."""
+    """A planner that looks at a fleet, whose steps the test may carry out."""
 
     def __init__(self, fleet: Fleet, script: Script, **changes: object) -> None:
         self.fleet = fleet

@@ -18,12 +18,12 @@ class Instance:
 
     loads: list[UnitLoad]
     workers: list[WorkerBudget]
-    #: a placement within all budgets exists
+    # : Whether a placement within all budgets exists.
     feasible: bool = False
 
 
 def spread(total: int, parts: int, random: Random) -> list[int]:
-    """Whole numbers of at least 1 with this sum."""
+    """Return whole numbers of at least 1 with this sum."""
     cuts = sorted(random.sample(range(1, total), parts - 1))
     return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
 
@@ -41,9 +41,9 @@ def utilisations(count: int, random: Random) -> list[float]:
 
 
 def instance(seed: int) -> Instance:
-    """Up to 200 models on up to 16 devices, which they fill by 30 % to 100 %.
+    """Return up to 200 models on up to 16 devices, which they fill by 30 % to 100 %.
 
-    A fifth has some replicas, a fifth some models that may not be everywhere.
+    A fifth of the instances has replicas, a fifth has models that are not allowed everywhere.
     """
     random = Random(seed)
     devices = random.randint(2, 16)
@@ -95,7 +95,7 @@ def instance(seed: int) -> Instance:
 
 
 def jigsaw(seed: int) -> Instance:
-    """Devices cut into few pieces, with hardly a byte to spare."""
+    """Return devices cut into few pieces, with hardly a byte to spare."""
     random = Random(seed)
     devices = random.randint(2, 10)
     sizes = [16, 24, 40, 80]
@@ -117,7 +117,7 @@ def jigsaw(seed: int) -> Instance:
 
 
 def catalogue(models: int, devices: int, full: float, seed: int = 0) -> Instance:
-    """Many models whose popularity falls, on equal devices that their weights fill as much as this."""
+    """Return many models of falling popularity, on equal devices that their weights fill by this part."""
     random = Random(seed)
     work = [random.uniform(0.5, 1.5) * (1 + at) ** -0.8 for at in range(models)]
     weights = [int(GIB * random.lognormvariate(0, 0.6)) for _ in range(models)]

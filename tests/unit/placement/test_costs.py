@@ -1,4 +1,4 @@
-"""What models take of the devices, told from counters that workers show."""
+"""The models' use of the devices, derived from the workers' counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def worker(instance: str = "i", /, **models: ModelView) -> WorkerView:
 
 
 def test_steady_work_is_known_after_one_sample() -> None:
-    """Half of a device's time is a utilisation of a half, from the second view on, and so are rate and cost."""
+    """From the second view on, half of a device's time is a utilisation of 0.5, with rate and cost."""
     costs = Costs(300.0)
     for n in range(4):
         costs.observe({"w": worker(m=shown(n * 1.0, n * 10, n * 100))}, n * STEP)
@@ -54,7 +54,7 @@ def test_workers_add_up() -> None:
 
 
 def test_a_worker_that_joins_brings_no_past() -> None:
-    """What a worker consumed before it was first seen does not count."""
+    """A worker's counters from before its first view do not count."""
     costs = Costs(300.0)
     costs.observe({"v": worker(m=shown(0.0))}, 0.0)
 
@@ -65,7 +65,7 @@ def test_a_worker_that_joins_brings_no_past() -> None:
 
 @pytest.mark.parametrize("lost", [WorkerView(alive=False), WorkerView(alive=True)])
 def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: WorkerView) -> None:
-    """Neither its lifetime nor nothing: the difference to the last time that its counters were seen."""
+    """After a missed probe, the difference to the last seen counters counts."""
     costs = Costs(300.0)
     costs.observe({"w": worker(m=shown(100.0))}, 0.0)
     costs.observe({"w": worker(m=shown(101.0))}, STEP)
@@ -75,7 +75,7 @@ def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: Worke
     assert costs.measured("m").utilisation == pytest.approx(0.5)
 
 
-def test_another_instance_begins_anew() -> None:
+def test_another_instance_starts_again() -> None:
     """Counters of another runtime are not compared, even when they are higher."""
     costs = Costs(300.0)
     costs.observe({"w": worker("i", m=shown(1.0))}, 0.0)
@@ -84,8 +84,8 @@ def test_another_instance_begins_anew() -> None:
     assert costs.observe({"w": worker("j", m=shown(51.0))}, 2 * STEP) == 1.0
 
 
-def test_a_model_that_was_loaded_anew_does_not_disturb_the_others() -> None:
-    """Only the model whose counters fell is left out once."""
+def test_a_reloaded_model_does_not_disturb_the_others() -> None:
+    """A model whose counters fell is left out once, and the others count."""
     costs = Costs(300.0)
     costs.observe({"w": worker(a=shown(10.0, 10), b=shown(10.0))}, 0.0)
 
@@ -95,7 +95,7 @@ def test_a_model_that_was_loaded_anew_does_not_disturb_the_others() -> None:
 
 
 def test_views_that_say_nothing_new_do_not_count() -> None:
-    """The same view again, and views in quick succession, change nothing."""
+    """A repeated view, or one right after another, changes nothing."""
     costs = Costs(300.0)
     costs.observe({"w": worker(m=shown(0.0))}, 0.0)
     view = worker(m=shown(1.0))
@@ -109,7 +109,7 @@ def test_views_that_say_nothing_new_do_not_count() -> None:
 
 
 def test_long_executions_are_no_peaks() -> None:
-    """An execution of 1.8 s at a time, looked at every 0.2 s, is a utilisation of 0.9 and not of nine."""
+    """Executions of 1.8 s are smoothed: looks every 0.2 s give a utilisation of 0.9, not of nine."""
     costs = Costs(20.0)
     for n in range(300):
         costs.observe({"w": worker(m=shown(n // 10 * 1.8))}, n * 0.2)
@@ -163,7 +163,7 @@ def test_a_night_without_requests_changes_nothing() -> None:
 
 
 def test_what_the_workers_expect_stands_in() -> None:
-    """Before a model was seen executing, its cost is the mean of what workers expect; None: they do not know."""
+    """Until a model was seen executing, its cost is the mean of the workers' estimates, or None."""
     costs = Costs(300.0)
     costs.observe({"v": worker(m=shown(0, item_s=0.1), n=shown(0)), "w": worker(m=shown(0, item_s=0.3))}, 0.0)
 
@@ -172,8 +172,8 @@ def test_what_the_workers_expect_stands_in() -> None:
     assert costs.measured("stranger").item_s is None
 
 
-def test_what_is_gone_is_forgotten() -> None:
-    """Workers that left, and models that nobody shows any more, leave nothing behind."""
+def test_departed_workers_and_models_are_forgotten() -> None:
+    """Workers and models that have gone leave nothing behind."""
     costs = Costs(300.0)
     for n in range(3):
         costs.observe({"v": worker(m=shown(n)), "w": worker(n=shown(n))}, n * STEP)
@@ -187,8 +187,8 @@ def test_what_is_gone_is_forgotten() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_nothing_jumps(seed: int) -> None:
-    """Workers that restart, vanish and return at random: a model never shows more than the devices can do."""
+def test_utilisation_never_exceeds_the_devices(seed: int) -> None:
+    """For random restarts and absences, a model's utilisation stays within the number of devices."""
     random = Random(seed)
     costs = Costs(5.0)
     workers = ["u", "v", "w"]

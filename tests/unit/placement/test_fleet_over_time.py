@@ -18,7 +18,7 @@ from tests.unit.placement.fleet import LOOK_S, Fleet, Model, homes
 
 
 class Gateway:
-    """A planner with its router, from the moment that it is made."""
+    """A planner with its router, from its start on."""
 
     def __init__(self, fleet: Fleet, **changes: object) -> None:
         base: dict[str, object] = {
@@ -31,7 +31,7 @@ class Gateway:
         self.planner = Planner(self.options)
         self.router = Router(self.options.mode)
         self.table: Table = {}
-        #: looks at which a model's place changed, by model
+        # : Looks at which a model's placement changed, by model.
         self.changes: Counter[str] = Counter()
 
     def look(self) -> None:
@@ -60,14 +60,14 @@ def loads(fleet: Fleet, table: Table) -> dict[str, float]:
 
 
 def uneven(fleet: Fleet, table: Table) -> float:
-    """How many times as busy as it must be the busiest worker is: it has its share, or one model."""
+    """Return how many times its fair share the busiest worker has; a single model may exceed it."""
     total = loads(fleet, table)
     dearest = max(model.rate * model.cost for model in fleet.models.values())
     return max(total.values()) / max(sum(total.values()) / len(total), dearest)
 
 
 def mixed(seed: int, count: int) -> dict[str, Model]:
-    """Models of which a few are busy, as many are in practice."""
+    """Return models of which a few are busy, as is usual."""
     random = Random(seed)
     return {
         f"m{n:02}": Model(
@@ -175,11 +175,11 @@ def test_gateways_that_disagree_come_together() -> None:
 
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
-def test_whatever_happens_models_are_served(seed: int) -> None:
+def test_models_are_served_through_any_events(seed: int) -> None:
     """Workers crash, return empty, join and leave; control services vanish; models come and go; loads shift.
 
-    At every look each model that somebody serves has a living home, and one that moves stays where its
-    weights are until they are at its new home.
+    At every look, each model that a worker serves has a live home, and a moving model stays where its weights
+    are until they are at its new home.
     """
     random = Random(seed)
     fleet = Fleet(["u", "v", "w"], mixed(seed, 8), load_s=random.choice([0.5, 3.0]))

@@ -8,7 +8,7 @@ from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, home
 
 
 def moving(fleet: Fleet | None = None) -> Scene:
-    """Model a is at v, and an operator has it packed onto w."""
+    """Return a scene in which model a is at v, and an operator has it packed onto w."""
     scene = Scene(fleet or Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
     scene.settle()
     scene.script.placed["a"] = ("w",)
@@ -36,7 +36,7 @@ def test_a_moved_model_is_warm_before_traffic_moves() -> None:
 
 
 def test_weights_that_do_not_come_are_asked_for_again_and_then_not_waited_for() -> None:
-    """After the limit traffic moves without them: the worker loads them with the first request."""
+    """Prefetches are repeated, and after the limit the requests move to a cold worker."""
     scene = moving()
     asked = 0
     for _ in range(round(MOVE_LIMIT_S / LOOK_S)):
@@ -57,8 +57,8 @@ def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
     assert homes(scene.look().table) == {"a": ("w",)}
 
 
-def test_who_has_the_weights_serves_meanwhile() -> None:
-    """A model's home crashes and a third worker has its weights: that worker serves until the new home is warm."""
+def test_a_worker_with_the_weights_serves_in_between() -> None:
+    """If a model's home crashes, a worker with its weights serves until the new home is warm."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
     scene = Scene(fleet, Script(a=("v",)))
     scene.settle()
@@ -101,7 +101,7 @@ def test_the_old_home_keeps_the_weights_while_it_works() -> None:
 
 
 def test_an_old_home_that_others_use_is_left_to_them() -> None:
-    """Where requests of another gateway keep coming the weights are not taken away."""
+    """An old home to which another gateway's requests still go keeps its weights."""
     scene = moving()
     for _ in range(round(2 * MOVE_LIMIT_S / LOOK_S)):
         scene.fleet.copy("v", "a").requests += 1
@@ -149,7 +149,7 @@ def test_what_cannot_stay_is_not_fetched() -> None:
 
 
 def test_what_was_done_at_the_old_home_does_not_count() -> None:
-    """After a move only what executed since then tells where a model is; during one it is where it goes."""
+    """A model's work before its move does not count for its place; during the move, the target does."""
     scene = moving()
     before = []
     for n in range(20):
@@ -163,8 +163,8 @@ def test_what_was_done_at_the_old_home_does_not_count() -> None:
     assert before == [(("v",), ("w",)), (("w",), ("w",))]
 
 
-def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
-    """A worker that freed weights for others loads them with the next request, and not because of us."""
+def test_weights_evicted_at_their_home_are_not_prefetched_again() -> None:
+    """A worker that evicted a model at home reloads it with the next request, and gets no prefetch."""
     scene = Scene(Fleet(["v"], {"a": Model()}), Script())
     scene.settle()
     scene.fleet.copy("v", "a").weights = WeightsView.ABSENT
@@ -174,7 +174,7 @@ def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
 
 
 def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
-    """There, weights that were fetched for a busy model give way before its first request."""
+    """Where weights are swapped, requests move at once, because prefetched weights might be evicted first."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()

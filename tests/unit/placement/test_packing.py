@@ -21,13 +21,13 @@ def peak(packing: Packing) -> float:
 
 
 def moved(loads: Sequence[UnitLoad], before: Packing, after: Packing) -> float:
-    """Bytes that a device has to load, as a part of all bytes that are placed."""
+    """Return the bytes that devices have to load, as a part of all placed bytes."""
     loaded = sum(load.bytes * len({*after.placed[load.name]} - {*before.placed[load.name]}) for load in loads)
     return loaded / sum(load.bytes * len(after.placed[load.name]) for load in loads)
 
 
 def drift(loads: Sequence[UnitLoad], random: Random) -> list[UnitLoad]:
-    """The same with a load that is up to a tenth more or less."""
+    """Return the loads, each changed by up to a tenth."""
     return [
         UnitLoad(
             load.name, load.utilisation * random.uniform(0.9, 1.1), load.bytes, load.replicas, load.allowed
@@ -45,7 +45,7 @@ def lpt(loads: Sequence[UnitLoad], workers: int) -> float:
 
 
 def check(loads: Sequence[UnitLoad], workers: Sequence[WorkerBudget], packing: Packing) -> None:
-    """What holds for every packing."""
+    """Check the properties of every packing."""
     names = {worker.name for worker in workers}
     work, weights = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     assert sorted(packing.placed) == sorted(load.name for load in loads)
@@ -94,7 +94,7 @@ problems = st.integers(1, 6).flatmap(
 def test_any_problem(
     problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float, forbid: bool, random: Random
 ) -> None:
-    """Any models on any devices, and again when loads, models and devices have changed."""
+    """A packing of any problem, and its repacking after changes, has all properties."""
     loads, workers = problem
     first = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
     check(loads, workers, first)
@@ -114,7 +114,7 @@ def test_any_problem(
 
 @given(problems, st.floats(0, 1))
 def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:
-    """Packed again with what was seen before, nothing moves."""
+    """A repack of unchanged loads moves nothing."""
     loads, workers = problem
     packing = pack(loads, workers, hysteresis=hysteresis)
     if not packing.oversubscribed:
@@ -220,7 +220,7 @@ def test_oversubscription_is_allowed() -> None:
 
 
 class TestHysteresis:
-    """Models that have a device already."""
+    """Models that already have a device."""
 
     loads = (UnitLoad("m", 0.50, 10), UnitLoad("n", 0.45, 10), UnitLoad("o", 0.05, 10))
     home: Mapping[str, Sequence[str]] = {"m": ["a"], "n": ["b"], "o": ["a"]}

@@ -1,4 +1,4 @@
-"""Packings beside the optimum, as OR-tools' CP-SAT finds or bounds it."""
+"""Packings compared with the optimum, as OR-tools' CP-SAT finds or bounds it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ortools.sat.python import cp_model
 from rsrv.placement.packing import UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import MIB, Instance, instance
 
-#: a utilisation of 1 for CP-SAT, which knows whole numbers only
+# : A utilisation of 1 for CP-SAT, which has only whole numbers.
 ONE = 10**6
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """What CP-SAT knows."""
+    """The result of CP-SAT."""
 
-    #: whether a placement within budgets exists; None: it was not found out
+    # : Whether a placement within budgets exists; None if unknown.
     feasible: bool | None
-    #: utilisation of the busiest device: the least that was found, and what it cannot be below
+    # : Utilisation of the busiest device: the best found, and a lower bound.
     found: float = 0.0
     bound: float = 0.0
 
@@ -62,7 +62,7 @@ def optimum(problem: Instance, effort: float) -> Optimum:
 
 
 def memory_binds(problem: Instance) -> bool:
-    """Whether budgets, or where models may be, keep them from where they would go by their work alone."""
+    """Return whether memory or allowed devices keep models from the placement by work alone."""
     if any(load.replicas > 1 or load.allowed is not None for load in problem.loads):
         return True
     free = pack(problem.loads, [WorkerBudget(worker.name, None) for worker in problem.workers])
@@ -70,7 +70,7 @@ def memory_binds(problem: Instance) -> bool:
 
 
 def compare(seeds: Sequence[int], effort: float) -> None:
-    """Pack these instances and hold them against CP-SAT's results."""
+    """Pack these instances and compare them with CP-SAT's results."""
     ratios, beside, unknown, missed, loose = [], [], [], [], 0
     for seed in seeds:
         problem = instance(seed)
@@ -110,7 +110,7 @@ def test_some_instances() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_a_thousand_instances(first: int) -> None:
-    """The same for a thousand instances, on which CP-SAT may work longer."""
+    """A thousand instances are packed as evenly as CP-SAT packs them with more time."""
     compare(range(first, first + 100), effort=1.0)
 
 

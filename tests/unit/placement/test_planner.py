@@ -1,4 +1,4 @@
-"""When models are packed anew, by what, and what the table says."""
+"""The planner: when it packs models again, by which figures, and its table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, home
 
 @pytest.mark.parametrize("mode", ["round_robin", "least_outstanding"])
 def test_other_modes_have_a_table_only(mode: str) -> None:
-    """Without packing each model goes wherever it is ready, and nothing is asked of the workers."""
+    """In modes without packing, each model goes wherever it is ready, and workers get no steps."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["w"].ready.discard("b")
 
@@ -38,7 +38,7 @@ def test_other_modes_have_a_table_only(mode: str) -> None:
     ],
 )
 def test_what_a_request_charges(mode: str, basis: str, charge: float, per_item: bool, looks: bool) -> None:
-    """The work basis decides what counts, and bodies are looked into only where somebody needs to know."""
+    """The work basis decides what a request counts, and bodies are read only if that needs it."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     views = fleet.views()
     shown = views["v"].models["a"]
@@ -51,7 +51,7 @@ def test_what_a_request_charges(mode: str, basis: str, charge: float, per_item: 
 
 
 def test_costs_that_hardly_change_leave_the_table_alone() -> None:
-    """The plan has the very table of before until a charge is off by a tenth; unknown costs count as the usual one."""
+    """The table stays the same object until a charge is off by a tenth; unknown costs count as usual ones."""
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})
     planner = Planner(options(mode="least_outstanding"))
     views = fleet.views()["v"]
@@ -68,7 +68,7 @@ def test_costs_that_hardly_change_leave_the_table_alone() -> None:
 
 
 def test_models_of_workers_that_do_not_answer_are_known() -> None:
-    """While all workers of a model are away it stays in the table, without anybody who serves it."""
+    """A model whose workers do not answer stays in the table without a worker."""
     fleet = Fleet(["v"], {"a": Model()})
     planner = Planner(options())
     planner.look(fleet.views(), 0.0)
@@ -79,7 +79,7 @@ def test_models_of_workers_that_do_not_answer_are_known() -> None:
 
 
 def test_homes_from_the_start() -> None:
-    """With the first look at all workers each model has a home, whose weights are asked for once."""
+    """After the first look at all workers, each model has a home, whose weights are prefetched once."""
     scene = Scene(Fleet(["v", "w"], {"a": Model(), "b": Model()}), Script(a=("v",), b=("w",)))
 
     plan = scene.look()
@@ -150,8 +150,8 @@ def test_a_meta_model_and_what_it_calls_are_together() -> None:
     assert homes(scene.look().table) == dict.fromkeys("abcdmn", ("w",))
 
 
-def test_a_meta_model_torn_apart_is_told() -> None:
-    """Where no worker has all that a meta model calls its parts are packed one by one, with a warning."""
+def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
+    """If no worker has all callees of a meta model, they are packed one by one, with a warning."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["v"].ready = {"a", "m"}
     fleet.servers["w"].ready = {"b"}
@@ -165,7 +165,7 @@ def test_a_meta_model_torn_apart_is_told() -> None:
 
 
 def test_a_meta_model_charges_what_it_calls() -> None:
-    """A request to a meta model is as dear as an item of each of its models."""
+    """A request to a meta model is charged the sum of its callees' items."""
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})
     fleet.servers["v"].ready |= {"m"}
     fleet.servers["v"].calls = {"m": frozenset("ab")}
@@ -178,7 +178,7 @@ def test_a_meta_model_charges_what_it_calls() -> None:
 
 
 def test_models_of_other_backends_are_not_packed() -> None:
-    """What no control service says anything of goes to all workers where it is ready."""
+    """A model without control service figures goes to all workers where it is ready."""
     fleet = Fleet(["v", "w"], {"a": Model()})
     for server in fleet.servers.values():
         server.ready.add("onnx")
@@ -187,8 +187,8 @@ def test_models_of_other_backends_are_not_packed() -> None:
     assert (plan.table["onnx"].ready, plan.table["onnx"].placed) == (("v", "w"), ())
 
 
-def test_consumed_device_seconds_repack() -> None:
-    """The first time after the first budget, then after the other one; an operator's repack starts the count anew."""
+def test_consumed_device_seconds_trigger_a_repack() -> None:
+    """A repack comes after the first budget, then after each other one; an operator's restarts the count."""
     fleet = Fleet(["v"], {"a": Model()})
     scene = Scene(fleet, Script(), first_rebalance_device_s=10, rebalance_device_s=30)
     at = []
@@ -258,7 +258,7 @@ def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
 
 
 def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
-    """They get one at once; the others stay, and are packed anew a moment later."""
+    """If a worker dies, its models get another home at once, and all models are repacked a moment later."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}), Script(a=("u",), b=("v",)))
     scene.settle()
     scene.script.placed.update(a=("w",), b=("w",))
@@ -274,7 +274,7 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
 
 
 def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
-    """With the look that sees it again, as it has their weights; who stood in frees its own, and nothing moves later."""
+    """A worker that missed a probe gets its models back at once, and their interim homes free the weights."""
     models = {name: Model(bytes=10) for name in "abcdefgh"}
     fleet = Fleet(["v", "w"], models, budget=50)
     scene = Scene(fleet, Script())
@@ -295,7 +295,7 @@ def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
 
 
 def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
-    """When all was packed without it, what it gets is for the next packing to say."""
+    """A worker that returns after a repack gets models only by the next one."""
     scene = Scene(Fleet(["u", "v"], {"a": Model()}), Script(a=("u",)))
     scene.settle()
     scene.fleet.servers["u"].alive = False
@@ -307,7 +307,7 @@ def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
 
 
 def test_a_control_service_that_is_away_moves_nothing() -> None:
-    """While only the control service of a worker does not answer, what it said before holds."""
+    """If a control service does not answer, its last view stays valid and nothing moves."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))
     table = scene.settle().table
     scene.fleet.servers["v"].instance = None
@@ -320,8 +320,8 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
     assert any("control services of v" in warning for warning in scene.status().warnings)
 
 
-def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None:
-    """Models go where it is known what they do; what is ready only elsewhere stays there."""
+def test_workers_without_a_control_service_get_models_that_are_only_there() -> None:
+    """Models are packed on workers with figures; a model that is ready only elsewhere stays there."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["v"].instance = None
     fleet.servers["v"].ready.add("c")
@@ -332,7 +332,7 @@ def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None
 
 
 def test_replicas_and_quanta_follow_the_settings() -> None:
-    """A model's own settings go first; replicas wait for the next repack, how they are filled does not."""
+    """A model's own settings take precedence; replicas change with the next repack, the fill at once."""
     fleet = Fleet(["u", "v", "w"], {"a": Model(max_items=8), "b": Model(max_items=0)})
     own = ModelOptions(replicas=2)
     scene = Scene(fleet, Script(a=("u", "v"), b=("u", "v", "w")), replicas="all", models={"a": own})
@@ -351,7 +351,7 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
 
 @pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
 def test_the_largest_figures_that_are_believed(mode: str) -> None:
-    """Nothing overflows, whatever else a worker says beside them."""
+    """The largest accepted figures cause no overflow."""
     planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
     most = 2**64 - 1
     for look in range(4):
@@ -386,8 +386,8 @@ def test_the_mode_stays() -> None:
 
 
 @pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
-def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
-    """Two workers of one runtime are one device, which would get twice its part."""
+def test_a_server_that_is_named_twice_is_warned_of(mode: str) -> None:
+    """Two workers of one runtime are reported, as they are one device that would get twice its part."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()})
     fleet.servers["v"].instance = "w"
 
@@ -400,7 +400,7 @@ def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
 
 
 def test_nothing_is_served() -> None:
-    """No members, members that never answered, and members without models have an empty table."""
+    """Without members, answers or models, the table is empty."""
     planner = Planner(options())
 
     assert planner.look({}, 0.0).table == {}

@@ -1,4 +1,4 @@
-"""Which worker gets a request, and that everything that was counted is taken back."""
+"""The choice of a worker for each request, and the counts of outstanding requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chosen(router: Router, model: str = "a", items: int = 1) -> Choice:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nobody_serves_the_model(mode: Mode) -> None:
+def test_a_model_without_workers_has_no_choice(mode: Mode) -> None:
     """Unknown models and those that are ready nowhere have no worker, and nothing is counted."""
     router = Router(mode)
     router.update({"nowhere": Routes(ready=())})
@@ -59,7 +59,7 @@ def test_round_robin_has_a_cursor_for_each_model() -> None:
 
 
 def test_the_first_requests_of_many_models_go_to_all_workers() -> None:
-    """Not to the first worker, because each model begins with it."""
+    """The first requests of many models are spread over the workers."""
     router = Router("round_robin")
     router.update({f"m{n}": Routes(ready=WORKERS) for n in range(8)})
 
@@ -95,7 +95,7 @@ def test_least_outstanding_weighs_all_models_together() -> None:
 
 
 def test_idle_workers_take_turns() -> None:
-    """One request at a time: with nothing under way each worker comes as often as the others."""
+    """Without outstanding requests, each worker gets as many as the others."""
     router = Router("least_outstanding")
     router.update({"a": Routes(ready=WORKERS)})
     had = []
@@ -120,7 +120,7 @@ def test_items_or_requests_count() -> None:
 @pytest.mark.parametrize("fill", ["least", "rr"])
 @given(data=st.data())
 def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
-    """While requests of one item pile up, each replica gets exactly a quantum of them before the next."""
+    """Of concurrent requests of one item, each replica gets exactly a quantum before the next one."""
     quantum = data.draw(st.integers(1, 9))
     placed = WORKERS[: data.draw(st.integers(2, 4))]
     router = packed(*placed, quantum=quantum, fill=fill)
@@ -133,7 +133,7 @@ def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
 
 
 def test_a_request_that_does_not_fit_opens_the_next_run() -> None:
-    """Requests are never split, so a run of three items each in a quantum of eight has two of them."""
+    """Requests are never split: in a quantum of eight, a run of three items each has two."""
     router = packed("w0", "w1", quantum=8)
 
     assert [chosen(router, items=3).worker for _ in range(4)] == ["w0", "w0", "w1", "w1"]
@@ -141,7 +141,7 @@ def test_a_request_that_does_not_fit_opens_the_next_run() -> None:
 
 
 def test_a_run_ends_when_nothing_is_under_way() -> None:
-    """Requests that come one at a time share no executions, so they go to all replicas in turn."""
+    """A run ends when no request is outstanding, so that single requests go to all replicas in turn."""
     router = packed("w0", "w1", "w2", quantum=32)
     had = []
     for _ in range(6):
@@ -153,7 +153,7 @@ def test_a_run_ends_when_nothing_is_under_way() -> None:
 
 
 def test_a_run_ends_where_the_model_has_gone() -> None:
-    """When the table takes its replica away the next request goes to one of those that are left."""
+    """If the table drops a run's replica, the next request goes to another one."""
     router = packed("w0", "w1", quantum=8)
     assert chosen(router).worker == "w0"
     router.update({"a": Routes(ready=WORKERS, placed=("w1", "w2"), quantum=8)})
@@ -162,7 +162,7 @@ def test_a_run_ends_where_the_model_has_gone() -> None:
 
 
 def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
-    """Where nothing ends, no second run is opened while others have fewer quanta under way."""
+    """A replica that answers nothing gets no second run while others have fewer outstanding quanta."""
     router = packed("w0", "w1", quantum=4)
     stuck = 0
     for _ in range(100):
@@ -176,7 +176,7 @@ def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
 
 
 def test_fill_least_opens_where_the_load_is_least() -> None:
-    """The load of other models decides among replicas with equally many quanta; with rr it is the turn."""
+    """With fill least, the load of other models decides among equal replicas; with rr, the turn does."""
     for fill, expected in (("least", "w1"), ("rr", "w0")):
         router = Router("lpt_packing")
         routes = Routes(ready=WORKERS, placed=("w0", "w1"), quantum=4, fill=fill)  # type: ignore[arg-type]

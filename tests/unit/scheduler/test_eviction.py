@@ -12,9 +12,9 @@ from rsrv.scheduler.events import EvictWeights, SettingsChanged
 from rsrv.scheduler.eviction import (
     POLICIES,
     Resident,
+    choose_victims,
     cost,
     lru,
-    make_room,
     rate,
 )
 from rsrv.scheduler.settings import Eviction, SchedulerSettings
@@ -152,7 +152,7 @@ _residents = st.lists(_resident, max_size=12).map(
 @given(_residents, st.integers(-10, 600), st.sampled_from(sorted(POLICIES)))
 def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: Eviction) -> None:
     """Enough if there is enough, none in vain, and none with work while idle ones are enough."""
-    chosen = make_room(missing, residents, (), NOW, POLICIES[policy])
+    chosen = choose_victims(missing, residents, (), NOW, POLICIES[policy])
 
     if chosen is None:
         assert sum(one.bytes for one in residents) < missing
@@ -172,7 +172,7 @@ def test_policies_order_only_idle_weights(residents: list[Resident], missing: in
     """Where all have work the discipline decides alone."""
     working = [one for one in residents if one.rank is not None]
 
-    assert make_room(missing, working, (), NOW, cost) == make_room(missing, working, (), NOW, lru)
+    assert choose_victims(missing, working, (), NOW, cost) == choose_victims(missing, working, (), NOW, lru)
 
 
 @given(_residents, st.randoms(use_true_random=False), st.sampled_from(sorted(POLICIES)))
@@ -184,7 +184,9 @@ def test_the_choice_does_not_depend_on_the_order_of_asking(
     mixed = list(some)
     random.shuffle(mixed)
 
-    assert make_room(150, some, (), NOW, POLICIES[policy]) == make_room(150, mixed, (), NOW, POLICIES[policy])
+    assert choose_victims(150, some, (), NOW, POLICIES[policy]) == choose_victims(
+        150, mixed, (), NOW, POLICIES[policy]
+    )
 
 
 # --- in the scheduler ----------------------------------------------------------------------------------------

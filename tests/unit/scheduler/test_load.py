@@ -22,7 +22,7 @@ def test_the_load_is_a_part_of_the_snapshot() -> None:
     scheduler.handle(RequestsArrived((Request(2, "a", 0, 1), Request(3, "a", 1, 2))), 1.5)
     scheduler.handle(ExecutionFinished(1, 1.0), 2.0)
 
-    load, snapshot = scheduler.load(), scheduler.snapshot()
+    load, snapshot = scheduler.load_report(), scheduler.snapshot()
 
     assert (load.weight_bytes, load.weight_budget_bytes) == (snapshot.weight_bytes, 100)
     assert load.models.keys() == snapshot.models.keys()

@@ -18,7 +18,7 @@ from rsrv.scheduler.events import (
     Program,
     WeightsLoaded,
 )
-from rsrv.scheduler.eviction import Resident, in_order, lru, make_room
+from rsrv.scheduler.eviction import Resident, choose_victims, in_order, lru
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.weight_states import WeightState
 from rsrv.scheduler.weights import SharedTensorGroup, WeightAccounts
@@ -281,7 +281,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
     order = [one.model for one in in_order(residents, 0.0, lru)]
 
-    victims = make_room(missing, residents, kept)
+    victims = choose_victims(missing, residents, kept)
 
     if victims is None:
         assert freed(models, sizes, order, keep) < missing

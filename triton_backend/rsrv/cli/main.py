@@ -83,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     residency = command("residency", "set where a model's weights always are")
     residency.add_argument("model", metavar="MODEL")
     residency.add_argument("residency", choices=("unpinned", "system", "device"))
-    prefetch = command("prefetch", "load a model's weights as if a request waited")
+    prefetch = command(
+        "prefetch", "load a model's weights ahead of its requests, after those that requests wait for"
+    )
     prefetch.add_argument("model", metavar="MODEL")
     prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
     _target(command("evict", "evict weights that are not pinned"))

@@ -100,7 +100,7 @@ Table = Mapping[str, Routes]
 
 
 class Act(Enum):
-    #: load the model's weights onto the device as if a request waited
+    #: load the model's weights onto the device ahead of its requests
     PREFETCH = "prefetch"
     #: evict them unless they are pinned or in use
     EVICT = "evict"

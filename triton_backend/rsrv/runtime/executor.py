@@ -80,11 +80,11 @@ class CallSlice:
         """On the loop: give the kept outputs to the run; after a failure there may be another try."""
         if succeeded:
             self.run.kept |= self.made
-            self.give_up()
+            self.end_promises()
         self.made.clear()
 
-    def give_up(self) -> None:
-        """On the loop: take back the promise to keep outputs."""
+    def end_promises(self) -> None:
+        """On the loop: stop counting outputs to keep as promised: the run has them, or they will not come."""
         for number in self.keep.values():
             self.run.promised.pop(number, None)
 

@@ -83,8 +83,9 @@ class Loop:
         self._inbox = Inbox()
         #: events for the scheduler, in order
         self._outbox: Outbox = deque()
-        self._settling = False
-        #: a short execution that ended in the last round, and may share this round's arrivals with the next one
+        self._passing_on = False
+        #: an execution on the loop that ended in the last round. Its end is passed on after this round's arrivals, so that
+        #: the next execution can include them.
         self._ended: ExecutionEnded | None = None
         self._scheduler = Scheduler(scheduler_settings(settings))
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
@@ -137,7 +138,7 @@ class Loop:
         self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
         if requests.arrived:
-            self._settle()
+            self._pass_on()
         # After the arrivals: requests that came during the execution may share the next one.
         if self._ended is not None:
             ended, self._ended = self._ended, None
@@ -179,7 +180,7 @@ class Loop:
     def _drain(self) -> None:
         for message in self._inbox.drain():
             self._take(message)
-            self._settle()
+            self._pass_on()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -263,7 +264,7 @@ class Loop:
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
         if self._outbox or self._commands.unanswered:
-            self._settle()
+            self._pass_on()
 
     def _on_close(self, connection: PeerConnection) -> None:
         self._catalog.feed.leave(connection)
@@ -274,7 +275,7 @@ class Loop:
             stub = self.stubs.pop(connection.peer, None)
             if stub is not None:
                 os.close(stub)
-        self._settle()
+        self._pass_on()
 
     def _report(self, connection: PeerConnection, report: dict[str, Any]) -> None:
         group = connection.group
@@ -295,16 +296,16 @@ class Loop:
 
     def _feed(self, event: ev.Event) -> None:
         self._outbox.append(event)
-        self._settle()
+        self._pass_on()
 
-    def _settle(self) -> None:
+    def _pass_on(self) -> None:
         """Pass all arrivals and events to the scheduler, and carry out its instructions, until there is nothing left.
 
         Arrivals come first: an event must find the requests that came before it.
         """
-        if self._settling:
+        if self._passing_on:
             return  # an instruction closed a connection: its events are next
-        self._settling = True
+        self._passing_on = True
         try:
             while True:
                 if self._requests.arrived:
@@ -317,23 +318,23 @@ class Loop:
                 else:
                     break
         finally:
-            self._settling = False
+            self._passing_on = False
         if self._commands.unanswered:
             self._commands.answer()
 
     def _executed(self, ended: ExecutionEnded) -> None:
         # Arrivals of the same moment come first: the next execution should include them.
-        self._settle()
+        self._pass_on()
         self._requests.executed(ended)
-        self._settling = True
+        self._passing_on = True
         try:
             event = ev.ExecutionFinished(
                 ended.dispatch.number, ended.seconds, ended.error, ended.out_of_memory
             )
             self._handle(event, ended)
         finally:
-            self._settling = False
-        self._settle()
+            self._passing_on = False
+        self._pass_on()
 
     def _handle(self, event: ev.Event, ended: ExecutionEnded | None = None) -> None:
         """Pass one event to the scheduler; `ended` comes with `ExecutionFinished`."""

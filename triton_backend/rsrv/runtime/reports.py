@@ -154,7 +154,7 @@ class Reports:
 
     def load(self) -> dict[str, Any]:
         """Return the figures for placing requests on devices; polled often."""
-        load = self._scheduler.load()
+        load = self._scheduler.load_report()
         budget = load.weight_budget_bytes
         return {
             "instance": self._catalog.feed.instance,
@@ -184,7 +184,7 @@ class Reports:
 
     def metrics(self) -> dict[str, Any]:
         """Return all counters by model name, versions of one added up; costs O(models)."""
-        load, totals, metas = self._scheduler.load(), self._scheduler.totals(), self._registry.metas()
+        load, totals, metas = self._scheduler.load_report(), self._scheduler.totals(), self._registry.metas()
         reported = self.stubs.keep({*totals, *(group.name for group in metas)})
         counts = self._weights.cache_counts
         models = {name: _model_metrics(total, reported.get(name)) for name, total in totals.items()}
@@ -211,7 +211,7 @@ class Reports:
 
     def overview(self) -> dict[str, Any]:
         """Return the few counters for a display that polls every second: costs a third of `metrics`."""
-        load, totals, metas = self._scheduler.load(), self._scheduler.totals(), self._registry.metas()
+        load, totals, metas = self._scheduler.load_report(), self._scheduler.totals(), self._registry.metas()
         reported = self.stubs.keep({*totals, *(group.name for group in metas)})
         now = {name: [0, 0, 0] for name in totals}
         for key, entry in self._catalog.entries.items():

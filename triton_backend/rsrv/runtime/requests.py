@@ -285,7 +285,7 @@ class Requests:
         part = self.pending.pop(id)
         self._traces.live.pop(id, None)  # the scheduler may never have known it
         if isinstance(part, CallSlice):
-            part.give_up()
+            part.end_promises()
         self._complete(part.connection, Completion(part.request, status, text=text))
 
     def _complete(self, connection: PeerConnection, completion: Completion) -> None:

@@ -198,7 +198,7 @@ def plan_batch(
 ) -> Batch:
     """Choose the execution that costs least per served row.
 
-    With w1, w2, ... the rows of the waiting requests, oldest first, and c(s) = min(s, max_rows):
+    With w1, w2, ... the rows of the waiting requests in the order of service, and c(s) = min(s, max_rows):
 
         n(s)     = the largest n with w1 + ... + wn <= c(s), at least 1
         rows(s)  = w1 + ... + w_n(s)
@@ -213,7 +213,7 @@ def plan_batch(
     One pass over as many requests as the largest size holds, however many wait.
 
     Args:
-        waiting: rows of each request, oldest first, at least one; read only as far as needed.
+        waiting: rows of each request in the order of service, at least one; read only as far as needed.
         sizes: compiled sizes, ascending.
         seconds: expected cost of one execution of each.
         max_rows: most useful rows in one execution; None: as many as the size.

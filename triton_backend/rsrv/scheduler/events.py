@@ -307,7 +307,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run one compiled size of one model over these requests, oldest first. `rows` of its `size` are useful."""
+    """Run one compiled size of one model over these requests, in the order of service. `rows` of its `size` are useful."""
 
     dispatch: int
     model: str

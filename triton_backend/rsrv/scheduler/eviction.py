@@ -113,7 +113,7 @@ class _FreedBytes:
         return kept
 
 
-def make_room(
+def choose_victims(
     missing: int,
     residents: Iterable[Resident],
     keep: Collection[SharedTensorGroup] = (),

@@ -82,7 +82,7 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     waiting = sum(len(queue) for queue in state.queues.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
     _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
-    _require(not state.held or state.place is None, "it is held, and takes part (5)", state)
+    _require(not state.held or not state.has_work, "it is held, and takes part (5)", state)
     for queue in state.queues.values():
         entries = queue.entries
         _require(
@@ -272,8 +272,9 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
         weights.loading is (loading[0].weights if loading else None),
         "the load in progress is another one (9)",
     )
-    if not loading and loads.first() is not None and not scheduler._residency.compaction.pauses:
-        planned, _ = loads.search(scheduler._now)
+    first = loads.first()
+    if not loading and first is not None and not scheduler._residency.compaction.pauses:
+        planned, _ = loads.search(scheduler._models[first], scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
 
 
@@ -290,9 +291,7 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     )
     leaves = where in RUNNABLE and (eviction or state.draining)
     _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
-    _require(
-        (name in loads.demanded) == (state.place is not None and absent), "demand is not known (9)", state
-    )
+    _require((name in loads.demanded) == (state.has_work and absent), "demand is not known (9)", state)
     _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
         _require(not eviction and reason is None, "it is removed, and in a line (10)", state)
@@ -307,7 +306,7 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
         not eviction or not (weights.pinned or weights.desired), "it is to leave, and to stay (10)", state
     )
     _require(not eviction or not absent, "it is to leave, and absent (10)", state)
-    stays = not evictable(state) or (state.place is not None and weights.unserved)
+    stays = not evictable(state) or (state.has_work and weights.unserved)
     _require(not eviction or stays, "it is to leave, and does not (10)", state)
     if not (scheduler.settings.on_demand or weights.desired):
         _require(not prefetched, "it is prefetched on demand (10)", state)

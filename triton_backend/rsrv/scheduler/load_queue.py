@@ -1,16 +1,16 @@
 """The line for the link: which absent weights load next, and which weights are evicted for them.
 
 The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
-discipline ranks first loads, beside the executions that run. It gets free bytes, or those of the victims that `eviction.make_room` chooses. Not
-evicted for it are:
+discipline ranks first loads, beside the executions that run. It gets free bytes, or those of the victims that
+`eviction.choose_victims` chooses. Not evicted for it are:
 
-- pinned weights, weights on which something executes, and weights that a committed request waits for;
-- weights with waiting requests, as long as idle weights take enough bytes, even if those stay for now;
-- weights whose waiting requests the discipline ranks before those of the model that loads: they would only be loaded
-  back sooner;
-- weights that were loaded less than `residency_factor` times their load's duration ago, if requests wait for them or
-  will soon: the model's pauses are usually shorter than half a load, and the present one is less than twice as long as
-  usual. So clients that think for a moment between two requests do not lose their weights each time; loads that take
+- pinned weights, weights on which an execution runs, and weights that a committed request waits for;
+- weights with waiting requests, if evicting all idle weights would free enough, even those that are protected for now;
+- weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
+  load again;
+- weights that were loaded less than `residency_factor` times their load's duration ago, if requests wait for them, or
+  are expected soon: the model's pauses are usually shorter than half a load, and the present one is less than twice as
+  long as usual. So clients that think for a moment between two requests do not lose their weights each time; loads that take
   turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much longer
   for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
 
@@ -25,8 +25,8 @@ If weights do not load on demand, only required loads evict others.
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
-from rsrv.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
+from rsrv.scheduler.discipline import Discipline
+from rsrv.scheduler.eviction import POLICIES, Resident, choose_victims, freed_by_all
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Rank, Ranking
 from rsrv.scheduler.settings import SchedulerSettings
@@ -218,7 +218,7 @@ class LoadQueue:
         """Note a change of a model with weights on the device: it may be evictable now."""
         if self._blocked_head is not None:
             self._newly_evictable[model] = None
-        if model.place is None:
+        if not model.has_work:
             self._prefetch_may_fit = True
 
     def retry(self) -> None:
@@ -252,21 +252,21 @@ class LoadQueue:
             self._blocked_head = None
             planned = self._plan_prefetch(now) if self.prefetched else None
             return self._plan_restore() if planned is None and self.restored else planned
-        planned = self._plan_head(name, now)
+        planned = self._plan_head(self._models[name], now)
         if planned is None and self._warmed_up_last and self.required:
             # The model whose turn it is does not fit now; the link need not stay idle.
             self._warmed_up_last = False
-            planned = self._plan_head(next(iter(self.required)), now)
+            planned = self._plan_head(self._models[next(iter(self.required))], now)
         return planned
 
-    def _plan_head(self, name: str, now: float) -> PlannedLoad | None:
+    def _plan_head(self, head: ModelState, now: float) -> PlannedLoad | None:
         """Plan the load of the first model in line."""
-        if name == self._blocked_head:
-            self._reconsider(name, now)
-            if name == self._blocked_head:
+        if head.name == self._blocked_head:
+            self._reconsider(head, now)
+            if head.name == self._blocked_head:
                 return None
-        planned, self._retry_at = self.search(now)
-        self._blocked_head = name if planned is None else None
+        planned, self._retry_at = self.search(head, now)
+        self._blocked_head = head.name if planned is None else None
         self._newly_evictable.clear()
         return planned
 
@@ -279,15 +279,14 @@ class LoadQueue:
         yields = self._warmed_up_last and demanded is not None and self._models[required].needs_warm_up
         return demanded if yields else required
 
-    def search(self, now: float) -> tuple[PlannedLoad | None, float]:
-        """Search room for the first model; also return when time alone may make more (inf: it does not)."""
-        head = self._models[self.first() or ""]
+    def search(self, head: ModelState, now: float) -> tuple[PlannedLoad | None, float]:
+        """Search room for a model in line; also return when time alone may make more (inf: it does not)."""
         missing, keep = self.weights.missing(head.weights), head.weights.groups
         idle: list[ModelState] = []
         working: list[ModelState] = []
         for model in self._models.values():
             if evictable(model):
-                (idle if model.place is None else working).append(model)
+                (working if model.has_work else idle).append(model)
         # Weights with waiting requests are candidates only if all idle weights together are not enough.
         enough = missing <= freed_by_all(map(_resident, idle), keep)
         candidates: list[Resident] = []
@@ -298,7 +297,7 @@ class LoadQueue:
                 candidates.append(_resident(model, self.discipline))
             else:
                 retry_at = min(retry_at, at)
-        victims = make_room(missing, candidates, keep, now, self._policy)
+        victims = choose_victims(missing, candidates, keep, now, self._policy)
         planned = None if victims is None else (head, [self._models[victim] for victim in victims])
         return planned, retry_at
 
@@ -326,7 +325,7 @@ class LoadQueue:
 
         A load that follows an abandoned one is never useless: else impatient clients would never be served.
         """
-        if self.weights.abandoning or model.place is not None:
+        if self.weights.abandoning or model.has_work:
             return False
         weights = model.weights
         serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
@@ -346,16 +345,16 @@ class LoadQueue:
             return []
         free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
         missing = min(self.weights.missing(), freed_by_all(free))
-        victims = make_room(missing, free, (), now, self._policy)
+        victims = choose_victims(missing, free, (), now, self._policy)
         return [self._models[victim] for victim in victims or ()]
 
     # --- which weights may be evicted ------------------------------------------------------------------------
 
-    def _reconsider(self, name: str, now: float) -> None:
+    def _reconsider(self, head: ModelState, now: float) -> None:
         """Unblock the first model if a new search may find room."""
         for model in self._newly_evictable:
             if self._models.get(model.name) is model:
-                self._retry_at = min(self._retry_at, self._evictable_at(model, self._models[name]))
+                self._retry_at = min(self._retry_at, self._evictable_at(model, head))
         self._newly_evictable.clear()
         if self._retry_at <= now:
             self._blocked_head = None
@@ -366,14 +365,14 @@ class LoadQueue:
 
     def _idle_evictable_at(self, model: ModelState, head: ModelState) -> float:
         """Return `_evictable_at` as if nothing executed on the model."""
-        if model.weights.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
+        if model.weights.pinned or model.committed:
             return inf
         if head.name in self.required:
             # A warm-up can wait until weights that were loaded for requests have served some.
-            return self._protected_until(model) if head.needs_warm_up and model.place is not None else -inf
+            return self._protected_until(model) if head.needs_warm_up and model.has_work else -inf
         if not self.on_demand:
             return inf
-        if model.place is None:
+        if not model.has_work:
             until = min(self._protected_until(model), self._unused_from(model))
         elif self.discipline.rank(model) <= self.demanded[head.name]:
             return inf
@@ -389,7 +388,7 @@ class LoadQueue:
         self._prefetch_at = inf
         idle: list[Resident] = []
         for one in self._models.values():
-            if self.on_demand and evictable(one) and one.place is None:
+            if self.on_demand and evictable(one) and not one.has_work:
                 # Weights that were loaded after a shed request stay for the next requests, too.
                 until = max(self._protected_until(one), self._unused_from(one))
                 if until <= now:
@@ -399,7 +398,7 @@ class LoadQueue:
         for name in self.prefetched:
             model = self._models[name]
             groups, missing = model.weights.groups, self.weights.missing(model.weights)
-            victims = make_room(missing, idle, groups, now, self._policy)
+            victims = choose_victims(missing, idle, groups, now, self._policy)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
         return None
@@ -435,12 +434,10 @@ class LoadQueue:
 def evictable(model: ModelState) -> bool:
     """True if a model's weights could be evicted now if others need their room."""
     weights = model.weights
-    if weights.state not in RUNNABLE or weights.pinned or model.executions:
-        return False
-    return model.place is None or model.place[0] != COMMITTED_LEVEL
+    return weights.state in RUNNABLE and not (weights.pinned or model.executions or model.committed)
 
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
-    rank = None if discipline is None or model.place is None else discipline.rank(model)
+    rank = discipline.rank(model) if discipline is not None and model.has_work else None
     weights = model.weights
     return Resident(model.name, weights.groups, weights.last_used, rank, weights.load_seconds, weights.uses)

@@ -66,6 +66,7 @@ class ModelState:
         "executions",
         "finishing",
         "front",
+        "has_work",
         "history",
         "name",
         "needs_warm_up",
@@ -107,7 +108,9 @@ class ModelState:
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others were evicted for its second try and get their turn first.
         self.blocked_until = -inf
-        # `recount` derives the next six from the queues and costs. The work of a held model does not count.
+        # `recount` derives the next seven from the queues and costs.
+        #: whether requests wait for it that count: those of a held model do not.
+        self.has_work = False
         #: the queue whose front request is first in the order of service, and the place of that request.
         self.front: VariantQueue | None = None
         self.place: Place | None = None
@@ -130,7 +133,12 @@ class ModelState:
     @property
     def ready(self) -> bool:
         """True if it has work that the device can take now, or as soon as it is not held back."""
-        return self.place is not None and self.weights.state in RUNNABLE
+        return self.has_work and self.weights.state in RUNNABLE
+
+    @property
+    def committed(self) -> bool:
+        """True if a sub-call of a running meta model waits for it, which goes before all other requests."""
+        return self.place is not None and self.place[0] == COMMITTED_LEVEL
 
     @property
     def busy(self) -> bool:
@@ -166,7 +174,7 @@ class ModelState:
     def recount(self) -> None:
         """Derive the values that depend on the queues and the costs. Costs O(variants * sizes)."""
         if not self.queued or self.paused is Pause.HOLD:
-            self.front = self.place = None
+            self.has_work, self.front, self.place = False, None, None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
             self.dispatchable_at = -inf
             return
@@ -180,7 +188,7 @@ class ModelState:
                 backlog += queue.seconds(coalesce=coalesce)
                 if first is None or place < first:
                     front, first = queue, place
-        self.front, self.place, self.backlog_seconds = front, first, backlog
+        self.has_work, self.front, self.place, self.backlog_seconds = True, front, first, backlog
         # The next execution has the size that is cheapest when full, unless fewer rows wait.
         self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
         self.turn_seconds = min(backlog, self.batch_seconds)
@@ -231,7 +239,7 @@ class ModelState:
         self.executing -= len(execute.requests)
         self.executions -= 1
 
-    def load(self) -> ModelLoad:
+    def load_report(self) -> ModelLoad:
         """Return the statistics that are read often. Costs O(variants)."""
         tables, totals = [queue.costs for queue in self.queues.values()], self.totals
         return ModelLoad(

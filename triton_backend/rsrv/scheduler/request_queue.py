@@ -43,10 +43,10 @@ class RequestQueues:
         "departed",
         "dirty",
         "discipline",
+        "late_checks",
         "live",
         "queued",
         "runs",
-        "starts",
     )
 
     def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
@@ -63,8 +63,8 @@ class RequestQueues:
         #: the latest sequence number given to a request.
         self._number = 0
         self.deadlines = Deadlines()
-        #: latest times at which requests must start; only if the discipline sheds.
-        self.starts = Deadlines()
+        #: times at which to check whether requests will be late (`late_requests`); only if the discipline sheds.
+        self.late_checks = Deadlines()
         #: run of a meta model -> its waiting requests, oldest first: the first one is committed, the others are not.
         self.runs: dict[int, list[InFlightRequest]] = {}
         #: models that changed since the scheduler settled its accounts (a dictionary for its order).
@@ -153,7 +153,7 @@ class RequestQueues:
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
                 if sheds and not run:
-                    self.starts.push(entry, -inf)
+                    self.late_checks.push(entry, -inf)
             if run:
                 runs.setdefault(run, []).append(entry)
             ids = queued.get(model)
@@ -171,7 +171,7 @@ class RequestQueues:
             model.history.add(now, "arrived", ids)
         if deadlines.heap:
             deadlines.clean(self.queued)
-            self.starts.clean(self.queued)
+            self.late_checks.clean(self.queued)
         return full
 
     def refuse_full(
@@ -217,7 +217,7 @@ class RequestQueues:
     def reconfigure(self, discipline: Discipline) -> None:
         """Order all waiting requests by another discipline."""
         self.discipline = discipline
-        self.starts.clear()
+        self.late_checks.clear()
         for model in self._models.values():
             self.dirty[model] = None
             for queue in model.queues.values():
@@ -227,7 +227,7 @@ class RequestQueues:
                     entry.place = discipline.place(level, request.deadline, sequence)
                     dated = request.deadline is not None and request.deadline < inf
                     if discipline.sheds and dated and not request.run:
-                        self.starts.push(entry, -inf)
+                        self.late_checks.push(entry, -inf)
                 queue.reorder()
 
     def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
@@ -344,17 +344,21 @@ class LateRequest:
 
 
 def late_requests(
-    starts: Deadlines, models: Mapping[str, ModelState], weights: WeightAccounts, free: float, now: float
+    late_checks: Deadlines,
+    models: Mapping[str, ModelState],
+    weights: WeightAccounts,
+    free: float,
+    now: float,
 ) -> Iterator[LateRequest]:
     """Yield the requests that would be late even if they executed next, alone, at the cheapest size.
 
         max(free, end of the load) + cheapest execution  >  deadline
 
-    `starts` has for each request the time at which to look at it again: -inf for a new one, then the latest start of its
+    `late_checks` has for each request the time at which to look at it again: -inf for a new one, then the latest start of its
     execution, or of the load while its weights are absent. `free` is when the device has done its present work.
     """
     later: list[tuple[InFlightRequest, float]] = []
-    for entry, queue in starts.due(free - SLACK):
+    for entry, queue in late_checks.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline
         if deadline is None:
@@ -367,4 +371,4 @@ def late_requests(
             absent = model.weights.state not in TAKING_BYTES
             later.append((entry, latest - model.weights.remaining_seconds if absent else latest))
     for entry, latest in later:
-        starts.push(entry, latest)
+        late_checks.push(entry, latest)

@@ -7,7 +7,6 @@ state of weights. It marks each model that it changes in `RequestQueues.dirty`, 
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.events import (
     CallerError,
     GiveUp,
@@ -248,7 +247,7 @@ class DeviceResidency:
                 self.evictions[model] = True
                 self._release_requested(model)
             # A load goes on if requests wait for it, or a warm-up.
-            needed = model.needs_warm_up or (self.loads.on_demand and model.place is not None)
+            needed = model.needs_warm_up or (self.loads.on_demand and model.has_work)
             if weights.state is WeightState.LOADING and not (needed or self.weights.abandoning):
                 self._abandon(model, now, out)
             if weights.state not in ON_DEVICE:
@@ -347,7 +346,7 @@ class DeviceResidency:
                 self.loads.forget(model)
                 self.weights.loaded(weights, event.seconds, now)
                 model.totals.load.observe(event.seconds)
-                weights.unserved = model.place is not None
+                weights.unserved = model.has_work
                 model.history.add(now, "weights loaded", event)
                 if not model.draining:
                     self._start_warm_up(model, out)
@@ -377,7 +376,7 @@ class DeviceResidency:
         weights = model.weights
         desired = weights.pinned or weights.desired or model.needs_warm_up
         if event.out_of_memory and not weights.out_of_memory:
-            if model.place is None and not desired:
+            if not model.has_work and not desired:
                 # Requests of a held model cause the next load when the model goes on.
                 return
             weights.out_of_memory = True
@@ -455,7 +454,7 @@ class DeviceResidency:
         model.history.add(now, "abandon load", abandon)
         out.append(abandon)
 
-    def make_room(self, now: float, out: list[Instruction]) -> None:
+    def carry_out_evictions(self, now: float, out: list[Instruction]) -> None:
         """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
         if self.evictions:
             self._evict_requested(now, out)
@@ -482,9 +481,7 @@ class DeviceResidency:
 
         Otherwise it would never execute if it were evicted again and again.
         """
-        if model.place is None:
-            return False
-        return model.place[0] == COMMITTED_LEVEL or (model.weights.unserved and self.loads.on_demand)
+        return model.committed or (model.has_work and model.weights.unserved and self.loads.on_demand)
 
     def compact(self, now: float, out: list[Instruction]) -> float:
         """Evict all weights that are neither pinned nor in use; nothing loads or executes.
@@ -495,7 +492,7 @@ class DeviceResidency:
         self._evict_requested(now, out)
         evicted = [model for model in self._models.values() if evictable(model)]
         evicted.sort(key=lambda model: model.weights.last_used, reverse=True)
-        working = [model for model in evicted if model.place is not None]
+        working = [model for model in evicted if model.has_work]
         for model in evicted:
             self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
         self.loads.retry()

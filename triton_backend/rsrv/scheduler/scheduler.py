@@ -92,7 +92,13 @@ class Scheduler:
         self._round = 0.0
         #: what `_plan` does, in this order.
         residency = self._residency
-        self._steps = (self._compact, residency.make_room, residency.load, self._dispatch, self._load_again)
+        self._steps = (
+            self._compact,
+            residency.carry_out_evictions,
+            residency.load,
+            self._dispatch,
+            self._load_again,
+        )
 
     # --- the one entry -----------------------------------------------------------------------------------
 
@@ -407,7 +413,7 @@ class Scheduler:
     def _load_again(self, now: float, out: list[Instruction]) -> None:
         """Repeat the steps about weights: the first model in line may have been shed, or a run's next request committed."""
         if self._discipline.sheds or self._queues.runs:
-            self._residency.make_room(now, out)
+            self._residency.carry_out_evictions(now, out)
             if not self._queues.dirty:
                 self._residency.load(now, out)
 
@@ -431,7 +437,7 @@ class Scheduler:
         """Tell the discipline and the load queue what a model waits for now."""
         name, discipline, state = model.name, self._discipline, model.weights.state
         self._delayed.pop(name, None)
-        if model.place is None:
+        if not model.has_work:
             (discipline.hold if model.queued else discipline.remove)(name)
             if state is WeightState.QUEUED:
                 self._loads.end_demand(model)
@@ -460,7 +466,7 @@ class Scheduler:
         """End requests that would be late even if they executed next."""
         queues = self._queues
         free = now + self._running.seconds(now)
-        for late in late_requests(queues.starts, self._models, self._residency.weights, free, now):
+        for late in late_requests(queues.late_checks, self._models, self._residency.weights, free, now):
             queues.shed(late.entry, late.queue, now, out)
             if late.absent:
                 self._loads.missed(late.model)
@@ -482,8 +488,8 @@ class Scheduler:
         soonest = inf
         if self._queues.deadlines.heap:
             soonest = min(soonest, self._queues.deadlines.next())
-        if self._queues.starts.heap:
-            soonest = min(soonest, self._queues.starts.next() + 2 * SLACK)
+        if self._queues.late_checks.heap:
+            soonest = min(soonest, self._queues.late_checks.next() + 2 * SLACK)
         if self._admission.waiting:
             soonest = min(soonest, self._admission.next_deadline())
         if self._loads.backing_off:
@@ -548,9 +554,9 @@ class Scheduler:
         state = self._models.get(model) or self._draining.get(model)
         return [] if state is None else state.history.lines()
 
-    def load(self) -> LoadReport:
+    def load_report(self) -> LoadReport:
         """Return the part of `snapshot` that is read often, of loaded models. Costs O(models)."""
-        models = {name: state.load() for name, state in self._models.items()}
+        models = {name: state.load_report() for name, state in self._models.items()}
         weights = self._residency.weights
         return LoadReport(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
 

@@ -31,7 +31,7 @@ class WeightState(StrEnum):
     RESERVED = "reserved"
     #: on the device, for requests.
     RESIDENT = "resident"
-    #: on the device until nothing executes on them, or has to execute first.
+    #: on the device, and to be evicted once no execution runs on them and none has to run before that.
     EVICTING = "evicting"
     #: not on the device: a load failed, and without a new reason it is not retried before the back-off ends.
     BACKOFF = "backoff"

@@ -105,7 +105,7 @@ class Gateway:
                 max_items=load.max_rows,
                 batch_input=_ROWS,
             )
-            for model, load in device.scheduler.load().models.items()
+            for model, load in device.scheduler.load_report().models.items()
         }
         return WorkerView(
             alive=True,

@@ -163,7 +163,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Load the weights of a model as if a request waited for them.
+        """Load the weights of a model ahead of its requests, after those that requests wait for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

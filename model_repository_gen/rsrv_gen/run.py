@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from rsrv import progress
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
 from rsrv_bundle import BundleError
-from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, verify
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import Look
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
 from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
@@ -25,21 +28,39 @@ def run(options: argparse.Namespace) -> int:
     """Bring the repository up to date. Returns the exit status, as `cli.main`."""
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
-        settings = _with_places(load_settings(text, str(options.config or SETTINGS_FILE)), options)
+        settings = load_settings(text, str(options.config or SETTINGS_FILE))
         sources = read_sources(options.bundles)
-        for problem in sources.unusable:
+        for problem in sources.unusable.values():
             _complain(problem)
         for name, problems in sources.broken.items():
             _complain(f"{name} is skipped:", *problems)
+        if not sources.good:
+            return 1
+        present = {path.name for path in options.output.glob("*/")}
+        if unknown := unknown_models(settings, {*sources.good, *sources.broken, *present}):
+            _complain(*(f"{options.config or 'the environment'}: {line}" for line in unknown))
+            return 1
+        settings = _with_places(settings, options, sources)
+        exists = options.check or options.output.exists()
         opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
-        with opened as writer:
+        with opened as writer, closing(Inspector()) as inspector:
             for name in writer.lost if writer else ():
                 _complain(
                     f"{name}: a server ended while it loaded this version; the previous version is no longer kept"
                 )
-            run = _Generator(options.output, options, writer)
+            look = inspector if find_spec("jaxlib") is not None else None
+            if look is None:
+                _complain(
+                    "jaxlib is not installed: the server checks the modules when it loads them, not this"
+                )
+            run = _Generator(options.output, options, writer, look)
             run.models(sources, settings)
-            run.settings(settings)
+            served = not sources.good.keys() <= run.failed
+            # Of a run that made no model, nothing stays: a wrong path must not become a watched folder.
+            if served:
+                run.settings(settings)
+        if not (served or exists):
+            options.output.rmdir()
     except (OSError, SettingsError) as error:
         _complain(str(error))
         return 1
@@ -47,19 +68,19 @@ def run(options: argparse.Namespace) -> int:
     return int(failed or (options.check and run.changes > 0))
 
 
-def _with_places(settings: Settings, options: argparse.Namespace) -> Settings:
+def _with_places(settings: Settings, options: argparse.Namespace, sources: Sources) -> Settings:
     """Return the settings with the link mode and, unless they name them, the folders of the bundles."""
-    given = [Path(os.path.abspath(path)) for path in options.bundles]
+    # A folder without bundles is more likely a typing error than a disk that is mounted later.
+    given = [Path(os.path.abspath(path)) for path in options.bundles if path not in sources.unusable]
     if not settings.lifecycle.bundles:
         file = options.output / SETTINGS_FILE
         keep = file.is_file() and not options.prune
         recorded = _recorded(file.read_text(encoding="utf-8"))["bundles"] if keep else []
-        # A missing folder is more likely a typing error than a disk that is mounted later.
-        new = [path for path in given if path.is_dir() and not _covered(path, recorded)]
+        new = [path for path in given if not _covered(path, recorded)]
         old = [path for path in recorded if path in new or not _covered(path, new)]
         settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
     for path in given:
-        if path.is_dir() and not _covered(path, settings.lifecycle.bundles):
+        if not _covered(path, settings.lifecycle.bundles):
             _complain(f"{path} will not be watched: lifecycle.bundles names other folders")
     return _with_lifecycle(settings, link=options.link) if options.link else settings
 
@@ -89,11 +110,16 @@ class _Generator:
     """Carry out the planned actions, unless this is a check, and report a line for each model."""
 
     def __init__(
-        self, repository: Path, options: argparse.Namespace, writer: RepositoryWriter | None
+        self,
+        repository: Path,
+        options: argparse.Namespace,
+        writer: RepositoryWriter | None,
+        look: Look | None,
     ) -> None:
         self._repository = repository
         self._options = options
         self._writer = writer
+        self._look = look
         self.changes = 0
         #: models that could not be written
         self.failed: set[str] = set()
@@ -118,16 +144,16 @@ class _Generator:
             for step in planned:
                 # The target of a symbolic link may change without an action.
                 written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
-                if not (written and step.plan is not None and self._is_torn(step.name, sources)):
+                if not (written and step.plan is not None and self._is_wrong(step.name, sources)):
                     self._carry_out(step)
                 shown.step(step.name)
 
-    def _is_torn(self, name: str, sources: Sources) -> bool:
+    def _is_wrong(self, name: str, sources: Sources) -> bool:
         try:
-            verify(name, sources)
-        except BundleError as error:
+            verify(name, sources, self._look)
+        except (BundleError, InspectorError) as error:
             self.failed.add(name)
-            _complain(f"{name} is skipped:", *error.problems)
+            _complain(f"{name} is skipped:", *str(error).splitlines())
             return True
         return False
 

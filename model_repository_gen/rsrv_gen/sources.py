@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from rsrv.settings import Settings
+from rsrv.text import nearest
 from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
 from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
 from rsrv_gen.metas import unusable_metas
@@ -27,8 +30,8 @@ class Sources:
     good: dict[str, SourceBundle] = field(default_factory=dict)
     #: model name -> reasons why it cannot be served
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: paths without any bundle: part of the input is unknown
-    unusable: list[str] = field(default_factory=list)
+    #: path without any bundle -> the reason, with the path: part of the input is unknown
+    unusable: dict[Path, str] = field(default_factory=dict)
 
 
 def read_sources(paths: Iterable[Path]) -> Sources:
@@ -41,10 +44,10 @@ def read_sources(paths: Iterable[Path]) -> Sources:
         try:
             found = [place] if (place / "manifest.yaml").is_file() else find_bundles(place)
         except OSError as error:
-            sources.unusable.append(f"{path}: {error.strerror}")
+            sources.unusable[path] = f"{path}: {error.strerror}"
             continue
         if not found:
-            sources.unusable.append(f"{path}: neither a bundle (no manifest.yaml) nor a directory of bundles")
+            sources.unusable[path] = f"{path}: neither a bundle (no manifest.yaml) nor a directory of bundles"
         for bundle in found:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)
@@ -67,22 +70,36 @@ def _read(name: str, places: Sequence[Path]) -> SourceBundle:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
     # No digest: it would read every weight.
     bundle = read_bundle(places[0], digest=False)
-    if bundle.manifest.kind == "meta" and bundle.hooks is not None:
-        check_hooks(bundle.hooks, "meta")
+    if bundle.hooks is not None:
+        check_hooks(bundle.hooks, bundle.manifest.kind)
     # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
     return SourceBundle(bundle, bundle_files(bundle.path))
 
 
-def verify(name: str, sources: Sources) -> None:
+def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
+    """Return a line for each model that the settings name and that is not `known`, with the nearest known name."""
+    named = [("models", name) for name in settings.models]
+    named += [("gateway.models", name) for name in settings.gateway.models]
+    return [
+        f"{section}.{name}: no bundle has this name{nearest(name, sorted(known))}"
+        for section, name in named
+        if name not in known
+    ]
+
+
+def verify(name: str, sources: Sources, look: Look | None = None) -> None:
     """Compare the weights and modules of a good model, and of those that it calls, with their checksums.
 
-    Reads the files that have one. Raises BundleError if one does not match its manifest.
+    Reads the files that have one. If `look` is given, the modules must have the inputs, outputs and weights of the
+    bundle, too. Raises BundleError if a file does not match its manifest, InspectorError.
     """
     for bundle in _made_of(name, sources):
         try:
             if bundle.manifest.sha256:
                 checksums(bundle)
+            if look is not None:
+                check_signatures(bundle, look)
         except BundleError as error:
             if bundle.name == name:
                 raise

@@ -131,6 +131,8 @@ class Update:
     unsure: dict[str, str] = field(default_factory=dict)
     #: models left as they are because one of their bundles is not ready to be read
     later: set[str] = field(default_factory=set)
+    #: names of all bundles
+    bundles: set[str] = field(default_factory=set)
     #: reasons why folders have no bundles
     unusable: list[str] = field(default_factory=list)
 
@@ -187,7 +189,8 @@ def update(
     # A bundle that is being copied looks broken for a moment; it is no error.
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update() if into is None else into
-    done.broken, done.unsure, done.unusable = broken, {}, sources.unusable
+    done.bundles = {*sources.good, *sources.broken}
+    done.broken, done.unsure, done.unusable = broken, {}, [*sources.unusable.values()]
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
     only = set(first) if first else None if names is None else _touched(names, sources, repository)
     planned = steps(

@@ -18,6 +18,7 @@ from rsrv.control import model_loader, watching
 from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.triton import TritonError
+from rsrv.settings import change_model
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.staging import version_of
@@ -793,6 +794,28 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
     run(main())
     assert world.triton.log == []
     assert caplog.text.count("models can't be loaded") == 1
+
+
+def test_settings_of_a_model_whose_bundle_went_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """rsrv-gen refuses them; a server serves on."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
+    world.settings = change_model(world.settings, "b", {"weight": 2})
+
+    async def main() -> None:
+        async with living(world) as lifecycle:
+            await asyncio.sleep(20)
+            assert "no bundle has this name" not in caplog.text
+            shutil.rmtree(world.roots["r"] / "b")
+            await asyncio.sleep(20)
+            place(world.roots["r"] / "a", "v2")
+            await asyncio.sleep(20)
+            assert not lifecycle.failures
+
+    run(main())
+    assert world.triton.texts() == {"a": "v2"}
+    assert caplog.text.count("rsrv.yaml: models.b: no bundle has this name; known are a") == 1
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])

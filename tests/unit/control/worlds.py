@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
-from rsrv.settings import load_settings
+from rsrv.settings import dump_settings, load_settings
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import newest
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -130,10 +130,13 @@ class World:
                 place(self.roots[root] / name, text)
         self.repository = folder / "gen"
         config = folder / "settings.yaml"
-        config.write_text(f"lifecycle: {{look_s: 1{lifecycle and ', ' + lifecycle}}}\n")
         places = [str(path) for path in self.roots.values()]
+        config.write_text(f"lifecycle: {{look_s: 1, bundles: {places}{lifecycle and ', ' + lifecycle}}}\n")
         rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
-        self.settings = load_settings((self.repository / "rsrv.yaml").read_text())
+        self.settings = load_settings(config.read_text())
+        if not self.repository.exists():  # no root has a bundle
+            self.repository.mkdir()
+            (self.repository / "rsrv.yaml").write_text(dump_settings(self.settings))
         self.triton = FakeTriton(self.repository)
         for path in sorted(self.repository.iterdir()):
             if path.is_dir() and (path / "1" / "bundle").is_dir():

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from rsrv_bundle.cli import main as check_bundles
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import signature_of
+from rsrv_gen import run as generator
 from rsrv_gen import staging, write
 from rsrv_gen.cli import main
 from rsrv_gen.config import MARK
 from tests.unit.gen.bundles_for_tests import write_bundle
+
+GOLDEN = Path(__file__).parents[2] / "golden/jax_0_10_2/format_3_0/affine"
 
 
 @pytest.fixture
@@ -171,6 +181,79 @@ def test_a_broken_bundle_is_named_and_the_others_are_written(
     assert "surprise" in errors
     assert tree(gen / "one") == before
     assert (gen / "three/config.pbtxt").is_file()
+
+
+@pytest.fixture
+def inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look into modules in this process: another one takes a second to start."""
+    monkeypatch.setattr(generator, "find_spec", find_spec)
+    monkeypatch.setattr(Inspector, "__call__", lambda self, blob, file: signature_of(blob, file))
+
+
+@pytest.mark.usefixtures("inspected")
+def test_what_check_refuses_is_refused_in_the_same_words(
+    tmp_path: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A weight of another shape, a module that is missing or no module, hooks that are no hooks; the rest is written."""
+    bundles = tmp_path / "bundles"
+    for name in ("good", "shape", "missing", "junk", "hooks"):
+        shutil.copytree(GOLDEN, bundles / name)
+    weights = load_file(GOLDEN / "weights.safetensors")
+    order = {"argument_order": json.dumps(list(weights))}
+    save_file(
+        {name: array[..., :1] for name, array in weights.items()},
+        bundles / "shape" / "weights.safetensors",
+        order,
+    )
+    next((bundles / "missing").glob("*.mlir")).unlink()
+    next((bundles / "junk").glob("*.mlir")).write_bytes(b"junk")
+    (bundles / "hooks" / "model.py").write_text("def preproces(inputs): ...\n")
+    wrong = [bundles / name for name in ("shape", "missing", "junk", "hooks")]
+    assert check_bundles(["check", *map(str, wrong)]) == 1
+    problems = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert len(problems) >= len(wrong)
+    assert run(bundles, "-o", gen) == 1
+    told = capsys.readouterr().err
+    assert [problem for problem in problems if f"\n  {problem}\n" not in told] == []
+    assert [path.name for path in sorted(gen.glob("*/"))] == ["good"]
+    for path in wrong:
+        assert run(path, "-o", tmp_path / "alone") == 1
+        assert not (tmp_path / "alone").exists()
+
+
+def test_a_failed_run_changes_no_settings(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a typing error nor a folder with only broken bundles becomes a folder that is watched."""
+    (bundles.parent / "empty").mkdir()
+    (write_bundle(bundles.parent / "wrong" / "three") / "model.b8.mlir").unlink()
+    for path in ("empty", "wrong", "absent"):
+        assert run(bundles.parent / path, "-o", gen) == 1
+        assert not gen.exists()
+    run(bundles, "-o", gen)
+    before = tree(gen)
+    for path in ("empty", "wrong", "absent"):
+        assert run(bundles.parent / path, "-o", gen) == 1
+        assert tree(gen) == before
+    assert run(bundles, bundles.parent / "empty", "-o", gen) == 1
+    assert "empty: neither a bundle (no manifest.yaml) nor a directory of bundles" in capsys.readouterr().err
+    assert tree(gen) == before
+
+
+@pytest.mark.parametrize("section", ["models: {%s: {weight: 2}}", "gateway: {models: {%s: {replicas: 2}}}"])
+def test_settings_of_a_model_without_a_bundle_are_refused(
+    bundles: Path, gen: Path, section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The nearest name is in the message, and nothing is written."""
+    config = bundles.parent / "settings.yaml"
+    config.write_text(section % "tow")
+    assert run(bundles, "-o", gen, "--config", config) == 1
+    assert "models.tow: no bundle has this name; did you mean 'two'?" in capsys.readouterr().err
+    assert not gen.exists()
+    config.write_text(section % "two")
+    assert run(bundles, "-o", gen, "--config", config) == 0
+    # The bundle is not given this time, and its model is still in the repository.
+    assert run(bundles / "one", "-o", gen, "--config", config) == 0
 
 
 def test_a_name_given_twice_is_an_error(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, sign, watch
 from rsrv.logs import fields
 from rsrv.settings import LifecycleSection, Settings
-from rsrv_gen.sources import SETTINGS_FILE
+from rsrv_gen.sources import SETTINGS_FILE, unknown_models
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import Update, UpdatePolicy, update
 from rsrv_gen.write import being_written, carried, our_models
@@ -102,6 +102,8 @@ class Reconciler:
         self._stubs = StubMonitor(self._repository, view, triton, self._states, self._lifecycle.poll_s)
         #: Places without bundles that the log has named.
         self._unusable: set[str] = set()
+        #: Settings of models without a bundle that the log has named.
+        self._unknown: set[str] = set()
         #: Reason why nothing can be loaded or unloaded; empty if it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -414,6 +416,10 @@ class Reconciler:
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
+        unknown = set(unknown_models(self._settings, done.bundles | done.kept))
+        for line in unknown - self._unknown:
+            log.warning("%s: %s", SETTINGS_FILE, line)
+        self._unknown = unknown
         for name, failure in self._states.set_broken(done.broken, now, time.time()).items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
         for name, text in done.torn.items():

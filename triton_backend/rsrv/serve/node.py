@@ -29,6 +29,7 @@ from rsrv.serve.plan import WORKERS_FILE, ChildSpec, NodePlan, NodeWorker, descr
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.serve.workers_file import WorkersFile, write
 from rsrv.settings import Settings, SettingsError, load_settings
+from rsrv_gen.sources import unknown_models
 
 log = logging.getLogger("rsrv.node")
 
@@ -178,6 +179,7 @@ def alone(directory: Path) -> Iterator[None]:
 def _generate(planned: NodePlan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
     """Write the repositories. Return the names of broken bundles, each with the reason."""
     sources, problems = repositories.find(bundles)
+    problems += unknown_models(settings, {*sources.good, *sources.broken})
     for worker in planned.workers:
         problems += repositories.generate(worker.repository, sources, settings)
     for problem in problems:

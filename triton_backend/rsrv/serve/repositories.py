@@ -16,7 +16,7 @@ from rsrv_gen.write import RepositoryWriter, open_repository
 def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
     """Return the bundles to serve, and a line for each one that cannot be served."""
     sources = read_sources(bundles)
-    problems = [*sources.unusable]
+    problems = [*sources.unusable.values()]
     problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
     return sources, problems
 

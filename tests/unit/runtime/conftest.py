@@ -41,7 +41,7 @@ from tests.waiting import wait_until
 
 
 def export_doubling(path: Path, **weights: list[float]) -> Path:
-    """A bundle: y = 2 x + w, x of 3 columns, sizes 1, 4, 8, `w` the first of these weights in alphabetical order."""
+    """Export y = 2 x + w for x of 3 columns and sizes 1, 4, 8; `w` is the first weight by name."""
     first = min(weights)
     export_bundle(
         lambda params, x: {"y": 2 * x + params[first] + sum(0 * params[name].sum() for name in weights)},
@@ -55,13 +55,13 @@ def export_doubling(path: Path, **weights: list[float]) -> Path:
 
 @pytest.fixture(scope="session")
 def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`export_doubling` with w = 1."""
+    """Return `export_doubling` with w = 1."""
     return export_doubling(tmp_path_factory.mktemp("bundles") / "doubling", w=[1, 1, 1])
 
 
 @pytest.fixture(scope="session")
 def doublings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models `a` to `d`, with w = 1 to 4: they have no tensor in common."""
+    """Return models `a` to `d`, with w = 1 to 4, which share no tensor."""
     folder = tmp_path_factory.mktemp("bundles")
     return {name: export_doubling(folder / name, w=[w, w, w]) for w, name in enumerate("abcd", 1)}
 
@@ -155,7 +155,7 @@ def build(
 
 
 def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> CompiledModel:
-    """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
+    """Return a model that is compiled, loaded and measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
     model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False)
@@ -168,7 +168,7 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
-    """An engine of a stub for `doubling`, connected to `runtime`."""
+    """Start an engine of a stub for `doubling`, connected to `runtime`."""
     started: list[Engine] = []
 
     def start(
@@ -196,7 +196,10 @@ StartMeta = Callable[..., MetaEngine]
 
 @pytest.fixture
 def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta]:
-    """Engines of meta models' stubs. When all are closed, nothing of their runs and models may be left."""
+    """Start engines of meta models' stubs.
+
+    When all are closed, nothing of their runs and models may be left.
+    """
     with ExitStack() as started:
         runtimes: list[Runtime] = []
 
@@ -210,7 +213,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
             client: str = CLIENT,
             **options: Any,
         ) -> MetaEngine:
-            """`run` is its model.py's; `calls` are those of `doublings`, or of `bundles`."""
+            """Start one with its model.py's `run`, over `calls` of `doublings`, or of `bundles`."""
             runtimes.append(runtime)
             path = tmp_path / name
             if not path.exists():
@@ -229,7 +232,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
 
 
 def only_others_are_left(runtime: Runtime) -> bool:
-    """No meta model, and of models that are no part of one only their weights: one tensor each."""
+    """Check that no meta model is left, and of other models only their weights, one tensor each."""
     status = read_status(os.getpid())
     return (
         not status["metas"] and runtime.device.resident == len(status["models"]) and not runtime.device.kept
@@ -237,6 +240,6 @@ def only_others_are_left(runtime: Runtime) -> bool:
 
 
 def nothing_is_under_way() -> bool:
-    """No run, and nothing that one keeps on the device."""
+    """Check that no run is left, and nothing that one keeps on the device."""
     metas = read_status(os.getpid())["metas"].values()
     return not any(meta["waiting"] or meta["running"] or meta["kept_bytes"] for meta in metas)

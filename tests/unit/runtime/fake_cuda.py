@@ -16,7 +16,7 @@ _NAMES = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_
 class FakeCuda:
     """Has the functions by their names. `failing` {function: CUresult}; `capacity` bytes may be allocated.
 
-    Copies are made when somebody waits for an event behind them. Memory that is freed is overwritten first.
+    Copies are made when a caller waits for an event behind them. Memory that is freed is overwritten first.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class FakeCuda:
         self._failing = failing or {}
         self._capacity = capacity
         self._late: list[Callable[[], object]] = []
-        #: contexts that are current
+        # : The stack of current contexts.
         self.depth = 0
         #: {address: (bytes, flags)} of page-locked memory, {address: memory} of the device's, events that there are
         self.locked: dict[int | None, tuple[int, int]] = {}
         self.allocated: dict[int, Array] = {}
         self.events = 0
-        #: how often the driver was told to keep nothing
+        # : How often the driver was told to trim its pool.
         self.trimmed = 0
 
     def __getattr__(self, function: str) -> Any:

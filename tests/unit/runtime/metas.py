@@ -42,11 +42,11 @@ Run = Callable[[dict[str, Array], Any], Any]
 
 @dataclass
 class FakeCallees:
-    """Stands for BLS: models outside of the runtime, as functions of their inputs; and stubs of models in it."""
+    """Stands for BLS: models outside of the runtime, as functions, and stubs of models in it."""
 
     models: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
-    #: the token that each sub-call came with
+    # : The token of each sub-call.
     tokens: list[int] = field(default_factory=list)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
     #: Triton calls one execute() of a model at a time
@@ -82,7 +82,7 @@ class FakeCallees:
         return answer.arrays
 
     def ask(self, name: str, request: FakeRequest) -> FakeResponse:
-        """The answer of one of the stubs."""
+        """Return the answer of one of the stubs."""
         with self._entries[name]:
             answers = self.engines[name].execute([request])
         return answers[0] if answers is not None else answer_of(request)
@@ -94,14 +94,14 @@ class FakeCallees:
 
 
 def with_token(run: int, traceparent: str = "") -> str:
-    """A request's parameters, as Triton hands them over."""
+    """Return a request's parameters, as Triton passes them."""
     return json.dumps({"rsrv_run": str(run), "traceparent": traceparent})
 
 
 def model_engine(
     runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
 ) -> Engine:
-    """The engine of a model's own stub; an internal one has that with `meta.transport: bls` only."""
+    """Start the engine of a model's own stub; an internal model has one with `meta.transport: bls` only."""
     return Engine(
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
@@ -125,7 +125,10 @@ def meta_engine(
     outputs: tuple[WireTensor, ...] = OUTPUTS,
     batched: bool = True,
 ) -> Iterator[MetaEngine]:
-    """The engine of a meta model's stub, connected to `runtime`. `run` and `hooks` stand for those of the bundles."""
+    """Start the engine of a meta model's stub, connected to `runtime`.
+
+    `run` and `hooks` replace the bundles' own.
+    """
     bls: Any = triton or FakeCallees()
     engine = MetaEngine(
         Tensors(FakePbUtils),
@@ -150,13 +153,13 @@ def rows(count: int, value: float = 1.0) -> np.ndarray[Any, Any]:
 
 
 def request(count: int = 1, value: float = 1.0, timeout: float = 0, priority: int = 0) -> FakeRequest:
-    """`rows` for x; `timeout` in seconds, 0 for none."""
+    """Return a request with `rows` for x; `timeout` in seconds, 0 for none."""
     parameters = json.dumps({"rsrv_priority": priority}) if priority else "{}"
     return FakeRequest({"x": rows(count, value)}, int(timeout * 1e6), parameters)
 
 
 def ask(engine: MetaEngine | Engine, *requests: FakeRequest) -> list[FakeResponse]:
-    """The responses of some requests, answered in place or later."""
+    """Return the responses of some requests, answered in place or later."""
     answers = engine.execute(list(requests))
     if answers is not None:
         return answers
@@ -164,7 +167,7 @@ def ask(engine: MetaEngine | Engine, *requests: FakeRequest) -> list[FakeRespons
 
 
 def send(engine: MetaEngine | Engine, *requests: FakeRequest) -> threading.Thread:
-    """Have a thread wait for the answers, which are then with the requests."""
+    """Start a thread that waits for the answers, which are then with the requests."""
 
     def work() -> None:
         answers = engine.execute(list(requests))
@@ -177,7 +180,7 @@ def send(engine: MetaEngine | Engine, *requests: FakeRequest) -> threading.Threa
 
 
 def answer_of(request: FakeRequest) -> FakeResponse:
-    """What was sent gets, waiting for it."""
+    """Wait for the answer of a request, and return it."""
     return request.answers.get(timeout=SOON)
 
 
@@ -195,7 +198,7 @@ def assert_fails(answer: FakeResponse, code: str, text: str) -> None:
 
 
 class Pause:
-    """Where code under test stops until it is told to go on; any number of times, by any number of threads."""
+    """Stops the code under test until it is told to go on; any number of times, by any number of threads."""
 
     def __init__(self) -> None:
         self._reached = threading.Semaphore(0)
@@ -206,13 +209,13 @@ class Pause:
         assert self._go.acquire(timeout=SOON), "nobody said go on"
 
     def reached(self, times: int = 1) -> None:
-        """Wait until it was, so many times more."""
+        """Wait until so many more threads have stopped here."""
         for _ in range(times):
             assert self._reached.acquire(timeout=SOON), "not reached"
 
     @property
     def is_reached(self) -> bool:
-        """Whether somebody came since the last `reached`; that one is then counted."""
+        """Return whether a thread stopped since the last `reached`, and count it."""
         return self._reached.acquire(blocking=False)
 
     def go(self, times: int = 1) -> None:
@@ -220,13 +223,13 @@ class Pause:
 
 
 def status_of(meta: str = "meta") -> dict[str, Any]:
-    """What the runtime says of a meta model."""
+    """Return the status of a meta model."""
     found: dict[str, Any] = read_status(os.getpid())["metas"][meta]
     return found
 
 
 def queued(model: str) -> int:
-    """Requests of a model that wait in the runtime."""
+    """Return the number of a model's requests that wait in the runtime."""
     found: int = read_status(os.getpid())["models"][model]["queued"]
     return found
 
@@ -243,17 +246,17 @@ both_kinds = pytest.mark.parametrize("run", [chain, awaiting], ids=["plain", "as
 
 
 def assert_served(engine: MetaEngine) -> None:
-    """The next request is answered, by `chain` or whatever does the same for 100."""
+    """Check that the next request is answered, by `chain` or an equal model for 100."""
     (answer,) = ask(engine, request(value=100))
     assert_y(answer, rows(1, 404))
 
 
 def memory_of(engine: MetaEngine) -> tuple[int, int]:
-    """Bytes of its connections' memory, which no run uses now, and how many of them are taken."""
+    """Return the bytes of its connections' memory, and how many of them are taken."""
     gc.collect()
     total = taken = 0
     for lane in engine._connections:
-        lane.array((1,), np.dtype(np.uint8))  # takes back what nothing refers to any more
+        lane.array((1,), np.dtype(np.uint8))  # This frees what has no reference any more.
         while lane._returned:
             lane._arena.give(lane._returned.popleft())
         for segment in lane._arena._segments.values():

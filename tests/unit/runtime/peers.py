@@ -1,4 +1,4 @@
-"""Other processes that share host memory: they do one thing at a time and stop where a test wants them to."""
+"""Other processes that share host memory: they run single commands, and pause where a test asks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Peer:
         assert self.hear() == "ready"
 
     def ask(self, command: str) -> str:
-        """What it says next: the command's result, or where it pauses."""
+        """Return the next line: the command's result, or the function in which it pauses."""
         self.say(command)
         return self.hear()
 

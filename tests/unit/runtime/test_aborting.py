@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
-    """One run of a meta model at a time."""
+    """Start a runtime for one run of a meta model at a time."""
     return start_runtime(load_settings("stub: {in_place_ms: 0}\nscheduler: {meta_concurrency: 1}"))
 
 
@@ -46,7 +46,7 @@ def operator(runtime: Runtime) -> Iterator[Operator]:
 
 @pytest.fixture
 def engine(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[Engine]:
-    """Of model `c`."""
+    """Return an engine of model `c`."""
     engine = make_engine(runtime, doublings["c"], name="c")
     yield engine
     runtime.device.gate.set()
@@ -60,7 +60,7 @@ def named(id: str, value: float = 1.0) -> FakeRequest:
 def test_what_waits_is_aborted_and_what_executes_is_not(
     runtime: Runtime, engine: Engine, operator: Operator
 ) -> None:
-    """All that have the id, which need not be one only; others are answered."""
+    """All waiting requests with the id are aborted, executing ones are answered, and so are others."""
     runtime.device.gate.clear()
     requests = [named("ours")]
     engine.execute(requests)
@@ -79,8 +79,8 @@ def test_what_waits_is_aborted_and_what_executes_is_not(
     assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
 
 
-def test_no_id_is_nobodys(runtime: Runtime, engine: Engine, operator: Operator) -> None:
-    """Requests without one are not aborted together."""
+def test_requests_without_an_id_are_not_aborted(runtime: Runtime, engine: Engine, operator: Operator) -> None:
+    """Requests without an id are not aborted by an empty one."""
     runtime.device.gate.clear()
     requests = [named(""), named("")]
     engine.execute(requests)
@@ -93,7 +93,7 @@ def test_no_id_is_nobodys(runtime: Runtime, engine: Engine, operator: Operator) 
 
 
 def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta, operator: Operator) -> None:
-    """It has not begun, and never does; the one before it goes on."""
+    """A run that waits for admission is aborted before it begins, and the one before it goes on."""
     pause = Pause()
     meta = start_meta(runtime, stopping(pause))
     first, second = named("first"), named("second")
@@ -116,7 +116,7 @@ def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta
 def test_a_run_under_way_ends_with_its_next_call(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
-    """What it has called already is answered; it is told why, and the next run is let in."""
+    """A run in progress fails at its next call with CANCELLED, and the next run is admitted."""
     pause = Pause()
     told: list[CallError] = []
 
@@ -149,7 +149,7 @@ def test_a_run_under_way_ends_with_its_next_call(
 def test_the_calls_of_a_run_end_with_it(
     runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
 ) -> None:
-    """One waits, and ends at once; one executes, and is answered: it counts as what cannot be stopped."""
+    """Of the calls of an aborted run, the waiting one ends at once and the executing one is answered."""
     meta = start_meta(runtime, lambda inputs, call: call.many([("a", inputs), ("b", inputs)])[1])
     runtime.device.gate.clear()
     asked = named("ours")
@@ -167,7 +167,7 @@ def test_the_calls_of_a_run_end_with_it(
 def test_requests_of_others_are_served_on(
     runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
 ) -> None:
-    """An id that nobody has changes nothing."""
+    """An unknown id changes nothing."""
     meta = start_meta(runtime, chain)
 
     assert operator.do("abort", request="\ud800") == {"aborted": 0, "executing": 0}

@@ -1,4 +1,4 @@
-"""How much of the device's memory weights may take: the formula, and what is said of what does not fit."""
+"""The weight budget: its formula, and the warnings about models that do not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
     ("arena", "slack", "scratch", "pinned", "limit", "pool", "on_demand"),
     [
         (None, 0.1, 0, 0, None, None, None),  # a CPU, without a limit
-        (None, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit: what executions take is not of it
+        (None, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit, which executions do not use
         (1000, 0.1, 0, 0, None, 900, 900),
         (1000, 0.1, 300, 0, None, 600, 600),
         (1000, 0.0, 0, 400, None, 1000, 600),
@@ -40,7 +40,7 @@ def test_the_formula(
     pool: int | None,
     on_demand: int | None,
 ) -> None:
-    """min((1 - slack) * arena - scratch, limit), and what pinned models leave of it."""
+    """The budget is min((1 - slack) * arena - scratch, limit), and pinned models reduce the rest."""
     budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
 
     assert budget == Budget(pool, pinned, on_demand)
@@ -56,7 +56,7 @@ def test_the_formula(
 def test_no_budget_promises_what_is_not_there(
     arena: int | None, slack: float, scratch: int, pinned: int, limit: int | None
 ) -> None:
-    """Weights, scratch and slack fit into the arena together; the pool is as large as that allows, within bytes."""
+    """Weights, scratch and slack always fit into the arena, and the pool is the largest possible."""
     budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
 
     assert budget.pinned == pinned
@@ -76,7 +76,7 @@ def test_no_budget_promises_what_is_not_there(
 
 @given(sizes, sizes, st.integers(0, 1 << 20))
 def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more: int) -> None:
-    """More scratch, or more pinned weights, and what comes and goes has at most as much as before."""
+    """More scratch or more pinned weights never leave more room on demand."""
 
     def on_demand(scratch: int, pinned: int) -> int:
         budget = solve_budget(arena=1 << 38, slack=0.1, scratch=scratch, pinned=pinned, limit=None)
@@ -88,14 +88,14 @@ def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more:
 
 
 def test_what_fits_is_not_complained_of() -> None:
-    """Not even what fits to the byte, or what has no limit."""
+    """Without a limit, or if everything fits to the byte, there is no warning."""
     assert Budget(100, 40, 60).warning(60) is None
     assert Budget(100, 100, 0).warning(0) is None
     assert Budget(None, 1 << 40, None).warning(1 << 40) is None
 
 
 def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
-    """The bytes that are pinned, those that weights may take, and what to change."""
+    """The warning has the pinned bytes, the budget, and the settings that help."""
     complaint = Budget(100, 101, 0).warning(50)
 
     assert complaint is not None
@@ -105,7 +105,7 @@ def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
 
 
 def test_a_model_that_does_not_fit_is_named_with_what_is_left_for_it() -> None:
-    """Its bytes, and how the pool is divided."""
+    """The warning has the model's bytes and the division of the pool."""
     complaint = Budget(100, 40, 60).warning(61)
 
     assert complaint is not None

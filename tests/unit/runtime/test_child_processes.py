@@ -1,4 +1,4 @@
-"""Stubs that outlive their server: found, given a moment, ended."""
+"""Stubs that outlive their server: they are found, get a moment, and are ended."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def region() -> Iterator[Path]:
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A child that has come as far as its signal.pause()."""
+    """Start a child, and wait until it has reached its signal.pause()."""
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
@@ -41,7 +41,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
     region: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it stays."""
+    """A stub that hangs is killed, and its shared memory is removed."""
     monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
     process = start(_HOLDS_A_REGION, str(region))
     stub = child_processes.open_stub(process.pid, os.getpid())
@@ -56,7 +56,7 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
 
 
 def test_a_stub_that_ends_by_itself_is_left_alone() -> None:
-    """No signal is sent, and nobody waits longer than it takes."""
+    """A stub that ends by itself gets no signal."""
     process = start(_HANGS)
     stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
@@ -69,7 +69,7 @@ def test_a_stub_that_ends_by_itself_is_left_alone() -> None:
 
 
 def test_another_servers_child_is_no_stub_of_ours() -> None:
-    """A tool that asks for the status must not be killed with the server."""
+    """A child of another server, as a tool that asks for the status, is no orphan of ours."""
     process = start(_HANGS)
 
     assert child_processes.open_stub(process.pid, os.getppid()) is None

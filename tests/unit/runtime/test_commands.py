@@ -1,4 +1,4 @@
-"""What operators want of a running runtime is done, or refused with a reason and without a trace."""
+"""Commands of operators to a running runtime: they are done, or refused with a reason."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
-#: of a model of `doublings`
+# : Bytes of a model of `doublings`.
 _BYTES = 12
 
 
@@ -42,7 +42,7 @@ def operator(runtime: Runtime) -> Iterator[Operator]:
 
 @pytest.fixture
 def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[dict[str, Engine]]:
-    """Of models `a` and `b`."""
+    """Return engines of models `a` and `b`."""
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
     yield made
     runtime.device.gate.set()
@@ -62,7 +62,7 @@ def ask(engine: Engine) -> FakeRequest:
 def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """Others are served as before; so is it when it goes on."""
+    """A drained model answers its queue and refuses new requests; other models are served."""
     runtime.device.gate.clear()
     executing = ask(engines["a"])
     assert runtime.device.gate.waiting.wait(10)
@@ -81,7 +81,7 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
 def test_what_a_held_model_is_asked_waits(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """Until it goes on; nothing of it executes meanwhile."""
+    """Requests for a held model wait until it continues, and none executes."""
     operator.do("pause", model="a", mode="hold")
     waiting = ask(engines["a"])
     wait_until(lambda: queued("a") == 1)
@@ -97,7 +97,7 @@ def test_what_a_held_model_is_asked_waits(
 def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """With the same words."""
+    """A rejecting model refuses waiting and new requests with the same message."""
     operator.do("pause", model="a", mode="hold")
     waiting = ask(engines["a"])
     wait_until(lambda: queued("a") == 1)
@@ -112,7 +112,7 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
 def test_a_pause_of_all_holds_for_models_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """But not for one that was told to go on; and another pause of all is for that one, too."""
+    """A pause of all models covers later ones, except a continued one; a second pause covers that, too."""
     operator.do("pause", mode="reject")
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
     operator.do("continue", model="b")
@@ -131,7 +131,7 @@ def test_a_pause_of_all_holds_for_models_that_come_later(
 def test_the_name_of_a_meta_model_means_all_that_it_calls(
     runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta, operator: Operator
 ) -> None:
-    """Its entry shows it, too; another model does not take part."""
+    """A command for a meta model covers its callees, whose entries show it, and no other model."""
     start_meta(runtime, chain)
     other = make_engine(runtime, doublings["c"], name="c")
     with Watcher(runtime) as watcher:
@@ -149,10 +149,10 @@ def test_the_name_of_a_meta_model_means_all_that_it_calls(
 # --- weights -----------------------------------------------------------------------------------------------
 
 
-def test_weights_are_freed_when_somebody_says_so_and_come_when_somebody_says_so(
+def test_weights_are_evicted_and_prefetched_on_command(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """Nobody asks for the model meanwhile; pinned ones are left alone."""
+    """Weights go and come on command without a request; pinned ones stay."""
     operator.do("residency", model="b", residency="device")
     with Watcher(runtime) as watcher:
         assert operator.do("evict", model="a") == {"models": ["a"]}
@@ -169,7 +169,7 @@ def test_weights_are_freed_when_somebody_says_so_and_come_when_somebody_says_so(
 def test_a_model_that_is_not_built_yet_cannot_be_fetched(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """It can be paused, though."""
+    """A model that is being built cannot be prefetched, but can be paused."""
     runtime.device.compiles.clear()
     registering = register(runtime, "a", doublings["a"])
     assert runtime.device.compiles.waiting.wait(10)
@@ -185,7 +185,7 @@ def test_a_model_that_is_not_built_yet_cannot_be_fetched(
 def test_in_explicit_mode_only_what_was_fetched_is_served(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """A model warms up and leaves the device; requests for it are refused until somebody brings it back."""
+    """In explicit mode, requests are refused until a prefetch has made the model resident."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     engine = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -208,7 +208,7 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
 def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
     start_runtime: StartRuntime, doublings: dict[str, Path], newer: str
 ) -> None:
-    """The same with another stub, or a new one: served without a word from anybody, until it is evicted."""
+    """In explicit mode, a newer version or another stub takes over the residency until it is evicted."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     old = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -232,7 +232,7 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
 def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """It was prefetched before, but left when it was unpinned; so does the next version."""
+    """In explicit mode, an unpinned model leaves the device, prefetched or not, as does its next version."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     old = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
@@ -254,7 +254,7 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
 def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """One may wait; null is the general length again."""
+    """A shorter queue applies at once and to later versions; null restores the general length."""
     assert operator.do("policy", model="a", max_queue_depth=1) == {}
     newer = make_engine(runtime, doublings["c"], name="a")
     runtime.device.gate.clear()
@@ -273,7 +273,7 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
 
 
 def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
-    """The request is held back, for longer than it may take, until the delay is taken back."""
+    """With a delay the request waits until the delay is removed."""
     assert operator.do("policy", model="a", weight=2, max_delay_us=60_000_000) == {}
     waiting = ask(engines["a"])
     wait_until(lambda: queued("a") == 1)
@@ -287,7 +287,7 @@ def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Ope
 def test_the_policy_of_a_meta_model_is_also_that_of_its_runs(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
-    """So many may wait to be let in."""
+    """The policy of a meta model applies to its callees, too."""
     start_meta(runtime, chain)
 
     operator.do("policy", model="meta", max_queue_depth=3)
@@ -300,7 +300,7 @@ def test_the_policy_of_a_meta_model_is_also_that_of_its_runs(
 
 
 def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, operator: Operator) -> None:
-    """As watchers know it."""
+    """A ping answers with the instance and the revision that watchers have."""
     with Watcher(runtime) as watcher:
         assert operator.do("ping") == {"instance": watcher.instance, "revision": watcher.revision}
 
@@ -308,7 +308,7 @@ def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, op
 def test_the_story_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """By key; others' are not among them."""
+    """A story has the lines of all versions by key, and of no other model."""
     newer = make_engine(runtime, doublings["c"], name="a")
 
     stories = operator.do("story", model="a")["stories"]
@@ -322,7 +322,7 @@ def test_the_story_of_all_versions(
 def test_a_long_story_is_told_in_a_document(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here frames are short, and hold no name several times."""
+    """A long story arrives as a document, because frames are short."""
     name = "n" * 255
     registering = register(runtime, name, doublings["a"])
     registering.join()
@@ -339,7 +339,7 @@ def test_a_long_story_is_told_in_a_document(
 
 
 def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """Of each model by name, and of the device; what waits is in its time."""
+    """The load has each model's queue and cost, and the device's backlog and budget."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {10 * _BYTES}}}")
     )
@@ -381,7 +381,7 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
 
 
 def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
-    """Both figures are null."""
+    """Without a limit, the free bytes and the budget are null."""
     load = operator.do("load")
 
     assert (load["free_bytes"], load["budget_bytes"]) == (None, None)
@@ -391,7 +391,7 @@ def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
 def test_of_two_versions_the_ready_one_shows(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """In the status and in the load, while the newer one warms up, and while the older one leaves."""
+    """Status and load show the ready one of two versions, while one warms up or leaves."""
     old = make_engine(runtime, doublings["a"], name="m")
     shown = read_status(os.getpid())["models"]["m"]
     runtime.device.uploads.clear()
@@ -420,7 +420,7 @@ def test_of_two_versions_the_ready_one_shows(
 def test_a_profile_is_recorded_in_a_private_directory(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """One at a time, and another one after it."""
+    """A profile goes into a private directory, one at a time."""
     for name in ("first", "second"):
         directory = tmp_path / "profiles" / name
         assert operator.do("profile", directory=str(directory)) == {}
@@ -435,7 +435,7 @@ def test_a_profile_is_recorded_in_a_private_directory(
 def test_commands_that_follow_a_profile_are_answered_after_it(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """In their order, on its connection; nobody else waits."""
+    """Commands after a profile are answered in order on its connection; other connections do not wait."""
     runtime.device.profiles.clear()
     operator.send(command="profile", directory=str(tmp_path / "p"))
     operator.send(command="ping")
@@ -455,10 +455,10 @@ def test_commands_that_follow_a_profile_are_answered_after_it(
     assert nonsense["code"] == "INVALID_ARGUMENT"
 
 
-def test_whoever_wanted_a_profile_may_leave(
+def test_a_profile_outlives_its_client(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """It is recorded all the same, and somebody else ends it."""
+    """A profile goes on after its client has left, and another client ends it."""
     runtime.device.profiles.clear()
     with Operator(runtime) as other:
         other.send(command="profile", directory=str(tmp_path / "p"))
@@ -475,7 +475,7 @@ def test_whoever_wanted_a_profile_may_leave(
 def test_a_profile_goes_into_a_new_directory_only(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, directory: str, code: str
 ) -> None:
-    """Whatever else is named is refused, and no profile runs."""
+    """A profile into any directory but a new one is refused, and none runs."""
     assert operator.do("profile", directory=directory)["code"] == code
     assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
 
@@ -483,7 +483,7 @@ def test_a_profile_goes_into_a_new_directory_only(
 def test_a_device_that_cannot_be_profiled_serves_on(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
 ) -> None:
-    """The reason is the answer; the next try may go well, and one that cannot be ended is over."""
+    """If the device cannot profile, the answer has the reason and the next try may succeed."""
     runtime.device.fail_next("profile", error=RuntimeError("busy"))
     refusal = operator.do("profile", directory=str(tmp_path / "p"))
     assert refusal == {"error": "RuntimeError: busy", "code": "INTERNAL"}
@@ -498,7 +498,7 @@ def test_a_device_that_cannot_be_profiled_serves_on(
 def test_more_commands_than_may_wait_end_the_connection(
     runtime: Runtime, engines: dict[str, Engine], tmp_path: Path
 ) -> None:
-    """Nobody else's."""
+    """Too many waiting commands end their connection and no other."""
     runtime.device.profiles.clear()
     with Operator(runtime) as greedy, Operator(runtime) as other:
         greedy.send(command="profile", directory=str(tmp_path / "p"))
@@ -547,7 +547,7 @@ def test_more_commands_than_may_wait_end_the_connection(
 def test_what_is_no_command_is_refused_with_its_reason(
     engines: dict[str, Engine], wanted: dict[str, Any], code: str, text: str
 ) -> None:
-    """In few words; then nothing has changed."""
+    """A wrong command is refused with a short reason, and changes nothing."""
     before = command(os.getpid(), {"command": "ping"})
 
     with pytest.raises(Refused) as caught:
@@ -599,7 +599,7 @@ names = st.sampled_from(
 def test_any_object_gets_one_answer(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
 ) -> None:
-    """What came of it, or what is wrong, on the same connection; the runtime itself never fails."""
+    """Any JSON object gets one answer on its connection, and the runtime never fails."""
     for one in wanted:
         operator.send(**one)
         said = operator.hear()
@@ -610,7 +610,7 @@ def test_any_object_gets_one_answer(
 
 
 def test_a_frame_that_holds_no_object_ends_its_connection_only(runtime: Runtime, operator: Operator) -> None:
-    """That is no mistake of an operator."""
+    """A frame without a JSON object ends its connection, because no operator sends that."""
     with Operator(runtime) as other:
         other._greeted.sock.send(pack_json(Kind.COMMAND, {})[:8] + json.dumps([1]).encode())
         with pytest.raises(Closed):

@@ -44,7 +44,7 @@ print(json.dumps([counts.compiled, counts.from_cache, counts.shared]))
 
 
 def started(cache: Path, bundle: Path, *, disk_bytes: int | None = None) -> tuple[list[int], str]:
-    """What a process of its own compiled, read and shared, and its log. It must have answered right.
+    """Return what a new process compiled, read and shared, and its log.
 
     `disk_bytes`: no file may become larger.
     """
@@ -60,7 +60,7 @@ def started(cache: Path, bundle: Path, *, disk_bytes: int | None = None) -> tupl
 
 
 def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubling: Path) -> None:
-    """A version with other weights, and one of another name, have the executables of the one that lives."""
+    """A version with other weights, or another name, shares the executables of the live model."""
     device = JaxDevice("cpu")
     old = build_here(doubling, device)
     new_path = tmp_path / "renamed"
@@ -78,8 +78,8 @@ def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubl
     np.testing.assert_array_equal(y, 2 * x + 7)
 
 
-def test_executables_that_nobody_uses_are_gone(doubling: Path) -> None:
-    """With the last model that has them their memory goes, and the next one compiles."""
+def test_unused_executables_are_freed(doubling: Path) -> None:
+    """With the last model, its executables are freed, and the next one compiles."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
     del model
@@ -91,7 +91,7 @@ def test_executables_that_nobody_uses_are_gone(doubling: Path) -> None:
 
 
 def test_another_signature_is_another_executable(doubling: Path) -> None:
-    """The same bytes are shared by those only that call them alike."""
+    """Equal module bytes are shared only with an equal signature."""
     device = JaxDevice("cpu")
     bundle = read_bundle(doubling)
     signatures = check_signatures(bundle)
@@ -109,14 +109,14 @@ def test_another_signature_is_another_executable(doubling: Path) -> None:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory, doubling: Path) -> Path:
-    """A cache with the three executables of `doubling`: tests copy it."""
+    """Return a cache with the three executables of `doubling`; tests copy it."""
     cache = tmp_path_factory.mktemp("filled") / "cache"
     assert started(cache, doubling) == ([3, 0, 0], "")
     return cache
 
 
 def test_a_second_start_compiles_nothing(filled: Path, doubling: Path) -> None:
-    """It reads what the first one compiled, which only its user may do."""
+    """A second start reads the executables of the first from a private directory."""
     assert started(filled, doubling) == ([0, 3, 0], "")
     assert filled.stat().st_mode & 0o777 == 0o700
 
@@ -140,7 +140,7 @@ def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, 
 
 
 def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
-    """Whatever single byte of an entry changes, and wherever it ends, it is not what was put there."""
+    """A change of any byte of an entry, and any truncation, is noticed."""
     value = random.Random(0).randbytes(500)
     cache = CompileCache(tmp_path)
     cache.put("k", value)
@@ -159,7 +159,7 @@ def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
-    """No entry can be written: the model is there all the same, the log says why, and nothing half-written stays."""
+    """If no entry can be written, the model is built, the log says why, and no partial file stays."""
     cache = tmp_path / "cache"
 
     counts, log = started(cache, doubling, disk_bytes=1000)
@@ -170,7 +170,7 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -
 
 
 def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
-    """There is a file in its place: models are compiled again, and the log says so."""
+    """If the cache directory is unusable, models are compiled, and the log says so."""
     (tmp_path / "file").touch()
 
     counts, log = started(tmp_path / "file" / "cache", doubling)
@@ -180,7 +180,7 @@ def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Pa
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
-    """An hour later; what another process writes just now stays."""
+    """Partial files of a killed process are removed after an hour; newer ones stay."""
     for name, age in (("old", 7200), ("new", 60)):
         path = tmp_path / f".unfinished-{name}"
         path.write_bytes(b"half")

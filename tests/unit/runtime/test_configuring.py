@@ -14,8 +14,8 @@ from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
 
 
 def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) -> None:
-    """The answer is the whole section; what was not named stays, through later changes too."""
-    engine = make_engine(runtime, doubling)  # the device is there
+    """The answer has the whole section; settings that are not named stay through later changes."""
+    engine = make_engine(runtime, doubling)  # The device is up.
     before = configure(os.getpid(), {})
     assert before == {**SchedulerSection().model_dump(), "depth": 1}
 
@@ -50,7 +50,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
 def test_what_rsrv_yaml_would_not_take_is_refused(
     runtime: Runtime, changes: dict[str, Any], message: str
 ) -> None:
-    """In the same words; then nothing has changed, not even what was right."""
+    """A wrong setting is refused with the message of rsrv.yaml, and no setting changes."""
     before = configure(os.getpid(), {})
 
     with pytest.raises(Refused) as caught:

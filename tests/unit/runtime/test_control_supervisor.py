@@ -1,4 +1,4 @@
-"""There is a control process for as long as the runtime lives, and never two."""
+"""The supervisor of the control process: one runs as long as the runtime lives, and never two."""
 
 import fcntl
 import os
@@ -16,11 +16,11 @@ from rsrv.wire.paths import CONTROL_LOCK, remove
 
 
 class Over(Exception):
-    """Ends what goes on for ever."""
+    """Ends an endless loop."""
 
 
 class Rests:
-    """In the place of waiting: keeps how long, and ends it all after so many."""
+    """Replaces waiting: records the pauses, and ends the loop after a number of them."""
 
     def __init__(self, times: int, then: Callable[[], None] | None = None) -> None:
         self.seconds: list[float] = []
@@ -36,27 +36,27 @@ class Rests:
 
 
 def python(code: str) -> list[str]:
-    """A stand-in for the control process."""
+    """Return a command line that replaces the control process."""
     return [sys.executable, "-c", code]
 
 
 def test_one_that_ends_is_started_again_later_and_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After 1, 2, 4 ... 60 seconds; the log says with which status it ended."""
+    """Restarts come after 1, 2, 4 ... 60 seconds, and the log has the exit status."""
     rests = Rests(8)
 
     with pytest.raises(Over):
         supervise(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
 
     assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    # Sessions of earlier tests may still look for their runtimes, and say so.
+    # Sessions of earlier tests may still search for their runtimes, and log it.
     told = [one.getMessage() for one in caplog.records if one.name == "rsrv.runtime"]
     assert told[0] == "the control process ended with status 7; starting it again in 1 s"
 
 
 def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:
-    """Whatever was before."""
+    """After a long life, the restart comes after one second again."""
     times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 62.0, 62.0, 63.0])
     rests = Rests(4)
 
@@ -67,7 +67,7 @@ def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And is tried again all the same."""
+    """If the process cannot be started, one line says so, and the next try comes."""
     with pytest.raises(Over):
         supervise([str(tmp_path / "nothing")], tmp_path, Rests(2))
 
@@ -76,7 +76,7 @@ def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.
 
 
 def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -> None:
-    """Its lock says that it is there; no second one is started beside it."""
+    """While a control process of an earlier runtime holds the lock, no second one is started."""
     fd = os.open(tmp_path / CONTROL_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     started = tmp_path / "started"
@@ -96,7 +96,7 @@ def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -
 
 
 def test_it_can_take_the_lock_and_belongs_to_no_terminal_of_ours(tmp_path: Path) -> None:
-    """Its starter holds nothing while it runs; a session of its own, and nothing to read."""
+    """The process can take the lock, and has its own session and an empty stdin."""
     said = tmp_path / "said"
     code = f"""
 import fcntl, os, sys
@@ -111,7 +111,7 @@ open({str(said)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.rea
 
 
 def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
-    """The directory goes with it, and whatever the control process left there."""
+    """If the server has gone, no process is started, and the directory is removed."""
     directory = tmp_path / "runtime"
     directory.mkdir()
     (directory / "control.sock").touch()
@@ -122,7 +122,7 @@ def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
 
 
 def test_it_is_told_whom_it_serves(tmp_path: Path) -> None:
-    """As the runtime itself was; without settings, if the runtime has none."""
+    """The command line has the directory, the server's pid, and the settings if there are some."""
     expected = [sys.executable, "-P", "-m", "rsrv.control", "--directory", "/d", "--server-pid", "7"]
 
     assert control_command(Path("/d"), 7, None) == expected
@@ -131,6 +131,6 @@ def test_it_is_told_whom_it_serves(tmp_path: Path) -> None:
 
 @given(st.floats(0, 1e9))
 def test_pauses_stay_between_a_second_and_a_minute(pause: float) -> None:
-    """Each at least as long as the one before, until that is too long."""
+    """Pauses grow from one second to one minute."""
     assert min(pause, 60) <= next_delay(pause) <= 60
     assert next_delay(pause) >= 1

@@ -1,4 +1,4 @@
-"""CUDA's side without CUDA: a driver that counts, and the options that jax's client is created with."""
+"""The CUDA driver interface with a fake driver, and the options of jax's client."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.runtime.fake_cuda import FakeCuda
 
 @pytest.mark.parametrize(("read_only", "flags"), [(True, 9), (False, 1)])
 def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(read_only: bool, flags: int) -> None:
-    """As memory that the device only reads, where the device knows of that."""
+    """Memory is page-locked for all contexts, as read-only where the device supports that, and unlocked."""
     library = FakeCuda(read_only=read_only)
     driver = Driver(0, library)
 
@@ -21,7 +21,7 @@ def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(read_only: bo
 
 
 def test_a_refusal_has_the_drivers_name_for_it() -> None:
-    """And leaves the thread without a context, as it was."""
+    """An error of the driver has its name, and the thread's context is restored."""
     library = FakeCuda(failing={"cuMemHostRegister_v2": 712})
 
     with pytest.raises(
@@ -33,7 +33,7 @@ def test_a_refusal_has_the_drivers_name_for_it() -> None:
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:
-    """The library is not there, or has no device."""
+    """A missing driver library or device is an error that names the call."""
     with pytest.raises(CudaError, match="cuInit"):
         Driver(0, FakeCuda(failing={"cuInit": 100}))
 
@@ -47,7 +47,7 @@ def test_a_machine_without_a_driver_is_told_so() -> None:
     ],
 )
 def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str, object]) -> None:
-    """What they say is not said again; transfers are never staged."""
+    """jax's environment variables take precedence over the options; transfers are never staged."""
     options = client_options(0.8, True, environment)
 
     assert options == {"should_stage_host_to_device_transfers": False, **expected}

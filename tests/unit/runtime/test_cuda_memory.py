@@ -1,4 +1,4 @@
-"""Weights in memory of the driver's own: a driver without CUDA, and jax computing on that memory, here a CPU's."""
+"""Weights in the driver's own memory, with a fake driver and jax on the CPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ MakeDevice = Callable[[FakeCuda], JaxDevice]
 
 @pytest.fixture
 def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """jax's CPU, whose weights lie where a driver says."""
+    """Return jax's CPU device with weights where a driver puts them."""
 
     def make(library: FakeCuda) -> JaxDevice:
         monkeypatch.setattr(module, "Driver", partial(Driver, library=library))
@@ -46,12 +46,12 @@ SOURCES: list[Array] = [
     np.full(7, 0.5, jnp.float16),
     np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
 ]
-#: those that jax's own memory must take: nothing to move, or no name for it in DLPack
+# : Tensors for jax's own memory: empty ones, and types without a name in DLPack.
 OTHERS: list[Array] = [np.zeros((0, 3), np.float32), np.full(4, 2, jnp.float8_e5m2)]
 
 
 def test_tensors_of_every_type_come_and_go(make_device: MakeDevice) -> None:
-    """Each where the driver has put it, with its shape and its type; freed, nothing is left at the driver."""
+    """Tensors of each type are placed by the driver and freed without a rest."""
     library = FakeCuda()
     device = make_device(library)
 
@@ -66,7 +66,7 @@ def test_tensors_of_every_type_come_and_go(make_device: MakeDevice) -> None:
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(make_device: MakeDevice) -> None:
-    """What was under way is waited for, and freed then: the driver would still write there."""
+    """An abandoned upload waits for the copies under way and then frees the memory."""
     library = FakeCuda()
     answers = iter([False, False, False, True])
 
@@ -88,7 +88,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(make_device: MakeDevice) -> N
 def test_an_upload_that_fails_leaves_no_memory(
     make_device: MakeDevice, library: FakeCuda, error: type[Exception]
 ) -> None:
-    """Without room it can be told from a broken device."""
+    """An upload that fails frees its memory; a lack of memory differs from a broken device."""
     with pytest.raises(error):
         make_device(library).upload([np.ones(10, np.float32) for _ in range(9)])
 
@@ -96,13 +96,13 @@ def test_an_upload_that_fails_leaves_no_memory(
 
 
 def test_without_a_driver_its_memory_is_refused(make_device: MakeDevice) -> None:
-    """The message names the setting."""
+    """Without a driver, the error names the setting."""
     with pytest.raises(DeviceError, match=r"runtime.weight_memory 'driver' .* cuInit"):
         make_device(FakeCuda(failing={"cuInit": 100}))
 
 
 def test_a_model_computes_on_the_drivers_memory(make_device: MakeDevice, doubling: Path) -> None:
-    """At every compiled size."""
+    """A model computes on the driver's memory at every compiled size."""
     library = FakeCuda()
     device = make_device(library)
     model = build_here(doubling, device)
@@ -118,7 +118,7 @@ def test_a_model_computes_on_the_drivers_memory(make_device: MakeDevice, doublin
 
 
 def test_an_execution_without_room_makes_the_driver_keep_nothing(make_device: MakeDevice) -> None:
-    """jax may need for it what weights have left behind; whoever tries again finds that free."""
+    """If an execution finds no memory, the driver trims its pool, so that a retry finds it free."""
     library = FakeCuda()
     device = make_device(library)
     struct: Any = jax.ShapeDtypeStruct
@@ -135,7 +135,7 @@ def test_an_execution_without_room_makes_the_driver_keep_nothing(make_device: Ma
 def test_a_runtime_serves_from_the_drivers_memory(
     make_device: MakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three models of which two fit, in turns: all answers are right, and the driver gets all memory back."""
+    """Three models in room for two are served in turns, and the driver gets all memory back."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path / "runtime"))
     library = FakeCuda()
     models = make_models(tmp_path, Shape(1 << 20, tensors=5), list("abc"))

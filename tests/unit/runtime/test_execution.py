@@ -1,4 +1,4 @@
-"""Gathering and scattering: every request's rows go where they belong, however the requests lie in memory."""
+"""Gathering and scattering: each request gets its rows, for any layout of memory."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,7 +30,7 @@ class FakeModel:
 
 
 def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:
-    """One segment; inputs and outputs of each request behind each other, with gaps between some."""
+    """Return one segment with inputs and outputs of each request in order, with gaps between some."""
     parts, at = [], 0
     for count, gap in zip(rows, gaps, strict=True):
         nbytes = block.places(count)[1]
@@ -41,7 +41,7 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
 
 
 def job(parts: list[RequestSlice], size: int, block: Block) -> Dispatch:
-    """As if the model gave its inputs back."""
+    """Return a dispatch of a model that returns its inputs."""
     model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
     total = sum(part.rows for part in parts)
     return Dispatch(
@@ -56,7 +56,7 @@ def tensor_of(part: RequestSlice, block: Block, index: int, *, outputs: bool) ->
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 @given(data=st.data())
 def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.DataObject) -> None:
-    """For any requests, equal or not, with gaps or not: stacked in order, padded with zeros, given back in order."""
+    """For any requests and gaps, rows are stacked in order, padded with zeros, and returned in order."""
     rows = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
     gaps = data.draw(st.lists(st.sampled_from([0, 0, 64, 200]), min_size=len(rows), max_size=len(rows)))
     parts = lay_out(block, rows, gaps)
@@ -70,7 +70,7 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
 
     work = job(parts, size, block)
     alone = len(parts) == 1 and not padding and rows != [0]
-    # What an earlier batch left must not show.
+    # Content of an earlier batch must not show.
     staged = None if alone else np.full(block.places(size)[1], 77, np.uint8)
     gathered: Any = gather(work, staged, FakeDevice(lambda inputs, weights: []))
     scatter(work, gathered)
@@ -99,7 +99,7 @@ def test_requests_of_one_batch_are_one_run() -> None:
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:
-    """A block serves the next batch, if it is large enough; two executions under way have two."""
+    """Batches reuse a large enough block; two executions under way have two."""
     staging = Staging()
     small = staging.take(1000)
     staging.give(small)

@@ -1,4 +1,4 @@
-"""Inputs from the host and from the device in one execution: everybody's rows go where they belong."""
+"""Inputs from host and device in one execution: each request gets its rows."""
 
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ BLOCKS = {
 
 
 class World:
-    """Requests, what they sent (rows first, by tensor), and outputs of earlier executions that they share."""
+    """Requests, their data (rows first, by tensor), and outputs of earlier executions that they share."""
 
     def __init__(self, block: Block, data: st.DataObject, device: FakeDevice) -> None:
         self.block, self.data, self.device = block, data, device
@@ -31,7 +31,7 @@ class World:
         self.sent: list[list[Array]] = []
         self.outputs: dict[tuple[int, int], Array] = {}
         self.buffers: dict[tuple[int, int], Any] = {}
-        #: where the next request's rows may follow on the last one's
+        # : Places where the next request's rows may adjoin the last one's.
         self.ends: dict[tuple[int, int], int] = {}
 
     def make(self, tensor: Tensor, rows: int) -> Array:
@@ -80,7 +80,7 @@ class World:
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 @given(data=st.data())
 def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: st.DataObject) -> None:
-    """Requests and sub-calls, any rows of earlier outputs, any size: as if all had come from the host."""
+    """Rows of any origin and size give the results of rows from the host."""
     device = FakeDevice(lambda inputs, weights: list(inputs))
     world = World(block, data, device)
     counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -102,7 +102,7 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
         block,
         has_calls=True,
     )
-    # What an earlier batch left must not show.
+    # Content of an earlier batch must not show.
     staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
 
     gathered = [

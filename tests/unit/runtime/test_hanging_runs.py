@@ -1,4 +1,4 @@
-"""What counts as a meta model's own time."""
+"""The time that counts as a meta model's own."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from tests.unit.runtime.metas import SOON, Run, answer_of, assert_y, both_kinds,
 
 @both_kinds
 def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """However long the call takes: a hook that hangs from then on is told first."""
+    """A run that waits for a call never counts as hanging; a hook that hangs is reported."""
     engine = start_meta(runtime, run)
     guard = engine._guard
     guard._backstop = FakeBackstop()

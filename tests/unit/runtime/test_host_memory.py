@@ -78,7 +78,7 @@ def test_new_memory_is_aligned_and_of_the_requested_size(nbytes: int) -> None:
     memory = fresh(nbytes)
 
     assert memory.nbytes == nbytes
-    if nbytes:  # numpy says of an empty array that it is anywhere
+    if nbytes:  # numpy reports any address for an empty array.
         assert memory.ctypes.data % (4096 if nbytes >= LARGE else 64) == 0
     memory[:] = 1
 

@@ -1,4 +1,4 @@
-"""Any order of what may happen to the host's weights: what must hold after all of them."""
+"""Properties of the host's weights after any order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.runtime.weights import Array, bundle_of, large, small
 
 
 class Runtimes(RuleBasedStateMachine):
-    """Two runtimes on one /dev/shm, models that come, change their residency and go, and processes that die."""
+    """Two runtimes on one /dev/shm, models that come, change residency and go, and processes that die."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Runtimes(RuleBasedStateMachine):
         ]
         self.stores = [self.start(), self.start()]
         self.models: list[list[tuple[HostWeights, list[Array]]]] = [[], []]
-        #: what the last one who was killed may have left
+        # : What the last killed process may have left.
         self.left: set[str] = set()
         self.views: list[tuple[Array, Array]] = []
 
@@ -74,7 +74,7 @@ class Runtimes(RuleBasedStateMachine):
 
     @rule(runtime=st.integers(0, 1))
     def die(self, runtime: int) -> None:
-        """The kernel closes everything and removes nothing; so does `close` when it may not unlink."""
+        """End as by SIGKILL: the kernel closes everything and removes nothing."""
         self.left |= self.held(runtime)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rsrv.runtime.host_weights.os.unlink", _refuse)
@@ -101,7 +101,7 @@ class Runtimes(RuleBasedStateMachine):
         names = {path.name for path in self.path.glob("rsrv-weights-*/*")}
         held = self.held(0) | self.held(1)
         assert held <= names <= held | self.left
-        # What was left and used again was removed with its last user.
+        # Leftovers that were used again were removed with their last user.
         self.left &= names
         for read, expected in self.views:
             np.testing.assert_array_equal(read, expected)

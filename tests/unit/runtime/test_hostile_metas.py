@@ -56,7 +56,7 @@ class Peer:
             self.lane.receive(10)
 
     def works(self, token: int) -> bool:
-        """A whole run."""
+        """Return whether a whole run works."""
         self.enter(token, request=1000)
         self.call(token, request=1001)
         wanted, well = {1000, 1001}, True
@@ -128,7 +128,7 @@ MISDEEDS: dict[str, list[Deed]] = {
 def test_a_misbehaving_stub_of_a_meta_model_loses_its_connection_only(
     join: Callable[[], Peer], misdeeds: list[Deed]
 ) -> None:
-    """Its runs are over, and others are served on, as many as before."""
+    """A misbehaving stub loses its connection and its runs; others are served, as many as before."""
     other, culprit = join(), join()
     assert culprit.works(50)
 
@@ -161,8 +161,8 @@ CONFUSED: dict[str, list[Deed]] = {
 
 
 @pytest.mark.parametrize("deeds", CONFUSED.values(), ids=CONFUSED.keys())
-def test_what_a_confused_stub_does_harms_nobody(join: Callable[[], Peer], deeds: list[Deed]) -> None:
-    """It is answered, or ignored; others are served on, and when it is gone nothing of it is left."""
+def test_confused_messages_of_a_stub_harm_no_other(join: Callable[[], Peer], deeds: list[Deed]) -> None:
+    """Confused messages are answered or ignored, others are served, and nothing stays when the stub goes."""
     other, confused = join(), join()
 
     for deed in deeds:
@@ -180,7 +180,7 @@ def test_what_a_confused_stub_does_harms_nobody(join: Callable[[], Peer], deeds:
 def test_calls_of_a_run_that_is_not_let_in_are_not_kept_without_end(
     join: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs are let in at a time, and nobody but its own stub knows how long the third one calls ahead."""
+    """A stub that sends too many calls before its run is admitted loses its connection."""
     monkeypatch.setattr("rsrv.runtime.runs._MAX_HELD", 3)
     other, culprit = join(), join()
     culprit.enter(7, 8, 9)
@@ -192,11 +192,11 @@ def test_calls_of_a_run_that_is_not_let_in_are_not_kept_without_end(
 
 
 def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
-    """Of two calls at once, each of which would fit, the second is told to come later."""
+    """Memory that calls in progress will keep counts: the second of two calls gets QUEUE_FULL."""
     peer = join()
     for step in (ENTER, HEAR):
         step(peer)
-    runtime.device.memory_limit = 1000  # of which runs may keep 50: four rows are 48
+    runtime.device.memory_limit = 1000  # Runs may keep 50 of these; four rows take 48.
     runtime.device.gate.clear()
 
     peer.call(7, rows=4, outputs=[Spot(1, 0, 5)])
@@ -210,7 +210,7 @@ def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer],
 
 
 def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runtime) -> None:
-    """Neither memory nor its number, which the next may use."""
+    """A call that fails keeps no memory, and its number is free for the next one."""
     peer = join()
     for step in (ENTER, HEAR):
         step(peer)
@@ -250,7 +250,7 @@ def test_a_connection_ends_while_the_scheduler_expires_its_runs(
 
 
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
-    """Once its run is let in, and whatever version of them is there by now: they are loaded anew one after the other."""
+    """A token is valid for its meta model's callees, in any version, once its run is admitted."""
     group = Registration("meta@1", "meta", "d1", ("a@1",), {}, ("a",), MetaCounts())
     runs = Runs()
     connection: Any = object()

@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 
 class Client:
-    """A registered lane and a place for one request of one row."""
+    """A registered connection with room for one request of one row."""
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
         self.lane = RuntimeConnection(runtime.open())
@@ -34,7 +34,7 @@ class Client:
         return good._replace(**changes)
 
     def read_on(self) -> None:
-        """Until the connection is closed, which raises."""
+        """Read until the connection is closed, which raises."""
         while True:
             self.lane.receive(10)
 
@@ -69,7 +69,7 @@ MISDEEDS: dict[str, Misdeed] = {
 def test_a_misbehaving_stub_loses_its_connection_only(
     runtime: Runtime, doubling: Path, misdeed: Misdeed
 ) -> None:
-    """The peer is closed on; another stub of the same model is served on."""
+    """A misbehaving stub's connection is closed; another stub of the model is served."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     assert culprit.works()
 
@@ -96,7 +96,7 @@ def test_a_misbehaving_stub_loses_its_connection_only(
     ],
 )
 def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
-    """By a closed connection if it is malformed, by a reason if the model is not there."""
+    """A malformed registration closes the connection; one of a missing model is rejected with a reason."""
     greeted = runtime.open()
     send(greeted.sock, frames.pack_json(Kind.REGISTER, body))
 
@@ -110,7 +110,7 @@ def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[st
 
 
 def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: Path) -> None:
-    """Another protocol's first message ends the connection."""
+    """A peer with another protocol's first message is disconnected."""
     sock = connect(runtime.socket)
     send(sock, b"GET / HTTP/1.1\r\n\r\n")
 
@@ -123,7 +123,7 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
 
 
 def test_json_too_deep_to_read_ends_its_connection_only(runtime: Runtime, doubling: Path) -> None:
-    """Even before the greeting."""
+    """Too deeply nested JSON ends its connection, even before the greeting."""
     sock = connect(runtime.socket)
     send(sock, HEADER.pack(Kind.HELLO, 0, 0) + b"[" * 100_000)
 
@@ -135,10 +135,8 @@ def test_json_too_deep_to_read_ends_its_connection_only(runtime: Runtime, doubli
     client.lane.close()
 
 
-def test_stubs_that_die_while_their_answers_are_under_way_disturb_nobody(
-    runtime: Runtime, doubling: Path
-) -> None:
-    """The end of the execution and the end of the connection meet in every order."""
+def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, doubling: Path) -> None:
+    """Stubs that die before their answers leave others served, in any order of the two ends."""
     other = Client(runtime, doubling)
     runtime.device.seconds = 0.01  # executed on the device's thread, so that they can meet
     for _ in range(50):
@@ -151,7 +149,7 @@ def test_stubs_that_die_while_their_answers_are_under_way_disturb_nobody(
 
 
 def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """The stub passes it to Triton as the reason why the model does not load."""
+    """A missing bundle is rejected with a reason, which the stub passes to Triton."""
     from rsrv.stub.connection import Rejected
 
     lane = RuntimeConnection(runtime.open())
@@ -161,8 +159,8 @@ def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime,
     lane.close()
 
 
-def test_a_stub_that_dies_with_requests_in_flight_disturbs_nobody(runtime: Runtime, doubling: Path) -> None:
-    """Its requests end unheard; the memory that the device writes to lives until then."""
+def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Runtime, doubling: Path) -> None:
+    """If a stub dies, its requests end, and their memory lives until the device is done."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     runtime.device.gate.clear()
     culprit.lane.submit([culprit.submission(id=i) for i in range(20)])
@@ -173,8 +171,8 @@ def test_a_stub_that_dies_with_requests_in_flight_disturbs_nobody(runtime: Runti
     other.lane.close()
 
 
-def test_a_stub_that_does_not_read_stalls_nobody(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Its completions wait in the runtime while the others get theirs."""
+def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, doubling: Path) -> None:
+    """Completions of a stub that does not read wait in the runtime, while others get theirs."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     other, lazy = Client(runtime, doubling), Client(runtime, doubling)
     for start in range(0, 4000, 500):
@@ -190,7 +188,7 @@ def test_a_stub_that_does_not_read_stalls_nobody(start_runtime: StartRuntime, do
 
 
 def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
-    """And no descriptor is lost over it."""
+    """A descriptor that is no sealed memory closes the connection, and is closed itself."""
     greeted = runtime.open()
     fd = create_sealed(4096, "twice")
     send(greeted.sock, frames.pack_ids(Kind.SEGMENT, [0]), [fd])
@@ -203,7 +201,7 @@ def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) 
 
 
 def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime, doubling: Path) -> None:
-    """It waits for its turn meanwhile, and that is longer than epoll can."""
+    """A deadline beyond epoll's range does not end the runtime while its request waits."""
     client = Client(runtime, doubling)
     runtime.device.gate.clear()
     years = time.monotonic_ns() + 10**17
@@ -223,7 +221,7 @@ def descriptors() -> int:
 
 
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
-    """Each answer waits with a descriptor, of which there are only so many for all."""
+    """A peer that asks without reading is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
     before = descriptors()
@@ -241,7 +239,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
 
 
 def test_segments_without_end_close_their_connection(runtime: Runtime, doubling: Path) -> None:
-    """A process has only so many mappings, and others need them, too."""
+    """A connection with too many segments is closed, because mappings are limited."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     fd = create_sealed(4096, "one of many")
     culprit.lane.sock.setblocking(True)
@@ -260,7 +258,7 @@ def test_segments_without_end_close_their_connection(runtime: Runtime, doubling:
 
 
 def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubling: Path) -> None:
-    """Two segments of 600 GiB that hold nothing."""
+    """A connection that maps too much address space is closed."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     for id in (10, 11):
         fd = create_sealed(600 << 30, "hollow")

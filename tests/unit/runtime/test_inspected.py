@@ -1,4 +1,4 @@
-"""Bundles that crash who parses them, against a runtime that has others parse first."""
+"""Bundles that crash their parser, and a runtime that parses in another process first."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def inspector() -> Iterator[Inspector]:
 def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
 ) -> None:
-    """The stub learns which file it is; before and after, models load."""
+    """A bundle that crashes the parser is rejected with the file's name, and other models load and serve."""
     runtime = start_runtime(inspector=inspector)
     before = Client(runtime, doubling)
     bad = shutil.copytree(doubling, tmp_path / "bad")
@@ -46,10 +46,10 @@ def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
     after.lane.close()
 
 
-def test_nobody_looks_while_nothing_is_built(
+def test_the_inspector_ends_when_nothing_is_built(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path
 ) -> None:
-    """The process takes memory, which models could use."""
+    """The process ends when nothing is built, because models need its memory."""
     runtime = start_runtime(inspector=inspector)
     client = Client(runtime, doubling)
     wait_until(lambda: inspector._child is None)
@@ -60,7 +60,7 @@ def test_nobody_looks_while_nothing_is_built(
 def test_a_module_that_is_exchanged_while_it_is_looked_at_is_not_compiled(
     start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
 ) -> None:
-    """What the process has seen is what the runtime takes, or nothing is."""
+    """The runtime compiles exactly the inspected module, or rejects the bundle."""
     bundle = shutil.copytree(doubling, tmp_path / "bundle")
     module = bundle / "model.b8.mlir"
 

@@ -1,4 +1,4 @@
-"""The jax device, on the CPU: what is compiled, cached, and freed."""
+"""The jax device on the CPU: compiling, caching and freeing."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ from tests.unit.runtime.conftest import build_here
 
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
-    """It holds machine code."""
+    """A cache directory that others can write is refused, because it holds machine code."""
     (tmp_path / "cache").mkdir()
     os.chmod(tmp_path / "cache", 0o777)
 
@@ -34,7 +34,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
-    """Each executable runs on the uploaded weights; freed weights are gone at once."""
+    """Each executable computes on the uploaded weights; freed weights are gone at once."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
     assert model.weights is not None
@@ -54,7 +54,7 @@ def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
 
 
 def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:
-    """Batch axes are open, everything else is as compiled."""
+    """The interface has open batch axes and compiled extents."""
     bundle = read_bundle(doubling)
 
     interface = describe(bundle, check_signatures(bundle))
@@ -78,7 +78,7 @@ def tensors(count: int, failing: Exception | None = None) -> Iterator[Array]:
 
 
 def test_an_upload_brings_every_tensor_in_order() -> None:
-    """From an iterator, which is read as the transfers proceed; freeing makes them unusable."""
+    """Tensors are uploaded in order while the iterator is read, and are unusable after freeing."""
     device = JaxDevice("cpu")
 
     buffers = device.upload(tensors(5))
@@ -90,7 +90,7 @@ def test_an_upload_brings_every_tensor_in_order() -> None:
 
 
 def test_an_upload_that_ends_early_leaves_nothing() -> None:
-    """Given up between tensors, given up while the last ones move, or its source failing."""
+    """An upload that is abandoned, or whose source fails, leaves nothing."""
     device = JaxDevice("cpu")
     before = len(jax.live_arrays())
     for given_up_at in (0, 2, 5):
@@ -104,9 +104,9 @@ def test_an_upload_that_ends_early_leaves_nothing() -> None:
 
 
 def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
-    """A tensor is asked for when those before it are on the device, not all of them at the start."""
+    """The source is read tensor by tensor as the transfers proceed."""
     device = JaxDevice("cpu")
-    gc.collect()  # arrays that another test has left behind would go in the midst of this
+    gc.collect()  # Garbage arrays of another test would vanish during this one.
     before = len(jax.live_arrays())
     there: list[int] = []
 
@@ -120,12 +120,12 @@ def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
     assert there == [0, 1, 2, 3]
 
 
-#: more than any address space holds, so that no system overcommits it
+# : More than any address space, so that no system overcommits it.
 ENDLESS = (1 << 46,)
 
 
 def test_an_upload_without_room_says_so_and_leaves_nothing() -> None:
-    """The second tensor is larger than the memory; what came before it is freed."""
+    """An upload without room raises OutOfMemory, and frees the tensors before it."""
     device = JaxDevice("cpu")
     before = len(jax.live_arrays())
 
@@ -136,7 +136,7 @@ def test_an_upload_without_room_says_so_and_leaves_nothing() -> None:
 
 
 def test_an_execution_without_room_says_so() -> None:
-    """Its output is larger than the memory; it is the allocator that refuses, and the next execution is well."""
+    """An execution without room raises OutOfMemory, and the next one works."""
     device = JaxDevice("cpu")
 
     def executable(shape: tuple[int, ...]) -> Executable:
@@ -151,7 +151,7 @@ def test_an_execution_without_room_says_so() -> None:
 
 
 def test_a_cpus_memory_has_no_stated_limit() -> None:
-    """And page-locking does nothing there."""
+    """A CPU has no memory limit, and page-locking does nothing."""
     device = JaxDevice("cpu")
 
     assert (device.memory_limit, device.memory_in_use()) == (None, None)
@@ -159,7 +159,7 @@ def test_a_cpus_memory_has_no_stated_limit() -> None:
 
 
 def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doubling: Path) -> None:
-    """y = 2 x + w with three columns: x and y, and the tuple that holds y, nothing in between."""
+    """The scratch of y = 2 x + w is x, y and the tuple around y."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
 
@@ -170,7 +170,7 @@ def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doublin
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (1000, 33), (1024, 512)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
 def test_an_upload_to_a_cpu_is_one_copy(shape: tuple[int, ...], dtype: type) -> None:
-    """The buffer is what was copied, of any size and type, and not the file's mapping that it came from."""
+    """An upload to a CPU copies once, and does not use the mapping of the file."""
     device = JaxDevice("cpu")
     source: Array = np.full(shape, 3, dtype)
     source.flags.writeable = False
@@ -224,7 +224,7 @@ print(json.dumps([before, sum(sizes), min(loaded), max(map(abs, freed))]))
     ],
 )
 def test_freed_memory_goes_back_to_the_system(rounds: int, sizes: list[int]) -> None:
-    """Each time, and as much after many rounds as after the first few. In a process where nothing else happens."""
+    """Freed memory goes back to the system, also after many rounds."""
     command = [sys.executable, "-c", _ROUNDS, "5", str(rounds), *map(str, sizes)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
 
@@ -235,7 +235,7 @@ def test_freed_memory_goes_back_to_the_system(rounds: int, sizes: list[int]) -> 
 
 
 def test_a_tensor_that_takes_anothers_place_takes_its_memory() -> None:
-    """Until the upload is over; what it has no use for goes back then, and nothing is used twice."""
+    """A replacing tensor takes the memory of the replaced one during an upload; the rest is freed."""
     device = JaxDevice("cpu")
     sizes = [1 << 18, 1 << 18, 1 << 19]
     first = device.upload(np.full(size, 1, np.float32) for size in sizes)
@@ -262,7 +262,7 @@ def _address(buffer: Any) -> int:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) -> None:
-    """It outlives its execution, is an input of the next one, and is not copied to the host."""
+    """An output kept on the device is an input of the next execution without a copy to the host."""
     device = JaxDevice("cpu", asynchronous_cpu=asynchronous)
     model = build_here(doubling, device)
     assert model.weights is not None
@@ -279,7 +279,7 @@ def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) ->
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
-    """Any rows of several tensors, in any places, beside those that come from the host."""
+    """Rows of several device tensors are merged with those from the host."""
     device = JaxDevice("cpu")
     rng = np.random.default_rng(3)
     sources = [np.moveaxis(rng.normal(size=(rows, 3)).astype(np.float32), 0, axis) for rows in (4, 2)]
@@ -298,7 +298,7 @@ def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
 
 
 class _Failing:
-    """An output of an execution that fails while it runs, as a GPU's do."""
+    """An output of an execution that fails while it runs, as on a GPU."""
 
     def block_until_ready(self) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: told to")
@@ -307,7 +307,7 @@ class _Failing:
 
 
 def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnoticed() -> None:
-    """Nothing is copied to the host, which is where failures otherwise show."""
+    """If all outputs stay on the device, a failure of the execution is still noticed."""
     device = JaxDevice("cpu")
     device.asynchronous = True
     executable: Any = lambda: [_Failing()]
@@ -317,7 +317,7 @@ def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnotic
 
 
 def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for an execution, so that something gives way and it is tried again."""
+    """A merge without room raises OutOfMemory, so that weights are evicted and it is retried."""
     device = JaxDevice("cpu")
     buffers = device.upload([np.zeros((2, 3), np.float32)])
 
@@ -330,7 +330,7 @@ def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pyte
 
 
 def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
-    """Its seconds are those of the execution, however long that is, and nothing of it is left for who reads it."""
+    """On a CPU, the launch contains the execution, and its seconds count."""
     export_bundle(
         lambda params, x: {"y": jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ params["w"]), x)},
         {"w": np.eye(256, dtype=np.float32)},
@@ -352,7 +352,7 @@ def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_in_its_directory_when_it_ends(doubling: Path, tmp_path: Path) -> None:
-    """And the next one in its own; there is none to end after that."""
+    """A profile is in its directory when it ends, and each has its own."""
     device = JaxDevice("cpu")
     for name in ("first", "second"):
         directory = tmp_path / name

@@ -1,4 +1,4 @@
-"""Bans from the loop: what it takes, when they end, and what an executor does about them; time is told."""
+"""Bans from the loop: their conditions and ends, and their effect in an executor; the tests set the time."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def slow(bans: LoopBans, seconds: float, *moments: float, model: str = "m") -> l
 
 
 def test_a_single_slow_execution_bans_nothing() -> None:
-    """A CPU that was descheduled once is no evidence about the model, nor are fast executions."""
+    """A single slow execution, as of a descheduled CPU, bans nothing, and neither do fast ones."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0) == [False, False]
@@ -29,7 +29,7 @@ def test_a_single_slow_execution_bans_nothing() -> None:
 
 
 def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> None:
-    """Nobody waits through a second one: that may take as many seconds."""
+    """An execution that blocks the loop for long bans its model at once, because the next may do the same."""
     bans = LoopBans()
 
     assert slow(bans, 3.0, 5.0) == [True]
@@ -37,7 +37,7 @@ def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> 
 
 
 def test_slow_executions_in_a_row_ban_a_model_for_a_while() -> None:
-    """Only that model; when the ban has expired, it takes as many again."""
+    """Three slow executions in a row ban that model for a while, and count anew after it."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0, 2.0) == [False, False, True]
@@ -50,14 +50,14 @@ def test_slow_executions_in_a_row_ban_a_model_for_a_while() -> None:
 
 
 def test_slow_executions_far_apart_ban_nothing() -> None:
-    """Any number, as long as they do not block the loop for too long within the window."""
+    """Slow executions that are far apart never ban a model."""
     bans = LoopBans()
 
     assert not any(slow(bans, 0.04, *(number * (WINDOW_S / 2 + 0.1) for number in range(100))))
 
 
 def test_a_model_that_comes_back_begins_without_slow_executions() -> None:
-    """Its ban and its slow executions are forgotten when it is unloaded; what was counted stays."""
+    """An unloaded model's ban and slow executions are forgotten; the total stays."""
     bans = LoopBans()
     slow(bans, 1.0, 0.0)
     slow(bans, 0.08, 0.0, model="other")

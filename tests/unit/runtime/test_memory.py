@@ -1,4 +1,4 @@
-"""A runtime in a process of its own, as stubs start it: what models took, they leave behind when they go."""
+"""A runtime process as stubs start it: models that go leave no memory behind."""
 
 import os
 import shutil
@@ -35,8 +35,8 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Of a runtime that ends with a process which stands for tritonserver."""
-    # Not below tmp_path: the name of a socket has room for 107 characters.
+    """Return a launcher of a runtime that ends with a fake tritonserver."""
+    # Not below tmp_path, because a socket's path is limited to 107 characters.
     home = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
@@ -63,7 +63,7 @@ def engine(launcher: Launcher, bundle: Path) -> Engine:
 
 
 def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
-    """A model is loaded, answers, and leaves; every third with a request under way."""
+    """Load a model, ask it, and unload it; every third time with a request in flight."""
     stub = engine(launcher, bundle)
     for rows in (1, 3):
         x = question(number, rows)
@@ -79,7 +79,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
 
 
 def at_rest(launcher: Launcher) -> Held:
-    """The runtime's, when all models are gone."""
+    """Return the runtime's figures when all models are gone."""
 
     def read() -> Held | None:
         status = read_status(launcher.server_pid)
@@ -98,7 +98,7 @@ def at_rest(launcher: Launcher) -> Held:
 def test_models_that_come_and_go_leave_nothing(
     launcher: Launcher, products: list[Path], tmp_path: Path, rounds: int
 ) -> None:
-    """Memory, descriptors and threads of the runtime, after each was there once and after many times, are the same."""
+    """After many models have come and gone, memory, descriptors and threads are as after one round."""
     broken = Path(shutil.copytree(products[0], tmp_path / "broken"))
     (broken / "model.b4.mlir").write_bytes(b"ML\xefR no module at all")
     seal(broken)

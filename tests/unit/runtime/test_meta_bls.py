@@ -1,4 +1,4 @@
-"""Meta models that call by way of Triton, and the tokens that prove whose sub-call a request is."""
+"""Meta models that call through Triton, and the tokens that prove whose sub-call a request is."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ StartThrough = Callable[..., tuple[MetaEngine, FakeCallees]]
 
 @pytest.fixture
 def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path]) -> StartThrough:
-    """A meta model, and the Triton through which it calls internal models: one stub each."""
+    """Start a meta model, and the Triton through which it calls internal models: one stub each."""
 
     def start(
         run: Run, calls: str = "ab", *, hooks: dict[str, Hooks] | None = None
@@ -72,7 +72,7 @@ def claim(token: int, value: float = 1) -> FakeRequest:
 
 @both_kinds
 def test_calls_through_triton_give_the_same(start_through: StartThrough, run: Run) -> None:
-    """Each carries the token of its run, which is another one each time; nothing is known of runs that are over."""
+    """Calls through Triton give the same results; each run has a token of its own, which ends with it."""
     engine, triton = start_through(run)
     for n in range(20):
         (answer,) = ask(engine, request(1 + n % 8, n))
@@ -86,7 +86,7 @@ def test_calls_through_triton_give_the_same(start_through: StartThrough, run: Ru
 
 
 def test_handles_scratch_and_many_mean_the_same_through_triton(start_through: StartThrough) -> None:
-    """What would stay on the device comes back as arrays."""
+    """Through Triton, handles become arrays; scratch and many work."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffer = call.scratch(inputs["x"].shape, np.float32)
@@ -147,7 +147,7 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
     code: str,
     text: str,
 ) -> None:
-    """A callee's refusals and its hooks' exceptions: its code, and one line with its name."""
+    """A callee's refusals and its hooks' exceptions have the same code and text with both transports."""
     runtime = start_runtime(load_settings(f"meta: {{transport: {transport}}}"))
     engines = {"a": model_engine(runtime, doublings["a"], hooks, internal=True)} if transport == "bls" else {}
     engine = start_meta(
@@ -163,7 +163,7 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
 
 
 def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> None:
-    """The third one does until its deadline, though Triton would take its calls."""
+    """A third run through Triton waits for admission until its deadline."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> No
 def test_calls_through_triton_have_their_runs_deadline(
     runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
 ) -> None:
-    """The device is busy: the sub-call expires in the runtime, and the client is told once."""
+    """A sub-call through Triton has its run's deadline and expires in the runtime."""
     engine, plain = start_through(chain)[0], start_engine()
     runtime.device.gate.clear()
     thread = send(plain, request())
@@ -201,10 +201,10 @@ def test_calls_through_triton_have_their_runs_deadline(
 # --- whose sub-call ---------------------------------------------------------------------------------------
 
 
-def test_an_internal_model_serves_nobody_but_running_meta_models(
+def test_an_internal_model_serves_running_meta_models_only(
     runtime: Runtime, start_through: StartThrough
 ) -> None:
-    """Not without a token, nor with one that nobody has; with that of a run, until the run ends."""
+    """An internal model answers only requests with the token of a running run."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_an_internal_model_serves_nobody_but_running_meta_models(
 def test_a_token_is_good_for_the_models_that_its_meta_model_lists(
     runtime: Runtime, start_through: StartThrough, doublings: dict[str, Path]
 ) -> None:
-    """Another internal model refuses it, while the run is under way."""
+    """A token is not valid for an internal model that its meta model does not list."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_a_token_is_good_for_the_models_that_its_meta_model_lists(
 
 @pytest.mark.parametrize("token", [1, 12345, (1 << 64) - 1])
 def test_a_plain_client_that_guesses_is_refused(start_engine: StartEngine, token: int) -> None:
-    """A public model, which it could have had by asking plainly: it executes nothing for such a request."""
+    """A public model refuses a request with a guessed token."""
     engine = start_engine()
     (answer,) = ask(engine, claim(token))
     assert_fails(answer, FakeError.NOT_FOUND, "")
@@ -273,7 +273,7 @@ def test_a_plain_client_that_guesses_is_refused(start_engine: StartEngine, token
     ['""', '"-1"', '"0x10"', '"1e3"', '"18446744073709551616"', "true", "null", "[1]", "1.5", '"1 "', '"²"'],
 )
 def test_a_token_is_decimal_text(start_engine: StartEngine, parameter: str) -> None:
-    """Whatever else a client sends there is refused as what it is, and its neighbours are answered."""
+    """A malformed token is refused by name, and other requests are answered."""
     engine = start_engine()
     bad = FakeRequest({"x": rows(1)}, parameters=f'{{"rsrv_run": {parameter}}}')
     answers = ask(engine, request(), bad, request())
@@ -285,7 +285,7 @@ def test_a_token_is_decimal_text(start_engine: StartEngine, parameter: str) -> N
 def test_a_request_that_guesses_does_not_overtake(
     runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
 ) -> None:
-    """While runs are under way and the device is busy, it is turned away at once and jumps no queue."""
+    """A request with a guessed token is refused at once and does not overtake others."""
     engine, triton = start_through(chain)
     plain = start_engine()
     runtime.device.gate.clear()
@@ -306,7 +306,7 @@ def test_a_request_that_guesses_does_not_overtake(
 def test_a_clients_own_parameter_on_a_meta_model_means_nothing(
     runtime: Runtime, start_through: StartThrough
 ) -> None:
-    """The run makes its own token, whatever the client says."""
+    """A client's own token on a meta model is ignored: the run makes its own."""
     engine, triton = start_through(chain)
     (answer,) = ask(engine, claim(42))
     assert_y(answer, rows(1, 8))

@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 
 
 class Log:
-    """What the device executed: the model's weight, and the rows with padding."""
+    """Records the device's executions: the model's weight, and the rows with padding."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, int]] = []
@@ -45,7 +45,7 @@ class Log:
 def test_sub_calls_overtake_what_waits_and_take_it_along(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path], discipline: str
 ) -> None:
-    """Requests of d and b wait before a run calls b: b's execute with the sub-call, and then d's."""
+    """Sub-calls overtake waiting requests, and those of the same model share their execution."""
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
     configure(os.getpid(), {"discipline": discipline})
@@ -88,7 +88,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
 def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """call.many of eight full calls does not lock an urgent plain request out."""
+    """Of many parallel calls, the oldest goes first, so that an urgent plain request is not locked out."""
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
     configure(os.getpid(), {"discipline": "fifo"})
@@ -121,7 +121,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
 
 
 def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta) -> None:
-    """Four runs of two meta models at one callee: one execution; its time is charged by rows, each is one call."""
+    """Runs of two meta models share an execution of their callee, and are charged by rows."""
     configure(os.getpid(), {"meta_concurrency": 4})
     pause = Pause()
 
@@ -154,7 +154,7 @@ def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, star
 
 
 def test_runs_are_answered_whether_in_place_or_later(runtime: Runtime, start_meta: StartMeta) -> None:
-    """After some short runs execute() waits for them; one that takes long is handed over, and then they come later."""
+    """Short runs are answered in place after some measurements, and slow ones later."""
     engine = start_meta(runtime, chain)
     ways: list[bool] = []
     for n in range(100):
@@ -170,7 +170,7 @@ def test_runs_are_answered_whether_in_place_or_later(runtime: Runtime, start_met
         assert_y(answer, rows(1, 4 * n + 4))
     runtime.device.gate.clear()
     slow = [request(1, n) for n in range(2)]
-    assert engine.execute(slow) is None  # after a while
+    assert engine.execute(slow) is None  # This takes a while.
     runtime.device.gate.set()
     for n, one in enumerate(slow):
         assert_y(answer_of(one), rows(1, 4 * n + 4))
@@ -185,7 +185,7 @@ def test_runs_are_answered_whether_in_place_or_later(runtime: Runtime, start_met
 def test_many_awaited_calls_are_in_flight_at_once(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """A hundred of one run wait together for the device; each gets its own result."""
+    """A hundred awaited calls of one run wait for the device together, and each gets its result."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         async def one(n: int) -> Any:
@@ -210,7 +210,7 @@ def test_many_awaited_calls_are_in_flight_at_once(
 
 
 def test_an_awaited_run_with_a_deadline_is_on_time(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A deadline that is far away changes nothing, through many runs on one connection."""
+    """A far deadline changes nothing for awaited runs."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         a, b = await asyncio.gather(call("a", inputs), call("b", inputs))

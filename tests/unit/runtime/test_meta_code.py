@@ -1,4 +1,4 @@
-"""What user code of meta models does wrong, and what it may do: it fails its own request and nothing else."""
+"""Errors in the code of meta models: they fail their own request and no other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ BAD: dict[str, Run] = {
 def test_user_code_that_goes_wrong_fails_its_request_only(
     runtime: Runtime, start_meta: StartMeta, bad: Run
 ) -> None:
-    """It raises, leaves the interpreter, or returns what the manifest does not say; the log has the details."""
+    """A run that raises, exits or returns a wrong result fails its request; details go to the log only."""
     awaits = asyncio.iscoroutinefunction(bad)
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -115,10 +115,8 @@ def test_user_code_that_goes_wrong_fails_its_request_only(
     assert_served(engine)
 
 
-def test_calls_that_nobody_awaits_are_over_before_the_next_run(
-    runtime: Runtime, start_meta: StartMeta
-) -> None:
-    """The run returns without them; they end by themselves, and do not get into others' answers."""
+def test_unawaited_calls_end_before_the_next_run(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Calls that the run did not await end before the next run, and do not mix with its answers."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:
@@ -138,7 +136,7 @@ def test_calls_that_nobody_awaits_are_over_before_the_next_run(
 def test_one_of_several_awaited_calls_fails_while_others_are_under_way(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """gather raises at once, and the run ends; those under way are waited for, and nothing of them is left."""
+    """If one of several awaited calls fails, the run ends after the others have ended."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:
@@ -163,7 +161,7 @@ def test_one_of_several_awaited_calls_fails_while_others_are_under_way(
 
 
 def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_meta: StartMeta) -> None:
-    """gather with return_exceptions, and a try around one call."""
+    """A run may catch a failed call, by gather's return_exceptions or a try, and continue."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         async def refused() -> Any:
@@ -180,7 +178,7 @@ def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_me
 
 
 def test_scratch_takes_the_shapes_that_numpy_takes(runtime: Runtime, start_meta: StartMeta) -> None:
-    """numpy's own integers among them."""
+    """scratch accepts each shape that numpy does, numpy integers included."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         shapes: list[Any] = [3, np.int64(3), (3,), [np.int32(1), 3], (), np.array([2, 3])]
@@ -195,7 +193,7 @@ def test_scratch_takes_the_shapes_that_numpy_takes(runtime: Runtime, start_meta:
 def test_a_model_without_inputs_may_be_called(
     runtime: Runtime, start_meta: StartMeta, tmp_path: Path
 ) -> None:
-    """A table, say."""
+    """A model without inputs, such as a table, can be called."""
     export_bundle(
         lambda params: {"table": 2 * params["w"]},
         {"w": jnp.ones(3, jnp.float32)},

@@ -1,4 +1,4 @@
-"""Results of meta models' calls that stay on the device: what becomes of them, and what may be done with them."""
+"""Results of meta models' calls that stay on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import wait_until
 
 
 def hold_device(runtime: Runtime, plain: Engine) -> Any:
-    """The device executes a plain request until its gate is opened; the thread that waits for it."""
+    """Hold the device with a plain request until its gate opens; return the waiting thread."""
     runtime.device.gate.clear()
     thread = send(plain, request())
     assert runtime.device.gate.waiting.wait(20)
@@ -41,7 +41,7 @@ def hold_device(runtime: Runtime, plain: Engine) -> Any:
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: StartMeta, count: int) -> None:
-    """Three stages without a copy between them, at any number of rows; all outputs, or those named."""
+    """Padding never shows through three stages on the device, for any rows and outputs."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs, keep_on_device=True)["y"]
@@ -61,7 +61,7 @@ def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: Star
 def test_runs_whose_rows_share_an_output_keep_their_own(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """One execution served both, and each goes on with its own rows: together again, or alone."""
+    """Runs that share one execution's output continue with their own rows, together or alone."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_runs_whose_rows_share_an_output_keep_their_own(
 def test_rows_from_the_host_and_the_device_share_an_execution(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """Kept rows of two outputs, rows from a client and a plain request's, in one execution: each gets its own."""
+    """One execution merges kept rows of two outputs, a client's rows and a plain request's."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
 
 
 def test_several_calls_may_take_one_handle(runtime: Runtime, start_meta: StartMeta) -> None:
-    """At once and after each other; it is not used up."""
+    """A handle may be used by several calls, in parallel and in turn."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs, keep_on_device=True)["y"]
@@ -150,7 +150,7 @@ def test_several_calls_may_take_one_handle(runtime: Runtime, start_meta: StartMe
 
 
 def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta: StartMeta) -> None:
-    """With the next call at the latest, while the run goes on."""
+    """A dropped handle frees the device with the next call at the latest."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
 
 
 def test_a_handle_does_not_outlive_its_request(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A run that stores it for the next one gets a clear error there."""
+    """A handle stored for the next run gives a clear error there."""
     stored: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def test_a_handle_does_not_outlive_its_request(runtime: Runtime, start_meta: Sta
 def test_calls_with_kept_inputs_are_tried_again_when_memory_runs_out(
     runtime: Runtime, start_meta: StartMeta, count: int
 ) -> None:
-    """The first try of the second stage finds no memory on the device; the second one has all that it needs."""
+    """A call with kept inputs is retried when the device's memory runs out."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs, keep_on_device=True)["y"]
@@ -233,7 +233,7 @@ def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMet
 def test_what_a_call_that_failed_should_have_kept_is_not_there(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """It has no result, nothing is kept, and the run may go on."""
+    """A failed call keeps nothing on the device, and the run may go on."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         runtime.device.fail_next("launch", error=RuntimeError("secret"))
@@ -254,7 +254,7 @@ def plus(amount: float) -> Any:
 
 
 def test_hooks_of_stages_apply(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Before the model and after it, of numpy and of results alike."""
+    """The hooks of a stage apply to arrays and to results."""
     engine = start_meta(
         runtime,
         lambda inputs, call: {"y": call("b", {"x": call("a", inputs)["y"]})["y"]},
@@ -276,7 +276,7 @@ def test_hooks_of_stages_apply(runtime: Runtime, start_meta: StartMeta) -> None:
 def test_hooks_need_their_tensors_on_the_host(
     runtime: Runtime, start_meta: StartMeta, keep: Any, x: str | None, text: str
 ) -> None:
-    """A stage with hooks keeps nothing on the device, and takes nothing from there: the run's fault."""
+    """A stage with hooks cannot keep outputs on the device or take kept inputs."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("b", inputs, keep_on_device=True)["y"] if x else inputs["x"]
@@ -288,7 +288,7 @@ def test_hooks_need_their_tensors_on_the_host(
 
 
 def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta: StartMeta) -> None:
-    """The message names it."""
+    """Keeping an unknown output fails with its name."""
     engine = start_meta(runtime, lambda inputs, call: call("a", inputs, keep_on_device=["z"]))
     (answer,) = ask(engine, request())
     assert_fails(answer, FakeError.INTERNAL, "stage 'a': keep_on_device names 'z'")
@@ -296,7 +296,7 @@ def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta
 
 @pytest.mark.parametrize("misuse", ["result", "numpy"])
 def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misuse: str) -> None:
-    """Returning it, or computing with it, fails the request and says so in the log."""
+    """Returning a handle or computing with it fails the request, and the log says so."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("a", inputs, keep_on_device=True)["y"]

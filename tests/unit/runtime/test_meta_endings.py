@@ -1,4 +1,4 @@
-"""However a run of a meta model ends, it leaves, and nothing that it had is used by others too early."""
+"""Every end of a meta model's run frees its place, and no memory is reused too early."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ CHAIN = """
 
 
 class Meeting:
-    """Where the code of a meta model waits for its test, as `meeting.point`."""
+    """Stops a meta model's code at `meeting.point` for the test."""
 
     def __init__(self) -> None:
         self._came = threading.Semaphore(0)
@@ -40,7 +40,7 @@ class Meeting:
         assert self._go.wait(20)
 
     def come(self) -> None:
-        """Wait for one more."""
+        """Wait for one more to arrive."""
         assert self._came.acquire(timeout=20)
 
     def go(self) -> None:
@@ -59,7 +59,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 
 
 def why(request: FakeRequest) -> str:
-    """What its client is told, once it has failed."""
+    """Return the error that the client got."""
     error = request.answers.get(timeout=20).error
     assert error is not None
     return error.message
@@ -67,7 +67,7 @@ def why(request: FakeRequest) -> str:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are given up 10 ms after their deadline."""
+    """Abandon calls 10 ms after their deadline."""
     monkeypatch.setattr("rsrv.stub.calls.GRACE_NS", 10_000_000)
     monkeypatch.setattr("rsrv.stub.direct.GRACE_NS", 10_000_000)
 
@@ -76,7 +76,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_deadline_may_be_as_far_away_as_it_likes(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, later: bool
 ) -> None:
-    """Years are more milliseconds than the operating system waits for."""
+    """A deadline may be years away, beyond the operating system's range of waiting."""
     meta = write_meta(tmp_path / "chain", CHAIN, ["a", "b"])
     with meta_engine(runtime, meta, {n: doublings[n] for n in "ab"}) as engine:
         requests = [FakeRequest({"x": rows(1)}, timeout_us=10**14) for _ in range(1 + 5 * later)]
@@ -91,7 +91,7 @@ def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
     meeting: Meeting,
     short_grace: None,
 ) -> None:
-    """It was let in on one connection and gives up the other one: the next run is let in all the same."""
+    """A run whose call outlasts the deadline leaves both of its connections' places free."""
     runtime = start_runtime(load_settings("scheduler: {meta_concurrency: 1}"))
     meta = write_meta(
         tmp_path / "chain",
@@ -125,7 +125,7 @@ def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
 def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, meeting: Meeting
 ) -> None:
-    """Its client is told to try again, as all are whose runtime is gone."""
+    """A run that the last runtime admitted fails with RUNTIME_DOWN in the next one."""
     settings = load_settings("scheduler: {meta_concurrency: 2}")
     runtime = start_runtime(settings)
     meta = write_meta(
@@ -161,7 +161,7 @@ def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
 def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, meeting: Meeting, short_grace: None
 ) -> None:
-    """A call that did not end in time is given up; what it was to fill stays its own."""
+    """The memory of an abandoned call is not used as scratch."""
     meta = write_meta(
         tmp_path / "stubborn",
         """
@@ -203,7 +203,7 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
 def test_no_memory_for_scratch_is_not_the_models_fault(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The client may try again later."""
+    """A lack of memory for scratch is QUEUE_FULL, so that the client may retry."""
     meta = write_meta(
         tmp_path / "greedy",
         """
@@ -221,7 +221,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(
 def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """It says so, and takes nothing from the run that has the connection now."""
+    """`call` is useless after its run and in another thread, and does not disturb the present run."""
     meta = write_meta(
         tmp_path / "keeper",
         """

@@ -43,7 +43,7 @@ def wait_for_deadline(call: Any) -> None:
 
 
 def test_the_deadline_passes_between_stages(runtime: Runtime, start_meta: StartMeta) -> None:
-    """The next call does not begin; the client learns that, and which stage it was."""
+    """If the deadline passes between stages, the next call fails with the stage's name."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -65,7 +65,7 @@ def test_the_deadline_passes_between_stages(runtime: Runtime, start_meta: StartM
 def test_the_deadline_passes_while_a_call_waits(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, run: Run
 ) -> None:
-    """Another model executes for long: the call ends in the queue, and the device is not needed for that."""
+    """If the deadline passes while a call waits, the call ends in the queue."""
     engine, plain = start_meta(runtime, run), start_engine()
     runtime.device.gate.clear()
     other = request()
@@ -83,7 +83,7 @@ def test_the_deadline_passes_while_a_call_waits(
 
 @both_kinds
 def test_the_deadline_passes_in_a_stage(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """What executes is not interrupted: the run ends before its next stage, or, after the last one, complete."""
+    """An execution in progress is not interrupted: the run ends before its next stage, or completes."""
     engine = start_meta(runtime, run)
     for stage, code in ((0, FakeError.UNAVAILABLE), (1, None)):
         runtime.device.gate.clear(after=stage)
@@ -105,7 +105,7 @@ def test_the_deadline_passes_in_a_stage(runtime: Runtime, start_meta: StartMeta,
 def test_a_device_that_does_not_come_back_holds_no_client(
     runtime: Runtime, start_meta: StartMeta, run: Run
 ) -> None:
-    """Some time after the deadline the client is answered; when the device is back, so are others."""
+    """If the device hangs, the client is answered some time after the deadline, and later ones are served."""
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
 
@@ -115,8 +115,8 @@ def test_a_device_that_does_not_come_back_holds_no_client(
     assert_served(engine)
 
 
-def test_a_deadline_that_is_over_calls_nobody(runtime: Runtime, start_meta: StartMeta) -> None:
-    """It passed on the way: run is not called at all."""
+def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, start_meta: StartMeta) -> None:
+    """If the deadline has already passed, run is not called."""
     called: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_a_deadline_that_is_over_calls_nobody(runtime: Runtime, start_meta: Star
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """A run that would call for ever ends."""
+    """A run that would call for ever ends after its client has gone."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_a_client_that_goes_is_noticed_before_a_stage(
 
 @both_kinds
 def test_a_stage_that_fails_is_named(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """The device fails in the second stage; the client reads which, and nothing of the inside."""
+    """If the device fails in a stage, the error names the stage and no details."""
     engine = start_meta(runtime, run)
     runtime.device.fail_next("launch", after=1, error=RuntimeError("secret detail"))
 
@@ -172,7 +172,7 @@ def test_a_stage_that_fails_is_named(runtime: Runtime, start_meta: StartMeta, ru
 
 
 def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta) -> None:
-    """CallError says which stage, how and why; the next call is served."""
+    """CallError has the stage, status and text, and a run may continue after it."""
     caught: list[CallError] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta
 def test_a_stage_refuses_inputs_that_do_not_fit(
     runtime: Runtime, start_meta: StartMeta, inputs: dict[str, Any], text: str
 ) -> None:
-    """As Triton would refuse a client's: names, dtypes and shapes are exact."""
+    """A stage refuses wrong names, dtypes and shapes, as Triton does for clients."""
     (answer,) = ask(start_meta(runtime, lambda _, call: call("a", inputs)), request())
 
     assert_fails(answer, FakeError.INVALID_ARG, "stage 'a': ")
@@ -213,7 +213,7 @@ def test_a_stage_refuses_inputs_that_do_not_fit(
 
 
 def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_meta: StartMeta) -> None:
-    """It may be loaded: the manifest decides."""
+    """A loaded model that the manifest does not list cannot be called."""
     start_meta(runtime, chain, "abc", name="other")
     engine = start_meta(runtime, lambda inputs, call: call("c", inputs), "ab")
 
@@ -222,7 +222,7 @@ def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_met
 
 
 def test_external_models_are_called_through_triton(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Between two of ours; one that is not there is NOT_FOUND, by name."""
+    """External models are called through Triton; a missing one is NOT_FOUND, by name."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -259,7 +259,7 @@ def raising(arrays: dict[str, Any]) -> dict[str, Any]:
 def test_a_hook_of_a_stage_that_fails_is_named(
     runtime: Runtime, start_meta: StartMeta, run: Run, hooks: Hooks, which: str
 ) -> None:
-    """It raises, or makes what does not fit."""
+    """A stage's hook that raises or returns a wrong result fails the request with its name."""
     engine = start_meta(runtime, run, hooks={"b": hooks})
 
     (answer,) = ask(engine, request())
@@ -271,7 +271,7 @@ def test_a_hook_of_a_stage_that_fails_is_named(
 def test_of_several_the_first_failure_is_told_when_all_have_ended(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """call.many with two that are refused between two that execute; these are waited for."""
+    """Of several failed calls, the first failure is reported after all have ended."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:

@@ -1,4 +1,4 @@
-"""Who of the runs of meta models is let in, who waits, and who is turned away: from their stubs to the runtime."""
+"""Admission of meta models' runs: which begin, wait or are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 
 def stopping(pause: Pause) -> Run:
-    """A run that stops between its two calls."""
+    """Return a run that stops between its two calls."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]
@@ -41,7 +41,7 @@ def stopping(pause: Pause) -> Run:
 
 
 def chained(value: float) -> float:
-    """What `stopping` makes."""
+    """Return the result of `stopping`."""
     return 2 * (2 * value + 1) + 2
 
 
@@ -56,7 +56,7 @@ def running(meta: str = "meta") -> int:
 
 
 def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Two are between their stages; the third has not begun, and does when one of them is over."""
+    """While two runs are between their stages, the third waits until one ends."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
@@ -68,7 +68,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     assert running() == 2
     assert not pause.is_reached
     pause.go()
-    pause.reached()  # the third
+    pause.reached()  # The third.
     pause.go(2)
 
     for n, one in enumerate(requests):
@@ -76,7 +76,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
 
 
 def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Two runs of one hold up a run of another one."""
+    """Two runs of one meta model delay a run of another, as all share the places."""
     pause, other = Pause(), Pause()
     first = start_meta(runtime, stopping(pause))
     second = start_meta(runtime, stopping(other), name="other")
@@ -97,8 +97,8 @@ def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMet
         assert_y(answer_of(one), rows(1, chained(n)))
 
 
-def test_runs_that_wait_for_a_held_model_hold_nobody_up(runtime: Runtime, start_meta: StartMeta) -> None:
-    """They take all places when the model is paused, and more of them come; another meta model's runs are served."""
+def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Runs that wait for a paused model do not take the places of another meta model's runs."""
     pause = Pause()
 
     def held(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def test_runs_that_wait_for_a_held_model_hold_nobody_up(runtime: Runtime, start_
 def test_what_a_run_does_before_its_first_call_does_not_count(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Two runs compute for long before they call anybody; those of another meta model are not held up."""
+    """Computing before the first call takes no place."""
     pause = Pause()
 
     def late(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def test_what_a_run_does_before_its_first_call_does_not_count(
         assert_y(answer_of(one), rows(1, 3))
 
 
-def test_meta_models_that_call_nobody_are_not_counted(runtime: Runtime, start_meta: StartMeta) -> None:
-    """All places are taken, and twice as many runs of a computing one are served."""
+def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Runs without any callee take no place."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     alone = start_meta(runtime, lambda inputs, call: {"y": inputs["x"] * 7}, [], name="alone")
@@ -174,7 +174,7 @@ def test_meta_models_that_call_nobody_are_not_counted(runtime: Runtime, start_me
 def test_a_run_between_stages_does_not_hold_the_device(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """All places are taken by runs that compute; a plain request of another model executes meanwhile."""
+    """While all places are taken, a plain request executes."""
     pause = Pause()
     engine, plain = start_meta(runtime, stopping(pause)), start_engine()
     inside = [request(), request()]
@@ -188,12 +188,12 @@ def test_a_run_between_stages_does_not_hold_the_device(
         assert_y(answer_of(one), rows(1, chained(1)))
 
 
-# --- who gives up -----------------------------------------------------------------------------------------
+# --- leaving the line -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Callable[[], None]]:
-    """A meta model of which two runs are inside; a function ends them and checks their answers."""
+    """Yield a meta model with two runs inside, and a function that ends and checks them."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     inside = [request(value=n) for n in range(2)]
@@ -209,7 +209,7 @@ def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Ca
 
 
 def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """The client hears it while all places are still taken; run was never called."""
+    """A run that waits beyond its deadline is answered without being called."""
     engine, pause, end = full
 
     late = request(timeout=0.05)
@@ -225,7 +225,7 @@ def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[]
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
     full: tuple[MetaEngine, Pause, Callable[[], None]],
 ) -> None:
-    """Its request is cancelled while all places are still taken, and run was never called."""
+    """A cancelled request leaves the line at once, and its run is not called."""
     engine, pause, end = full
 
     gone = request()
@@ -239,7 +239,7 @@ def test_a_client_that_goes_while_it_waits_leaves_the_line(
 
 
 def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """The urgent one that came last begins first; the others by arrival."""
+    """Waiting runs begin by priority, and then by arrival."""
     engine, pause, end = full
     configure(os.getpid(), {"meta_concurrency": 1})
     requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
@@ -256,7 +256,7 @@ def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None
 
 
 def test_more_places_are_there_at_once(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """meta_concurrency is raised while the runtime serves: those that waited begin."""
+    """If meta_concurrency is raised, waiting runs begin at once."""
     engine, pause, end = full
     requests = [request(value=n) for n in range(2)]
     assert engine.execute(requests) is None
@@ -271,8 +271,8 @@ def test_more_places_are_there_at_once(full: tuple[MetaEngine, Pause, Callable[[
         assert_y(answer_of(one), rows(1, chained(n)))
 
 
-def test_fewer_places_hold_for_whoever_comes(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """meta_concurrency goes from two to one: the third begins when both are over, and the fourth after it."""
+def test_fewer_places_apply_to_later_runs(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+    """If meta_concurrency is lowered, later runs wait until fewer are inside."""
     engine, pause, end = full
     requests = [request(value=n) for n in range(2)]
     assert engine.execute(requests) is None
@@ -291,7 +291,7 @@ def test_fewer_places_hold_for_whoever_comes(full: tuple[MetaEngine, Pause, Call
     "settings", ["models: {meta: {max_queue_depth: 2}}", "scheduler: {max_queue_depth: 2}"]
 )
 def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMeta, settings: str) -> None:
-    """Beyond max_queue_depth a request is refused at once; those before it are served."""
+    """Beyond max_queue_depth, a run is refused at once."""
     pause = Pause()
     engine = start_meta(start_runtime(load_settings(settings)), stopping(pause))
     requests = [request(value=n) for n in range(4)]
@@ -309,7 +309,7 @@ def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMet
 
 
 def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMeta) -> None:
-    """However runs end, the places are free again: ten fail in each way, and the next one is served."""
+    """Failed runs free their places."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("a", inputs)["y"]

@@ -37,7 +37,7 @@ from tests.waiting import wait_until
 
 @both_kinds
 def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """One executes, one waits for the device, and both end; who waits for a turn is told; closing waits for nobody."""
+    """Closing a stub does not wait: executing and waiting runs fail, and later ones are refused."""
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
     *inside, outside = [request(value=n) for n in range(3)]
@@ -62,7 +62,7 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
 def test_the_runtime_dies_in_a_stage_and_comes_back(
     start_runtime: StartRuntime, start_meta: StartMeta, run: Run
 ) -> None:
-    """Those inside and those that wait are told at once; then others are served."""
+    """When the runtime dies in a stage, all runs are answered at once, and later ones are served."""
     runtime = start_runtime()
     engine = start_meta(runtime, run)
     requests = [request(value=n) for n in range(4)]
@@ -78,7 +78,7 @@ def test_the_runtime_dies_in_a_stage_and_comes_back(
 def test_the_runtime_dies_between_stages_and_comes_back(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """The next stage says so, of those inside; those that wait are told at once; then others are served."""
+    """When the runtime dies between stages, the next stage fails, and later runs are served."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_the_runtime_dies_between_stages_and_comes_back(
 def test_the_runtime_dies_when_a_run_was_just_let_in(
     start_runtime: StartRuntime, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its turn had come, it had no connection yet, and gets none: that is RUNTIME_DOWN like everywhere else."""
+    """A run that was just admitted when the runtime died fails with RUNTIME_DOWN."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def assert_down_and_back(
 
 
 def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:
-    """One leaves, with all that only it called; the other one is served on."""
+    """When one of two meta models leaves, its own callees leave, and the shared one stays."""
     first = start_meta(runtime, chain, "ab")
     second = start_meta(runtime, lambda inputs, call: call("c", call("b", inputs)), "bc", name="second")
     del second
@@ -164,7 +164,7 @@ def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta)
 def test_a_further_stub_of_the_same_meta_model_shares_its_models(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Two instances: three tensors are never loaded twice, and one may leave."""
+    """Two stubs of a meta model share its callees, and one may leave."""
     engines = [start_meta(runtime, chain) for _ in range(2)]
     assert runtime.device.resident == 2
     for engine in engines:
@@ -178,7 +178,7 @@ def test_a_further_stub_of_the_same_meta_model_shares_its_models(
 def test_a_callee_that_cannot_be_built_fails_the_meta_model_by_name(
     runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its module is no module; the reason names the callee, and nothing of the others stays."""
+    """A callee that cannot be built fails the meta model by name, and frees the others."""
     broken = tmp_path / "broken"
     shutil.copytree(doublings["b"], broken)
     next(broken.glob("*.mlir")).write_bytes(b"no module")

@@ -1,4 +1,4 @@
-"""The memory that meta models' calls travel in: what is copied, what is not, and how long it lives."""
+"""The memory of meta models' calls: which data are copied, and how long they live."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.runtime.metas import (
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of all arrays that are made in shared memory."""
+    """Return the shapes of all arrays made in shared memory."""
     made: list[tuple[int, ...]] = []
     real = RuntimeConnection.array
 
@@ -61,7 +61,7 @@ def test_contiguous_parts_travel_by_reference_and_others_are_copied(
     part: Any,
     in_place: bool,
 ) -> None:
-    """Of scratch buffers and of results; either way the model gets what numpy sees."""
+    """Contiguous parts of scratch and of results pass by reference, other parts are copied."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if source == "scratch":
@@ -85,7 +85,7 @@ def test_contiguous_parts_travel_by_reference_and_others_are_copied(
 
 
 def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Numbers, tuples and lists of extents, none, and no elements; several at once do not overlap."""
+    """scratch takes any shape and type, and buffers do not overlap."""
     asked: list[tuple[Any, Any]] = [
         (5, "u1"),
         ((), np.float64),
@@ -109,7 +109,7 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
 
 
 def test_memory_serves_again_when_nothing_refers_to_it(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A thousand requests, each with buffers and results of 200 kB: the connections' memory stays at a few MB."""
+    """Over a thousand requests, the connections' memory stays at a few MB."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffer = call.scratch((50, 1000), np.float32)
@@ -123,14 +123,14 @@ def test_memory_serves_again_when_nothing_refers_to_it(runtime: Runtime, start_m
         assert_y(answer, rows(1, 4 * n + 4))
     total, taken = memory_of(engine)
     assert total <= 4 << 20
-    assert taken <= 64  # the latest answer, which Triton may still have to read
+    assert taken <= 64  # The latest answer, which Triton may still have to read.
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_results_that_outlive_their_run_stay_as_they_are(
     runtime: Runtime, start_meta: StartMeta, closed: bool
 ) -> None:
-    """User code stores one, and a part of another one, over 200 later requests, or until the stub has closed."""
+    """A result that the model's code stores keeps its content over later requests and the stub's end."""
     stored: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def test_results_that_outlive_their_run_stay_as_they_are(
 def test_what_another_run_stored_is_copied(
     runtime: Runtime, start_meta: StartMeta, copies: list[tuple[int, ...]]
 ) -> None:
-    """A table in scratch memory, made by an early run, serves runs on any connection."""
+    """A table in one run's scratch memory can be used by runs on other connections."""
     table: list[Any] = []
     pause = Pause()
 

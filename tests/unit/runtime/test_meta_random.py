@@ -1,4 +1,4 @@
-"""Random programs over models of known arithmetic: whatever they call, and whoever runs beside them, numpy agrees."""
+"""Random programs over models of known arithmetic, run side by side, give numpy's results."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Drop:
 
 Step = One | Many | Refused | Buffer | Part | Plus | Drop
 Program = list[Step]
-#: what a program wants next, and gets: a result's y, several, or a buffer
+# : Requests of a program and their replies: a result's y, several, or a buffer.
 Want = tuple[str, Any]
 
 
 def execute(program: Program, x: Array) -> Generator[Want, Any, Array]:
-    """Yields the calls of a program, is sent their results, and returns its y: of all values that are on the host."""
+    """Yield the calls of a program, receive their results, and return y of all values on the host."""
     # (value, whether it may be on the device)
     registers: list[tuple[Any, bool]] = [(x, False)]
 
@@ -139,7 +139,7 @@ def model(name: str, x: Array) -> Array:
 
 
 def expected(program: Program, x: Array) -> Array:
-    """By numpy alone. Raises TooLarge."""
+    """Compute the result by numpy alone. Raises TooLarge."""
     running = execute(program, x)
     answer: Any = None
     while True:
@@ -210,13 +210,13 @@ async def run_awaiting(program: Program, x: Array, call: Any) -> Array:
 
 
 def slowly(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """As long as others need to come with their calls: these then wait together, and share executions."""
+    """Wait so long that other calls join and share executions."""
     Event().wait(0.0005)
     return double(inputs, weights)
 
 
 class House:
-    """Three meta models, one of which awaits, and a model of clients' own; their programs change."""
+    """Three meta models, one of which awaits, and a plain model; their programs change."""
 
     def __init__(
         self, runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], *, bls: bool
@@ -244,7 +244,7 @@ class House:
         return run
 
     def ask(self, batches: list[list[Array]]) -> list[list[FakeResponse]]:
-        """The last batch is for the plain model; all engines have theirs before anybody is waited for."""
+        """Send all batches, the last for the plain model, before waiting for any."""
         requests = [[FakeRequest({"x": x}) for x in batch] for batch in batches]
         executes = [*(engine.execute for engine in self.engines), self.plain.execute]
         answers = [
@@ -293,7 +293,7 @@ sizes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 9]), min_size=1, ma
 
 
 def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House) -> None:
-    """Several engines at once, awaiting or not, on either way, with plain requests of one of the models beside them."""
+    """Random programs on several engines, with either transport, give numpy's results and leave no memory."""
 
     @given(st.tuples(programs, programs, programs), st.tuples(sizes, sizes, sizes, sizes))
     def check(drawn: tuple[Program, ...], counts: tuple[list[int], ...]) -> None:
@@ -311,7 +311,7 @@ def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House
                     assert_y(answer, y)
         wait_until(nothing_is_under_way)
         for engine in house.engines:
-            assert memory_of(engine)[1] <= 4096  # answers that Triton may still read
+            assert memory_of(engine)[1] <= 4096  # Answers that Triton may still read.
 
     check()
     wait_until(lambda: not house.runtime.device.kept)

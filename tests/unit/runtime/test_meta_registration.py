@@ -1,4 +1,4 @@
-"""Meta models come and go with those that they call, in every order."""
+"""Meta models come and go with their callees, in every order."""
 
 import os
 import threading
@@ -56,7 +56,7 @@ def models() -> dict[str, Any]:
 def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack, bad: str
 ) -> None:
-    """All that wait for it hear why; what they shared with another meta model stays, and the rest leaves."""
+    """All stubs of a meta model with a broken callee get the reason; callees shared with others stay."""
     both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b", "c"])
     calls = {n: broken_bundle(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
@@ -84,7 +84,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
 ) -> None:
-    """Another one that wants one of them gets it."""
+    """If a stub leaves while its callees are built, they leave, except one that another stub wants."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b"])
     runtime.device.compiles.clear()
@@ -108,7 +108,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
 def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
 ) -> None:
-    """They leave when the execution that was under way is done; then they are built anew."""
+    """A meta model that returns while its callees leave is built again and served."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     calls = {name: doublings[name] for name in "ab"}
     runtime.device.seconds = 0.01  # on the device's thread
@@ -144,7 +144,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
 def test_callees_that_make_no_sense_are_refused_with_a_reason(
     runtime: Runtime, tmp_path: Path, lanes: ExitStack, calls: dict[str, Any]
 ) -> None:
-    """The connection stays; who is to blame reads it in the server's log."""
+    """Invalid callees are rejected with a reason, and the connection stays."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     with pytest.raises(Rejected):
         register(runtime, lanes, meta, calls)

@@ -1,4 +1,4 @@
-"""Meta models over models of other shapes: no batch axis, one in the middle, several tensors, variants, bf16, no rows."""
+"""Meta models over models with unusual shapes: no or middle batch axes, variants, bf16, no rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.runtime.metas import ask, assert_fails, assert_y, request, rows
 
 
 def linear(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Every output is twice the sum of all inputs, and its own weight."""
+    """Every output is twice the sum of all inputs, plus its own weight."""
     total = np.asarray(sum(inputs[1:], inputs[0]))
     return [(2 * total + weight).astype(total.dtype) for weight in weights]
 
@@ -31,7 +31,7 @@ def export_linear(
     outputs: int = 1,
     **options: Any,
 ) -> Path:
-    """A bundle that computes `linear`: outputs y, y1, ... with the weights 1, 2, ...; sizes 1 and 4 unless given."""
+    """Export `linear`: outputs y, y1, ... with the weights 1, 2, ...; sizes 1 and 4 by default."""
     names = [f"y{i or ''}" for i in range(outputs)]
     export_bundle(
         lambda params, **xs: {name: (2 * sum(xs.values()) + params[name]).astype(dtype) for name in names},
@@ -70,7 +70,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 def test_models_of_several_tensors(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
 ) -> None:
-    """Some outputs stay on the device and some come back; inputs are here, there, or the same one twice."""
+    """Outputs stay on the device or come back; inputs come from either place, and one may be used twice."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]
@@ -91,7 +91,7 @@ def test_models_of_several_tensors(
 def test_inputs_of_different_numbers_of_rows_do_not_go_together(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """A handle of two rows beside three rows from the client."""
+    """A handle of two rows beside three rows from the client is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("one", {"x": inputs["x"][:2]}, keep_on_device=True)["y"]
@@ -107,7 +107,7 @@ def test_inputs_of_different_numbers_of_rows_do_not_go_together(
 def test_a_batch_axis_in_the_middle(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
 ) -> None:
-    """Rows are along axis 1, whether they are padded or not, stay on the device or not."""
+    """Rows along axis 1 work, padded or not, on the device or not."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = np.arange(6 * count, dtype=np.float32).reshape(3, count, 2)
@@ -116,7 +116,7 @@ def test_a_batch_axis_in_the_middle(
         a, b = call.many([("middle", {"x": first}), ("middle", {"x": x})])
         np.testing.assert_array_equal(a["y"], 2 * (2 * x + 1) + 1)
         np.testing.assert_array_equal(b["y"], 2 * x + 1)
-        # A view with its axes in another order is copied, not taken for what it is not.
+        # A view with permuted axes is copied.
         turned = np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0)
         np.testing.assert_array_equal(call("middle", {"x": turned})["y"], 2 * x + 1)
         return {"y": inputs["x"]}
@@ -129,7 +129,7 @@ def test_a_batch_axis_in_the_middle(
 def test_axes_that_differ_do_not_go_together_on_the_device(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """Three rows of three columns as rows in the other direction: refused there, and possible through the host."""
+    """Kept rows along another axis are refused, and work through the host."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept = call("one", inputs, keep_on_device=True)["y"]
@@ -148,7 +148,7 @@ def test_axes_that_differ_do_not_go_together_on_the_device(
 def test_models_without_a_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """A request is an execution; so are calls side by side. The meta model has none either."""
+    """For models without a batch axis, each request or call is an execution."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         first = call("whole", inputs, keep_on_device=keep)["y"]
@@ -177,7 +177,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
 def test_a_meta_model_may_return_other_rows_if_it_has_no_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """As many boxes as there are: axes of size -1 in the manifest."""
+    """A meta model without a batch axis may return any number of rows, as axes of size -1."""
     client = """
 client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
@@ -199,7 +199,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 def test_bf16_is_its_bits(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """numpy has no such type: u16 in user code, whose conversions are plain arithmetic."""
+    """bf16 tensors are u16 in the model's code."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         bits = (inputs["x"].view(np.uint32) >> 16).astype(np.uint16)
@@ -218,7 +218,7 @@ def test_bf16_is_its_bits(
 def test_scalars_per_row(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """Tensors [n] are [n] in user code, in both directions."""
+    """A tensor [n] is [n] in the model's code, in both directions."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"][:, 0].astype(np.int32)
@@ -238,7 +238,7 @@ def test_scalars_per_row(
 def test_variants_are_chosen_by_shape(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """3 or 5 columns; a handle is of the variant that made it; 4 columns are refused."""
+    """The shape selects the variant, a handle has that of its maker, and an unknown shape is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]
@@ -263,7 +263,7 @@ def test_variants_are_chosen_by_shape(
 def test_no_rows_need_no_device(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """A request of no rows, and calls of none in one that has some: empty results, and kept ones too."""
+    """Empty requests and calls give empty results without an execution, also kept ones."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         empty = call("one", {"x": inputs["x"][:0]}, keep_on_device=keep)["y"]

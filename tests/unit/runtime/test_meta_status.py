@@ -1,4 +1,4 @@
-"""What the status says of meta models."""
+"""Meta models in the status."""
 
 import os
 import threading
@@ -13,9 +13,9 @@ from tests.unit.runtime.conftest import Runtime
 def test_a_meta_model_shows_while_those_that_it_calls_are_built(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Nobody runs yet, and the status is answered."""
+    """A meta model is in the status while its callees are built."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
-    runtime.device.compiles.clear(after=1)  # no size of `b`, and not all of `a`
+    runtime.device.compiles.clear(after=1)  # Holds all sizes of `b`, and some of `a`.
     lane = RuntimeConnection(runtime.open())
     calls = {name: str(doublings[name]) for name in "ab"}
     loading = threading.Thread(

@@ -20,7 +20,7 @@ from tests.unit.runtime.metas import ask, meta_engine, rows
 def test_the_second_stage_gets_what_the_first_one_made(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two calls in a row, and Python between them."""
+    """A meta model chains two calls with Python between them."""
     meta = write_meta(
         tmp_path / "chain",
         """
@@ -44,7 +44,7 @@ def test_the_second_stage_gets_what_the_first_one_made(
 def test_a_result_may_stay_on_the_device(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, rows_: int
 ) -> None:
-    """The handle has a shape, and the next call takes it; at the end nothing is kept."""
+    """A kept result has a shape, feeds the next call, and is freed at the end."""
     meta = write_meta(
         tmp_path / "kept",
         """
@@ -67,7 +67,7 @@ def test_a_result_may_stay_on_the_device(
 def test_parallel_calls_come_back_in_their_order(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Some stay on the device, and are put together with others there."""
+    """Parallel calls return in order; some of their results stay on the device and are merged."""
     meta = write_meta(
         tmp_path / "many",
         """
@@ -89,7 +89,7 @@ def test_parallel_calls_come_back_in_their_order(
 
 
 def test_an_async_run_awaits_its_calls(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> None:
-    """One by one, gathered, and by call.many."""
+    """An async run awaits calls one by one, gathered, and by call.many."""
     meta = write_meta(
         tmp_path / "awaits",
         """
@@ -115,7 +115,7 @@ def test_an_async_run_awaits_its_calls(runtime: Runtime, doublings: dict[str, Pa
 def test_what_lies_in_shared_memory_is_not_copied_again(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scratch buffers, parts of them, and results of earlier calls are read where they are."""
+    """Scratch buffers, their parts and earlier results are read in place."""
     meta = write_meta(
         tmp_path / "frugal",
         """

@@ -1,4 +1,4 @@
-"""What a runtime counts and its stubs measure is all there, once, and goes away with the model."""
+"""The counts of a runtime and its stubs are complete, not doubled, and go with the model."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 class FakeMirror:
-    """Keeps what it is shown."""
+    """Records the figures that it gets."""
 
     def __init__(self) -> None:
         self.shown: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
@@ -50,7 +50,7 @@ class FakeMirror:
 
 @contextmanager
 def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> Iterator[None]:
-    """As the stub's `initialize` and `finalize` do, at a quicker pace."""
+    """Report as the stub's `initialize` and `finalize` do, but more often."""
     made = Reporting(engine._session, engine.meters, mirror, period=0.01, idle_period=0.02)
     try:
         yield
@@ -68,7 +68,7 @@ def count(said: Any, bounds: tuple[float, ...] = SECONDS) -> int:
 
 
 def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Three requests that are answered, one that the stub refuses, one whose hook raises."""
+    """A model counts answered, refused and failed requests, executions and hook times."""
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
         if arrays["x"].min() < 0:
@@ -112,7 +112,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """They overlap, as Triton's reload has it; the counts of a model that comes back later begin anew."""
+    """During a reload, both versions' counts add up; a model that returns later starts from zero."""
     old = make_engine(runtime, doublings["a"], name="m")
     ask(old, FakeRequest({"x": rows(1)}))
     new = make_engine(runtime, doublings["b"], name="m")
@@ -133,7 +133,7 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
 def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """One run calls `a` and ends, one raises."""
+    """A meta model counts its runs, and its callees' hooks."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         result: dict[str, Any] = call("a", inputs)
@@ -161,7 +161,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
 
 def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """Of requests, of its end, and of the next one, which begins anew; and is cleared in the end."""
+    """The mirror follows a runtime, its end and the next one, and is cleared at the end."""
     first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()
     engine = make_engine(first, doublings["a"], name="a")
     with reporting(engine, mirror):
@@ -192,7 +192,7 @@ def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: 
 def test_a_report_of_something_else_ends_its_connection_alone(
     runtime: Runtime, doublings: dict[str, Path], report: dict[str, Any]
 ) -> None:
-    """Nothing of it is counted, and the model serves on."""
+    """An invalid report ends its connection, and is not counted."""
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine._session.attachment
     assert attachment is not None
@@ -208,8 +208,8 @@ def test_a_report_of_something_else_ends_its_connection_alone(
     engine.close()
 
 
-def test_who_has_registered_nothing_has_nothing_to_report(runtime: Runtime) -> None:
-    """The connection ends."""
+def test_a_report_without_a_registration_ends_the_connection(runtime: Runtime) -> None:
+    """A report on a connection without a registration closes it."""
     greeted = runtime.open()
     greeted.sock.settimeout(10)
     greeted.sock.send(pack_json(Kind.REPORT, {"requests": [0, 0], "responses": {}, "hooks": {}}))

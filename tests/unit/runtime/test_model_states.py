@@ -1,4 +1,4 @@
-"""The states of a model's life in the runtime."""
+"""The states of a model in the runtime."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Feed:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(LifecycleEvent)), max_size=30))
 def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, LifecycleEvent]]) -> None:
-    """An event that a state does not allow changes nothing; the sets of keys follow from the states."""
+    """For any events, only those of the table change a state, and the sets of keys follow."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     states: dict[str, LifecycleState] = {}
@@ -60,7 +60,7 @@ def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, Lifec
 
 
 def test_an_illegal_event_raises_with_the_models_history() -> None:
-    """The message names the events before, for a report of the bug."""
+    """An illegal event raises with the events before it."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     catalog.add("a@1", "a", "digest")

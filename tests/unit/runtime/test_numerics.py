@@ -1,4 +1,4 @@
-"""`runtime.numerics`: what is asked of the device and of modules, and the probe, without a GPU."""
+"""`runtime.numerics`: the treatment of modules and devices, and the probe, without a GPU."""
 
 import logging
 import os
@@ -44,8 +44,10 @@ AMPERE, TURING = Hardware("cuda", (8, 0)), Hardware("cuda", (7, 5))
         (("tpu", "libtpu", None), Hardware("tpu"), False),
     ],
 )
-def test_who_has_tf32(said: tuple[str, str, object], expected: Hardware, tf32: bool) -> None:
-    """CUDA devices of compute capability 8.0 and above; whatever is not known has none."""
+def test_tf32_needs_compute_capability_8(
+    said: tuple[str, str, object], expected: Hardware, tf32: bool
+) -> None:
+    """CUDA devices of compute capability 8.0 and above have TF32; unknown ones do not."""
     assert hardware_of(*said) == expected
     assert expected.has_tf32 == tf32
 
@@ -63,12 +65,12 @@ def test_who_has_tf32(said: tuple[str, str, object], expected: Hardware, tf32: b
     ],
 )
 def test_what_is_done_to_modules(numerics: Numerics, hardware: Hardware, expected: Treatment) -> None:
-    """By the setting and the hardware."""
+    """The setting and the hardware decide the treatment of modules."""
     assert treatment(numerics, hardware) == expected
 
 
 def rounded(matrix: Array, bits: int) -> Array:
-    """To so many bits of mantissa, the nearest, as tensor cores' inputs are."""
+    """Round to so many bits of mantissa, to nearest, as tensor cores do with their inputs."""
     half, mask = (1 << (23 - bits)) >> 1, ~((1 << (23 - bits)) - 1) & 0xFFFFFFFF
     return ((matrix.view(np.uint32) + np.uint32(half)) & np.uint32(mask)).view(np.float32)
 
@@ -77,7 +79,7 @@ def rounded(matrix: Array, bits: int) -> Array:
     ("bits", "expected"), [(23, "f32"), (22, "f32"), (16, "indeterminate"), (10, "tf32"), (7, "tf32")]
 )
 def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> None:
-    """With mantissas of f32, of TF32, and of something in between."""
+    """The product tells a mantissa of f32, of TF32 and of another length apart."""
     seen: list[Array] = []
     device = Multiplier(bits, bits, seen)
 
@@ -86,7 +88,7 @@ def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> Non
 
 
 def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
-    """One element that is off; not a number; nothing at all."""
+    """A product with a wrong element or NaN is indeterminate."""
     ones = np.ones((512, 512), np.float32)
     for value in (2, np.nan, 0):
         wrong = ones.copy()
@@ -95,7 +97,7 @@ def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
 
 
 class Multiplier(FakeDevice):
-    """A GPU that multiplies with so many bits of mantissa: by default, and where a module wants the highest precision."""
+    """A GPU that multiplies with so many bits of mantissa by default, and at the highest precision."""
 
     def __init__(self, default: int, pinned: int, seen: list[Array] | None = None) -> None:
         super().__init__(self._multiply)
@@ -116,7 +118,7 @@ class Multiplier(FakeDevice):
 
 
 def test_the_probe_needs_no_gpu_to_find_f32() -> None:
-    """The real module on the real compiler, as on a GPU, where the CPU computes in f32."""
+    """The probe's module on the CPU's compiler computes in f32."""
     device = JaxDevice("cpu")
     device.hardware = TURING
 
@@ -125,7 +127,7 @@ def test_the_probe_needs_no_gpu_to_find_f32() -> None:
 
 
 def test_nothing_is_probed_on_a_cpu() -> None:
-    """There is no question, and a start takes long enough."""
+    """A CPU is not probed."""
     device = FakeDevice(lambda inputs, weights: [])
     assert probe(device, "auto") is None
     assert probe(device, "f32") is None
@@ -133,7 +135,7 @@ def test_nothing_is_probed_on_a_cpu() -> None:
 
 
 def test_f32_holds_where_the_default_is_tf32() -> None:
-    """The probe says what the default is; what counts is the pinned product."""
+    """With `f32`, the probe reports the default's TF32 and accepts the pinned product."""
     seen: list[Array] = []
 
     assert probe(Multiplier(10, 23, seen), "f32") == "tf32"
@@ -142,7 +144,7 @@ def test_f32_holds_where_the_default_is_tf32() -> None:
 
 @pytest.mark.parametrize(("bits", "how"), [(10, "tf32"), (16, "indeterminate")])
 def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) -> None:
-    """Neither the models nor the settings are to blame."""
+    """With `f32`, a device that rounds a pinned product is refused as a fault of the driver."""
     with pytest.raises(
         DeviceError, match=f"multiplies in {how} where a module requests f32: a fault of the driver"
     ):
@@ -150,7 +152,7 @@ def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) ->
 
 
 def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
-    """No model is, and the next one tries again."""
+    """A device that cannot multiply is an error of the device, and the next probe may succeed."""
     device = Multiplier(10, 23)
     device.fail_next("launch", error=RuntimeError("no kernel image"))
     with pytest.raises(DeviceError, match=r"before any model is built: RuntimeError: no kernel image"):
@@ -168,7 +170,7 @@ def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
     ],
 )
 def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
-    """Also where there should have been a GPU. Nothing is executed."""
+    """With `tf32`, hardware without it is refused, and nothing is executed."""
     device = FakeDevice(lambda inputs, weights: [])
     device.hardware = hardware
 
@@ -189,7 +191,7 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
 def test_what_else_is_odd_is_said(
     numerics: Numerics, bits: int, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a warning: models are served."""
+    """Other oddities are logged as warnings."""
     probe(Multiplier(bits, bits), numerics)
 
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -208,7 +210,7 @@ for numerics in ("auto", "f32"):
 
 
 def test_the_process_keeps_to_the_setting() -> None:
-    """CUDA's libraries are told by the environment, what jax traces here by its default; users' variables give way."""
+    """The process sets CUDA's variable and jax's default by the setting, over the user's variables."""
     out = subprocess.run(
         [sys.executable, "-c", _START],
         capture_output=True,
@@ -220,7 +222,7 @@ def test_the_process_keeps_to_the_setting() -> None:
 
 
 def test_tf32_on_a_cpu_is_refused_with_the_settings() -> None:
-    """Before anything starts."""
+    """`numerics: tf32` with `platform: cpu` is refused by the settings."""
     with pytest.raises(SettingsError, match="numerics: tf32 cannot be had with platform: cpu"):
         load_settings("runtime: {numerics: tf32, platform: cpu}")
 
@@ -231,7 +233,7 @@ def settings_text(numerics: Numerics) -> str:
 
 @pytest.fixture(scope="module")
 def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle: y = (x w) w of 3 x 3 matrices, of which the first product asks for TF32, in sizes 1 and 4."""
+    """Return a bundle: y = (x w) w of 3 x 3 matrices, whose first product requests TF32, in sizes 1 and 4."""
     path = tmp_path_factory.mktemp("bundles") / "products"
 
     def compute(params: Mapping[str, Any], x: Any) -> dict[str, Any]:
@@ -261,7 +263,7 @@ W = np.array([[1, 2, 3], [0, 1, 4], [5, 6, 0]], np.float32)
 def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
     numerics: Numerics, expected: Precision, products: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The algorithm is stripped, or made one of f32; the model knows what was done, and the log has it."""
+    """On a CPU, a TF32 algorithm is stripped or made f32, and the model and the log report it."""
     caplog.set_level(logging.INFO)
     device = JaxDevice("cpu", numerics="auto")
 
@@ -276,7 +278,7 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
 
 
 def test_the_module_of_another_setting_is_another_executable(products: Path) -> None:
-    """In one process or in the cache: what was compiled for one setting is never taken for the other."""
+    """Executables of different settings are never mixed, in the process or in the cache."""
     module, signature = product(4)
     assert treat(module, "model.mlir", "strip", signature.precision)[0] == module
     assert treat(module, "model.mlir", "pin", signature.precision)[0] != module
@@ -290,7 +292,7 @@ def test_the_module_of_another_setting_is_another_executable(products: Path) -> 
 
 
 def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntime, products: Path) -> None:
-    """STATUS has the setting, and for each executable what is in it."""
+    """STATUS has the setting and the precision of each executable."""
     runtime = start_runtime(
         load_settings(settings_text("f32")),
         compute=lambda inputs, weights: [inputs[0] @ weights[0] @ weights[0]],
@@ -310,7 +312,7 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
 def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """A GPU was meant, and jax fell back to the CPU: each model's load says so."""
+    """With `tf32` on a CPU, each model's load is rejected with the reason."""
     runtime = start_runtime(load_settings(settings_text("tf32")))
     for _ in range(2):
         lane = RuntimeConnection(runtime.open())
@@ -323,7 +325,7 @@ def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
 def test_a_runtime_on_a_gpu_probes_before_it_compiles_models(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it found is in the status."""
+    """On a GPU, the status has the probe's result."""
     monkeypatch.setattr("rsrv.runtime.model_builder.probe", lambda device, numerics: "tf32")
     runtime = start_runtime()
     client = Client(runtime, doubling)

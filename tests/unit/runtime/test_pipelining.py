@@ -1,4 +1,4 @@
-"""Executions launched ahead: the device has the next one when one ends, and nothing mixes by that."""
+"""Executions launched ahead: the device has the next one early, and results do not mix."""
 
 import json
 import os
@@ -34,13 +34,13 @@ from tests.waiting import wait_until
 
 
 def in_depth(depth: int) -> Settings:
-    """Nothing waits inside execute(), and every launch is made as soon as the depth allows."""
+    """Settings without waiting in execute(), and with this depth."""
     return load_settings(f"scheduler: {{depth: {depth}, launch_ahead_ms: 1000}}\nstub: {{in_place_ms: 0}}")
 
 
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
-    """Of depth 2, on an asynchronous device."""
+    """Start a runtime of depth 2 on an asynchronous device."""
     return start_runtime(in_depth(2), asynchronous=True)
 
 
@@ -60,7 +60,7 @@ def forget_the_warm_up(runtime: Runtime) -> None:
 
 
 def launch(runtime: Runtime, engine: Engine, *requests: FakeRequest) -> None:
-    """Send requests as one batch, and wait until the device has it."""
+    """Send requests as one batch, and wait until it is launched."""
     assert engine.execute(list(requests)) is None
     runtime.device.launched.get(timeout=10)
 
@@ -75,7 +75,7 @@ def correct(request: FakeRequest) -> bool:
 
 
 def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Runtime, engine: Engine) -> None:
-    """The first one's outputs are not there before the second one is launched: else this would never end."""
+    """The second execution is launched before the first one's outputs are read."""
     runtime.device.gate.clear()
     first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1, 10)})
     launch(runtime, engine, first)
@@ -89,7 +89,7 @@ def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Run
 
 
 def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Engine) -> None:
-    """What arrives behind two launched executions shares the third."""
+    """No more executions are launched than the depth allows; later requests share the third."""
     runtime.device.gate.clear()
     launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
     for request in launched:
@@ -108,7 +108,7 @@ def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Eng
 def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """Two batches of one model and size: the device reads the first one's inputs after the second is launched."""
+    """A batch is not assembled in memory that a launched execution may still read."""
     runtime.device.gate.clear()
     first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
     second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
@@ -122,7 +122,7 @@ def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
 
 
 def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine: Engine) -> None:
-    """An asynchronous device says so when its outputs are read; the next one is launched by then."""
+    """A failure that shows when outputs are read does not affect the next launched execution."""
     runtime.device.gate.clear()
     first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
     second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
@@ -138,7 +138,7 @@ def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine
 
 
 def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime, doubling: Path) -> None:
-    """A synchronous device fails in the launch itself, here with a depth of 2; the next request is served."""
+    """A launch that fails does not affect the next request."""
     runtime = start_runtime(in_depth(2))
     engine = make_engine(runtime, doubling)
     forget_the_warm_up(runtime)
@@ -155,7 +155,7 @@ def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime
 
 
 def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:
-    """A launch cannot be taken back; who waits behind it and leaves is told at once."""
+    """A launched request is answered although its client left; a waiting one ends at once."""
     runtime.device.gate.clear()
     launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
     for request in launched:
@@ -174,13 +174,13 @@ def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime,
 def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """Its stub goes with two executions launched; they execute on what they need, and then it is freed."""
+    """A model that leaves with launched executions keeps its weights until they end."""
     runtime.device.gate.clear()
     for i in range(2):
         launch(runtime, engine, FakeRequest({"x": rows(1, i)}))
 
     engine.close()
-    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # the one that asks
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # The status request's own connection.
     assert runtime.device.resident == 1
     runtime.device.gate.set()
 
@@ -192,7 +192,7 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
 def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
     runtime: Runtime, engine: Engine
 ) -> None:
-    """The stub tells its clients that the runtime is gone; the device's late outputs disturb nobody."""
+    """When a runtime stops with launched executions, clients get RUNTIME_DOWN."""
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
     for request in requests:
@@ -207,10 +207,10 @@ def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
 @pytest.mark.parametrize(
     ("asynchronous", "depth"), [(True, 2), (False, 1)], ids=["beside the CPU", "on the CPU"]
 )
-def test_the_depth_is_the_devices_if_nobody_sets_it(
+def test_the_depth_is_the_devices_by_default(
     start_runtime: StartRuntime, doubling: Path, asynchronous: bool, depth: int
 ) -> None:
-    """It is known when the device is there, which is after the scheduler has started."""
+    """Without a setting, the depth is the device's, known once it is up."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     engine = make_engine(runtime, doubling)
 
@@ -219,7 +219,7 @@ def test_the_depth_is_the_devices_if_nobody_sets_it(
 
 
 def test_the_depth_may_change_while_executions_are_launched(runtime: Runtime, engine: Engine) -> None:
-    """From 2 to 1: what is launched ends, and from then on the next one waits for the last one's end. And back."""
+    """The depth may change between 1 and 3 while executions are launched."""
     requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(120)]
     for i, request in enumerate(requests):
         if i % 10 == 0:

@@ -1,4 +1,4 @@
-"""How often the runtime reads a bundle, and that what it serves is what it has verified."""
+"""How often the runtime reads a bundle, and that it serves what it has verified."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, build
 from tests.unit.runtime.test_hostile_peers import Client
 
-#: bytes of the weights below: so many that all else that is read does not count
+# : Bytes of the weights below, so many that other reads do not count.
 _BYTES = 64 << 20
 
 
 def write(path: Path) -> Path:
-    """A bundle with two weights."""
+    """Write a bundle with two weights."""
     half = np.zeros(_BYTES // 8, np.float32)
     export_bundle(
         lambda params, x: x + params["a"][0] + params["b"][0],
@@ -38,7 +38,7 @@ def write(path: Path) -> Path:
 
 
 def bytes_read() -> int:
-    """By this process so far, as the kernel counts them."""
+    """Return the bytes read by this process so far, as the kernel counts them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"])
 
@@ -48,7 +48,7 @@ def bytes_read() -> int:
 def test_adding_a_model_reads_its_weights_once(
     tmp_path: Path, version: Literal["3.0", "3.1"], times: int, residency: str
 ) -> None:
-    """The manifest says what is in them, and the pass that takes them verifies it; without checksums it is two."""
+    """With checksums, weights are read once, and without them twice."""
     path = write(tmp_path / "large")
     if version == "3.0":
         manifest = path / "manifest.yaml"
@@ -68,7 +68,7 @@ def test_adding_a_model_reads_its_weights_once(
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "model.b1.mlir"])
 def test_what_is_torn_after_it_was_identified_is_not_built(doubling: Path, tmp_path: Path, name: str) -> None:
-    """Nor what was before: nothing of it was read by then."""
+    """A bundle that is torn after its identification is not built."""
     path = shutil.copytree(doubling, tmp_path / "doubling")
     bundle = identify("doubling", str(path), {}).bundle
     (path / name).write_bytes(b"\0" * (path / name).stat().st_size)
@@ -81,7 +81,7 @@ def test_what_is_torn_after_it_was_identified_is_not_built(doubling: Path, tmp_p
 def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     start_runtime: StartRuntime, doubling: Path, tmp_path: Path
 ) -> None:
-    """As the one that follows a crash does: its stubs ask again and again."""
+    """Torn weights are rejected by name until the file is complete again."""
     runtime = start_runtime()
     path = shutil.copytree(doubling, tmp_path / "doubling")
     file = path / "weights.safetensors"

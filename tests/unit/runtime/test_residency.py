@@ -1,4 +1,4 @@
-"""More models than the weight budget holds: what the scheduler asks for is done, beside everything else."""
+"""More models than the weight budget holds: the runtime carries out the scheduler's loads and evictions."""
 
 import os
 import threading
@@ -19,13 +19,13 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_pipelining import answer
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 
-#: of the bundle `doubling`: three f32
+# : Bytes of the bundle `doubling`: three f32.
 _BYTES = 12
 
 
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
-    """Room for two models."""
+    """Start a runtime with room for two models."""
     return start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {2 * _BYTES}}}")
     )
@@ -33,7 +33,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 @pytest.fixture
 def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[list[Engine]]:
-    """Of models `a`, `b` and `c`, built in this order."""
+    """Return engines of models `a`, `b` and `c`, built in this order."""
     made = [make_engine(runtime, doublings[name], name=name) for name in "abc"]
     yield made
     for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
@@ -43,7 +43,7 @@ def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[list[Engin
 
 
 def test_models_that_fit_are_uploaded_once(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Warming up leaves the weights on the device."""
+    """Models that fit are uploaded once, for their warm-up."""
     engines = [make_engine(runtime, doublings[name], name=name) for name in "ab"]
 
     assert all(answered(ask(engine)) == w for w, engine in enumerate(engines, 1))
@@ -52,8 +52,10 @@ def test_models_that_fit_are_uploaded_once(runtime: Runtime, doublings: dict[str
         engine.close()
 
 
-def test_the_least_recently_used_gives_way_and_comes_back(runtime: Runtime, engines: list[Engine]) -> None:
-    """Warming up `c` evicted `a`; a request brings `a` back and evicts `b`, and so on; all answers are right."""
+def test_the_least_recently_used_model_is_evicted_and_comes_back(
+    runtime: Runtime, engines: list[Engine]
+) -> None:
+    """With room for two, each request loads its model and evicts the least recently used one."""
     for w, engine in enumerate(engines, 1):
         assert answered(ask(engine)) == w
 
@@ -61,7 +63,7 @@ def test_the_least_recently_used_gives_way_and_comes_back(runtime: Runtime, engi
 
 
 def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engines: list[Engine]) -> None:
-    """The upload of `a` is held, and `c` answers."""
+    """A model executes while another's upload is held."""
     a, _, c = engines
     runtime.device.uploads.clear()
 
@@ -77,7 +79,7 @@ def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engine
 def test_weights_upload_while_a_model_is_compiled(
     runtime: Runtime, engines: list[Engine], doublings: dict[str, Path]
 ) -> None:
-    """A compilation takes seconds; a load waits for none."""
+    """Weights are uploaded while a model is compiled."""
     a, *_ = engines
     runtime.device.compiles.clear()
     lane = RuntimeConnection(runtime.open())
@@ -97,7 +99,7 @@ def test_weights_upload_while_a_model_is_compiled(
 def test_a_model_warms_up_while_another_is_compiled(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """Until it has, its weights stay where there is room for one model: others would wait for the compilation."""
+    """A warming model keeps its weights where there is room for one, without waiting for a compilation."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
     )
@@ -124,7 +126,7 @@ def test_a_model_warms_up_while_another_is_compiled(
 def test_a_compaction_does_not_wait_for_a_compilation(
     runtime: Runtime, engines: list[Engine], doublings: dict[str, Path]
 ) -> None:
-    """It waits for the model that is being warmed up, and all others wait for it."""
+    """A compaction waits for a warm-up, and not for a compilation."""
     runtime.device.uploads.clear()
     warming = register(runtime, "d", doublings["d"])
     assert runtime.device.uploads.waiting.wait(10)
@@ -146,7 +148,7 @@ def test_a_compaction_does_not_wait_for_a_compilation(
 def test_a_model_larger_than_the_budget_is_served_alone(
     start_runtime: StartRuntime, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so, with the numbers and what to change."""
+    """A model larger than the budget is served alone, and the log has the numbers and the setting."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES - 1}}}")
     )

@@ -1,4 +1,4 @@
-"""What watchers are told: every change, once, in order, and nothing that is not so."""
+"""The updates of watchers: every change, once and in order."""
 
 import os
 from contextlib import ExitStack
@@ -23,12 +23,12 @@ from tests.unit.runtime.test_residency import answered, ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator, Watcher
 
-#: of a model of `doublings`
+# : Bytes of a model of `doublings`.
 _BYTES = 12
 
 
 def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
-    """A connection for a model. Raises Rejected."""
+    """Return a connection for a model. Raises Rejected."""
     lane = RuntimeConnection(runtime.open())
     try:
         lane.register({"model": name, "bundle": str(bundle)})
@@ -39,7 +39,7 @@ def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
 
 
 def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Each step is one change; at the end there is nothing left of it."""
+    """Each step of a model's life is one change, and nothing is left at the end."""
     with Watcher(runtime) as watcher:
         assert (watcher.revision, watcher.entries) == (0, {})
 
@@ -69,7 +69,7 @@ def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Pa
 
 
 def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """With room for one of two models, each that executes has come, and the other one has gone."""
+    """Each load and eviction of weights is a change, here with room for one of two models."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
     )
@@ -88,7 +88,7 @@ def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublin
 
 
 def test_a_compaction_shows_that_weights_were_gone(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """They are freed and loaded again in one breath of the scheduler, and still each step is told."""
+    """A compaction shows that weights left and came back."""
     engine = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher:
         command(os.getpid(), {"command": "compact"})
@@ -102,7 +102,7 @@ def test_a_compaction_shows_that_weights_were_gone(runtime: Runtime, doublings: 
 def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With the reason that its stub was given; what failed under other names stays on."""
+    """A failed model stays with its reason until a newer version of that name comes."""
     with Watcher(runtime) as watcher:
         for name in "ab":
             with pytest.raises(Rejected) as caught:
@@ -120,7 +120,7 @@ def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
 
 
 def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The same version is the same entry: it is loading again, without the old reason, and then ready."""
+    """A failed version that is tried again is the same entry, loading and then ready."""
     runtime.device.fail = "told to"
     with Watcher(runtime) as watcher:
         with pytest.raises(Rejected, match="told to"):
@@ -136,7 +136,7 @@ def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[s
 
 
 def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The new one gets ready beside the old one, which then leaves alone."""
+    """Two versions of a model are two entries; the old one leaves alone."""
     old = register(runtime, "m", doublings["a"])
     with Watcher(runtime) as watcher:
         new = register(runtime, "m", doublings["b"])
@@ -153,7 +153,7 @@ def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: di
 def test_a_meta_model_is_ready_when_all_that_it_calls_are(
     runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta
 ) -> None:
-    """Its entry names them, and goes with its stub; theirs have no stubs, for it is not theirs."""
+    """A meta model's entry names its callees and is ready when they are; these have no stubs."""
     with Watcher(runtime) as watcher:
         engine = start_meta(runtime, lambda inputs, call: {"y": call("a", inputs)["y"]}, "ab")
         watcher.until(lambda: watcher.is_("meta", state="ready"))
@@ -172,7 +172,7 @@ def test_a_meta_model_is_ready_when_all_that_it_calls_are(
 def test_a_meta_model_fails_with_what_it_calls(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Both say why; what it shares with nobody leaves."""
+    """A meta model fails with its callee, and callees that no other uses leave."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
     calls = {"a": str(doublings["a"]), "b": str(broken_bundle(tmp_path / "b", doublings["b"]))}
     with Watcher(runtime) as watcher:
@@ -191,7 +191,7 @@ def test_a_meta_model_fails_with_what_it_calls(
 def test_what_is_not_tried_any_more_is_seen_to_have_failed(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """However often it is asked for, that is one change; and a meta model that calls it fails as well."""
+    """A model that is refused for its past is one failed entry, for any number of tries."""
     box = BlackBox(tmp_path)
     key = f"a@{read_bundle(doublings['a']).digest[:12]}"
     box.history.add(key, Death("EXECUTING", "hung", 0.0))
@@ -215,7 +215,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
 
 
 def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Pauses and residencies, one change each; what is said twice changes nothing."""
+    """Pauses and residencies are one change each; repeated commands are none."""
     engine = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher:
         for _ in range(2):
@@ -232,8 +232,8 @@ def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Pa
     engine.close()
 
 
-def test_watching_again_begins_anew(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The same connection gets another snapshot, and each change once."""
+def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """A second WATCH on a connection sends another snapshot, and each change once."""
     with Watcher(runtime) as watcher:
         send(watcher._greeted.sock, pack_json(Kind.WATCH, {}))
         assert watcher._receive() == {"instance": watcher.instance, "revision": 0, "entries": {}}
@@ -245,7 +245,7 @@ def test_watching_again_begins_anew(runtime: Runtime, doublings: dict[str, Path]
 
 
 def test_a_watcher_that_does_not_read_is_cut_off(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """And nobody else notices: others see every change."""
+    """A watcher that does not read is disconnected, and others see every change."""
     lane = register(runtime, "a", doublings["a"])
     with Watcher(runtime) as lazy, Watcher(runtime) as watcher, Operator(runtime) as operator:
         for _ in range(3000):
@@ -285,7 +285,7 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
     tmp_path_factory: pytest.TempPathFactory,
     done: list[tuple[Any, ...]],
 ) -> None:
-    """After any step, while models come, fail, move and go, are paused and pinned."""
+    """After any steps, the changes add up to a new watcher's snapshot."""
     folder = tmp_path_factory.mktemp("models")
     bundles = {**doublings, "x": broken_bundle(folder / "x", doublings["a"])}
     runtime = start_runtime(load_settings(f"runtime: {{weight_budget_bytes: {_BYTES}}}"))
@@ -322,14 +322,14 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
 
 
 def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> RuntimeConnection:
-    """A connection that has asked for something, and does not wait for the answer."""
+    """Return a connection that has sent a request, without waiting for its answer."""
     lane = RuntimeConnection(runtime.open())
     assert lane._send(pack_json(Kind.REGISTER, wanted), 1.0)
     return lane
 
 
 def test_only_the_latest_failures_are_remembered() -> None:
-    """As many as are promised; and each that is forgotten is a change."""
+    """Only a limited number of failures is remembered, and each forgotten one is a change."""
     watching = StateFeed(transport=None)  # type: ignore[arg-type]
 
     for number in range(300):

@@ -1,4 +1,4 @@
-"""A runtime that is there and does not answer: clients are told in time, nobody blocks, and it all goes on afterwards."""
+"""A runtime that does not answer: clients are answered in time, and service resumes afterwards."""
 
 import os
 import threading
@@ -37,15 +37,15 @@ from tests.waiting import wait_until
 
 StartMeta = Callable[..., Any]
 
-#: seconds that execute() may take at most
+# : Seconds that execute() may take at most.
 BLOCK = 0.2
-#: requests that are more than fit between stub and runtime
+# : Requests that are more than fit between stub and runtime.
 FLOOD = 2000
 
 
 @contextmanager
 def stopped(runtime: Runtime) -> Iterator[None]:
-    """Its loop does nothing meanwhile."""
+    """Stop the runtime's loop."""
     inside, go = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -61,19 +61,19 @@ def stopped(runtime: Runtime) -> Iterator[None]:
 
 
 def give_up_direct(engine: Engine) -> FakeRequest:
-    """A request that takes the connection for answers in place along, so that the next ones are answered later."""
+    """Send a request that holds the connection for answers in place, so that the next are answered later."""
     one = request()
     assert engine.execute([one]) is None
     return one
 
 
 def idle(engine: Engine) -> bool:
-    """Whether no request has memory on the connection for later answers."""
+    """Return whether no request has memory on the connection for later answers."""
     return engine._attachment.deferred._arena.idle
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Soon after each; what the runtime may still write to is no other request's until it has said so."""
+    """Deadlines are kept, and the memory of such requests is not reused until the runtime answers."""
     engine = start_engine()
     with stopped(runtime):
         give_up_direct(engine)
@@ -97,7 +97,7 @@ def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start
 
 
 def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
-    """Nobody needs what it would make; an answer in time has it run."""
+    """A late answer runs no postprocess hook; one in time does."""
     calls = []
     hooks = Hooks(postprocess=lambda arrays: calls.append(1) or arrays)  # type: ignore[func-returns-value]
     engine = engine_of(runtime.open, doubling, hooks)
@@ -109,7 +109,7 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
     runtime.device.gate.set()
     (answer,) = ask(engine, request())
     assert answer.error is None
-    wait_until(lambda: engine._direct is engine._attachment.direct)  # the late one's connection is back
+    wait_until(lambda: engine._direct is engine._attachment.direct)  # The late request's connection is back.
     assert calls == [1]
     engine.close()
 
@@ -132,7 +132,7 @@ def engine_of(open_connection: Callable[[], Greeted], bundle: Path, hooks: Hooks
 def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """execute() waits for it no longer than for anything; all that it was told is answered when it goes on."""
+    """Requests that do not fit between stub and runtime are refused, and the others answered later."""
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     engine = engine_of(runtime.open, doubling)
     assert takes_requests(engine)
@@ -165,16 +165,16 @@ def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
 def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """A batch sends as many frames as it needs executions; those that do not fit are refused."""
+    """Of a batch that fits only in part, the rest is refused."""
     settings = "{scheduler: {max_queue_depth: 10000}, stub: {in_place_ms: 1000000}}"
     runtime = start_runtime(load_settings(settings))
     engine = engine_of(runtime.open, doubling)
-    engine._largest = 1  # a frame for each
+    engine._largest = 1  # A frame each.
     with stopped(runtime):
         requests = [request(value=n) for n in range(FLOOD)]
         started = time.monotonic()
         assert engine.execute(list(requests)) is None
-        assert time.monotonic() - started < BLOCK + 1.0  # which is for making so many answers
+        assert time.monotonic() - started < BLOCK + 1.0  # The rest is for making so many answers.
     answers = [answer_of(one) for one in requests]
     well = [n for n, answer in enumerate(answers) if answer.error is None]
     assert well == list(range(len(well)))
@@ -189,7 +189,7 @@ def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
 def test_runs_that_wait_to_be_let_in_keep_their_deadline(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """The runtime, when it goes on, lets in nobody whose client has been told."""
+    """Waiting runs are answered at their deadline, and the runtime does not admit them later."""
     runtime = start_runtime(load_settings("scheduler: {meta_concurrency: 1}"))
     engine = start_meta(runtime, chain)
     assert_served(engine)
@@ -205,7 +205,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
-    """A send that finds no room is made up for by the next one, in order."""
+    """A segment that could not be announced is announced by the next send, once and in order."""
     lane = RuntimeConnection(runtime.open())
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]
@@ -231,8 +231,8 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
     lane.close()
 
 
-def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
-    """Not when it was closed itself."""
+def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runtime) -> None:
+    """A socket closed by other code is detected, and one closed by itself is not."""
     well, closed_by_others, closed = (RuntimeConnection(runtime.open()) for _ in range(3))
     os.close(closed_by_others.sock.fileno())
     closed.close()
@@ -245,7 +245,7 @@ def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
 def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads find out at once that the runtime is gone: what the one closes is no crime to the other."""
+    """A connection that one thread closes while another checks it does not count as closed by others."""
     lane = RuntimeConnection(start_runtime().open())
     real = os.fstat
 
@@ -260,7 +260,7 @@ def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages would come when they are touched, and then whoever is largest is killed."""
+    """Memory that the machine lacks is not allocated, because its use would trigger the OOM killer."""
     monkeypatch.setattr("rsrv.stub.connection.spare_memory", lambda: 3 << 20)
     lane = RuntimeConnection(runtime.open())
     assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
@@ -270,7 +270,7 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
 
 
 def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Those that wait for the runtime are told why, and what comes later is told to come again."""
+    """When a stub ends, waiting requests get the reason, and later ones are told to retry."""
     engine = start_engine()
     left: list[int] = []
     engine._drain_and_exit._leave = left.append

@@ -29,7 +29,7 @@ def rows(count: int, start: float = 0) -> Array:
 
 
 def ask(engine: Engine, *requests: FakeRequest) -> list[FakeResponse]:
-    """Whichever way they are answered."""
+    """Return the answers, given in place or later."""
     answers = engine.execute(list(requests))
     return answers if answers is not None else [request.answers.get(timeout=10) for request in requests]
 
@@ -73,7 +73,7 @@ def test_padding_never_shows(runtime: Runtime, start_engine: StartEngine) -> Non
 def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
     start_engine: StartEngine, array: Array, text: str
 ) -> None:
-    """The message names the input, what was expected and what came; the batch's others are not touched."""
+    """A wrong shape is refused with the input and both shapes; its neighbours are answered."""
     engine = start_engine()
 
     before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (rows(1), array, rows(2))))
@@ -114,7 +114,7 @@ def test_a_failing_execution_fails_its_requests_and_nothing_else(
 def test_what_takes_longer_than_predicted_is_answered_later(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """execute() waits for what should be quick, gives up after a while, and the answers still come."""
+    """A request that takes longer than predicted is answered later, and so are its neighbours."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(2)}), FakeRequest({"x": rows(9)})]
@@ -130,7 +130,7 @@ def test_what_takes_longer_than_predicted_is_answered_later(
 def test_requests_that_come_while_others_wait_are_answered_too(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """While the lane for quick answers is away with the slow ones, execute() goes on with the other lane."""
+    """Requests that arrive while slow ones hold the first connection use the other one."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(1, i)}) for i in range(20)]
@@ -148,7 +148,7 @@ def test_requests_that_come_while_others_wait_are_answered_too(
 def test_a_deadline_that_passed_is_told_and_never_executed(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """By Triton's timeout and by our absolute parameter alike."""
+    """A request whose deadline has passed is refused without an execution, by either parameter."""
     engine = start_engine()
     runtime.device.executed.clear()
     past = json.dumps({"rsrv_deadline_unix_ns": time.time_ns() - 1})
@@ -162,7 +162,7 @@ def test_a_deadline_that_passed_is_told_and_never_executed(
 def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """It waits behind a held execution for 20 ms at most, then its client is told, before the device is free."""
+    """A request whose deadline passes in the queue is answered before the device is free."""
     engine = start_engine()
     runtime.device.gate.clear()
     first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, timeout_us=20_000)
@@ -178,7 +178,7 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
 
 
 def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: StartEngine) -> None:
-    """The stub notices that the client is gone while the request waits; it is never executed."""
+    """A cancelled request leaves the queue without being executed."""
     engine = start_engine()
     runtime.device.gate.clear()
     first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)})
@@ -194,8 +194,10 @@ def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: St
     assert runtime.device.executed == [1]
 
 
-def test_everybodys_turn_comes_to_be_looked_after(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Of 60 that wait, the 51st is cancelled: that is noticed although few are looked at in one round."""
+def test_each_waiting_request_is_checked_for_cancellation(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """Of 60 waiting requests, a cancelled one is found, although each round checks only a few."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(1)}) for _ in range(60)]
@@ -212,7 +214,7 @@ def test_everybodys_turn_comes_to_be_looked_after(runtime: Runtime, start_engine
 def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that reads answers goes on, whatever is_cancelled() raises."""
+    """The thread that reads answers survives any exception of is_cancelled()."""
 
     def fault(self: FakeSender) -> bool:
         raise RuntimeError("a fault of Triton's")
@@ -224,7 +226,7 @@ def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
     for request in requests:
         assert engine.execute([request]) is None
     with pytest.raises(queue.Empty):
-        requests[0].answers.get(timeout=0.2)  # long enough for a look
+        requests[0].answers.get(timeout=0.2)  # Long enough for a check.
 
     runtime.device.gate.set()
 
@@ -236,7 +238,7 @@ def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
 def test_executions_of_any_length_and_depth_do_not_mix(
     start_runtime: StartRuntime, doubling: Path, depth: int, seconds: float
 ) -> None:
-    """On the loop or on the device's thread, one or several at a time, every answer is its request's own."""
+    """For any length and depth of executions, each request gets its own rows."""
     runtime = start_runtime(load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0}}"))
     runtime.device.seconds = seconds
     engine = make_engine(runtime, doubling)
@@ -253,7 +255,7 @@ def test_executions_of_any_length_and_depth_do_not_mix(
 def test_a_full_queue_refuses_and_says_when_to_come_again(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """With room for two, the third that waits is refused at once."""
+    """A request above the queue's limit is refused at once with QUEUE_FULL."""
     runtime = start_runtime(load_settings("models: {doubling: {max_queue_depth: 2}}"))
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
@@ -285,7 +287,7 @@ def test_a_wrong_parameter_of_ours_is_the_clients_fault(start_engine: StartEngin
 
 
 def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
-    """Other parts of a pipeline send their own."""
+    """Unknown parameters, as of other parts of a pipeline, are ignored."""
     (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}, parameters='{"tenant": "a"}'))
 
     assert answer.error is None
@@ -328,7 +330,7 @@ def raising(arrays: dict[str, Array]) -> dict[str, Array]:
 
 @pytest.mark.parametrize("hooks", [Hooks(preprocess=raising), Hooks(postprocess=lambda a: raising_result(a))])
 def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hooks: Hooks) -> None:
-    """No word of the exception reaches the client; the neighbours are answered."""
+    """A hook that raises fails its request without its text, and the neighbours are answered."""
     engine = start_engine(hooks)
     bad = np.full((1, 3), 666, np.float32)
 
@@ -343,7 +345,7 @@ def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hoo
 def test_an_id_of_megabytes_is_cut_in_every_line(
     start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the hook's own and in that of its failure: any client could fill the log."""
+    """A very long id is cut in every line of the log."""
     id = "i" * 10_000_000
     failed = ask(
         start_engine(Hooks(preprocess=raising)),
@@ -376,7 +378,7 @@ def raising_result(arrays: dict[str, Array]) -> dict[str, Array]:
     ],
 )
 def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine, result: object) -> None:
-    """Nothing, the wrong names and the wrong types are the bundle's fault, not the server's end."""
+    """A hook that returns nothing, wrong names or wrong types fails its request."""
     wrong: Callable[..., Any] = lambda arrays: result
 
     for hooks in (Hooks(preprocess=wrong), Hooks(postprocess=wrong)):
@@ -387,7 +389,7 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
 def test_the_runtimes_end_is_told_and_its_successor_is_used(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
 ) -> None:
-    """Requests in flight are answered at once; when a runtime is there again, requests succeed again."""
+    """When the runtime ends, requests in flight fail at once, and later ones use its successor."""
     engine = start_engine()
     runtime.device.gate.clear()
     held = [FakeRequest({"x": rows(1, i)}) for i in range(5)]
@@ -407,7 +409,7 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
 def test_a_model_leaves_with_its_last_stub_and_comes_back(
     runtime: Runtime, doubling: Path, start_engine: StartEngine
 ) -> None:
-    """Its weights are freed; another stub gets it again."""
+    """A model leaves with its last stub, and another stub gets it again."""
     first = make_engine(runtime, doubling)
     second = make_engine(runtime, doubling)
     assert runtime.device.resident == 1
@@ -424,7 +426,7 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
 
 
 def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -> None:
-    """The one that executes and the one behind it are told; closing waits for neither."""
+    """Closing the stub answers the executing and the waiting request, and waits for neither."""
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
@@ -452,7 +454,7 @@ def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: Star
 
 
 def test_a_large_answer_is_finished_even_if_it_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's shared memory may be full: then the client must hear that, not wait for ever."""
+    """If Triton's shared memory has no room for a large answer, the request is still ended."""
     from rsrv.stub import replies
     from rsrv.stub.replies import Reply, Responses
     from tests.fakes import FakePbUtils
@@ -480,7 +482,7 @@ def test_a_large_answer_is_finished_even_if_it_finds_no_room(monkeypatch: pytest
 
 
 def test_a_large_answer_ends_its_request_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end that comes by itself would be a second answer to a model that called through BLS."""
+    """A large answer that has room ends its request with itself, and not with a second response."""
     from rsrv.stub import replies
     from rsrv.stub.replies import Reply, Responses
     from tests.fakes import FakePbUtils
@@ -501,7 +503,7 @@ def test_a_large_answer_ends_its_request_where_there_is_room(monkeypatch: pytest
 
 
 def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
-    """Whoever loses the last reference to a request that is not answered answers it by that."""
+    """A request that is dropped without an answer is answered by its destructor."""
     from rsrv.stub.replies import Reply, Responses
     from tests.fakes import FakePbUtils
 
@@ -513,10 +515,10 @@ def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
     assert refused(request.answers.get(timeout=1), FakeError.INTERNAL, "dropped")
 
 
-def test_memory_that_was_refused_once_is_asked_for_anew(
+def test_memory_that_was_refused_once_is_requested_again(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch for which there is no memory is refused; what its predecessor gave back is not used again unasked."""
+    """A batch without memory is refused, and each later batch requests memory again."""
     engine = start_engine()
     first = engine.execute([FakeRequest({"x": rows(1)})])
     assert first is not None
@@ -535,7 +537,7 @@ def test_memory_that_was_refused_once_is_asked_for_anew(
         patched.setattr(Arena, "give", recorded)
         patched.setattr(
             "rsrv.stub.engine._KEEP_SLAB_BYTES", -(1 << 30)
-        )  # nothing is worth keeping: each batch asks anew
+        )  # No memory is worth keeping, so each batch requests it.
         patched.setattr(RuntimeConnection, "take", full)
         for _ in range(2):
             (refusal,) = ask(engine, FakeRequest({"x": rows(1)}))

@@ -1,4 +1,4 @@
-"""What the device did of late."""
+"""The device's recent spans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rsrv.scheduler import events as ev
 
 
 def test_what_the_device_did() -> None:
-    """Each thing is there when it is over, with when it began and what it was."""
+    """A span is recorded when it ends, with its start and its kind."""
     timeline = Timeline()
     timeline.begins(ev.LoadWeights("a@1", 1), 10.0)
     timeline.happened(ev.WeightsLoaded("a@1", 1, 0.5), 11.0)
@@ -34,7 +34,7 @@ def test_what_the_device_did() -> None:
 
 
 def test_loads_that_end_without_weights() -> None:
-    """They are there, from their beginning on, as failed ones."""
+    """Failed loads are recorded from their start on."""
     timeline = Timeline()
     for epoch in (1, 2):
         timeline.begins(ev.LoadWeights("a@1", epoch), float(epoch))
@@ -47,7 +47,7 @@ def test_loads_that_end_without_weights() -> None:
 
 
 def test_an_answer() -> None:
-    """It says when spans began by how long that is ago, and where to go on."""
+    """The answer has the starts as ages, and the number to continue from."""
     timeline = Timeline()
     timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
     assert timeline.answer("i", 0, 17.5) == {
@@ -61,7 +61,7 @@ def test_an_answer() -> None:
 
 @given(length=st.integers(1, 10), count=st.integers(0, 30), most=st.integers(1, 7))
 def test_reading_on(length: int, count: int, most: int) -> None:
-    """Whoever goes on where the answer before ended gets all that is kept, once and in order."""
+    """A reader that continues from the last answer gets all kept spans once and in order."""
     timeline = Timeline(length)
     for at in range(count):
         timeline.begins(ev.EvictWeights("a", at), float(at))

@@ -1,4 +1,4 @@
-"""What the runtime sees of traced requests: events in, spans out; and the same through a real loop and stub."""
+"""The runtime's part of traced requests: events to spans, and the same through a real loop and stub."""
 
 import json
 import os
@@ -38,7 +38,7 @@ BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows"
 
 
 class Played:
-    """A timeline and traces, told as the loop tells them."""
+    """A timeline and traces, fed as by the loop."""
 
     def __init__(self, length: int = 100) -> None:
         self.timeline = Timeline()
@@ -69,13 +69,13 @@ class Played:
 def span(
     id: int, name: str, start: float, end: float, error: str = "", attributes: Attributes | None = None
 ) -> Span:
-    """`start` and `end` in seconds."""
+    """Return a span; `start` and `end` in seconds."""
     ids = f"{id:032x}", f"{id:016x}", ""
     return Span(*ids, name, int(start * 1e9), int(end * 1e9), error, {**MODEL, **(attributes or {})})
 
 
 def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
-    """Its load began before it came: the part that it waited for is in its trace. Others leave no spans."""
+    """A request's trace has the part of the load for which it waited; untraced ones leave no spans."""
     played = Played()
     played.begins(ev.LoadWeights("a@1", 1), 9.0)
     played.arrives(1, 10.0)
@@ -95,7 +95,7 @@ def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
 
 
 def test_requests_of_one_execution_share_its_number() -> None:
-    """Each has an execution of its own in its trace; a failed one says so in both."""
+    """Requests of one execution have a span each with its number, and with its failure."""
     played = Played()
     for id in (1, 2):
         played.arrives(id, 10.0)
@@ -107,7 +107,7 @@ def test_requests_of_one_execution_share_its_number() -> None:
 
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
-    """It was refused, or its deadline passed: while its weights were on their way, if they were."""
+    """A refused or expired request has its reason in its spans, also in that of the load."""
     played = Played()
     if loading:
         played.begins(ev.LoadWeights("a@1", 1), 9.0)
@@ -124,7 +124,7 @@ def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
 
 
 def test_a_second_try_is_a_second_execution() -> None:
-    """The first found no memory; the request waited once."""
+    """A retried execution is a second span, and the queue is one."""
     played = Played()
     played.arrives(1, 10.0)
     played.begins(ev.Execute(7, "a@1", 0, 1, 1, (1,)), 11.0)
@@ -141,7 +141,7 @@ def test_a_second_try_is_a_second_execution() -> None:
 
 
 def test_spans_that_nobody_asks_for_are_forgotten() -> None:
-    """The oldest first; the numbers show how many, and what stubs have dropped is told beside."""
+    """The oldest spans are dropped and counted, beside those that stubs dropped."""
     played = Played(length=3)
     told = [span(1, name, 1, 2) for name in "abcde"]
     played.traces.report(told, 4)
@@ -159,12 +159,12 @@ def test_spans_that_nobody_asks_for_are_forgotten() -> None:
 
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
-    """One that has somebody to send traces to."""
+    """Start a runtime that exports traces."""
     return start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}"))
 
 
 def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
-    """What the stub and the runtime tell, by name, when the last of it is there."""
+    """Return the spans of stub and runtime by name, when the last one is there."""
     found: dict[str, Span] = {}
 
     def there() -> bool:
@@ -181,8 +181,8 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
 def test_a_traced_request_shows_what_stub_and_runtime_did(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """All of it is parts of one span, which is a part of the client's; a neighbour that is not traced shows nowhere."""
-    runtime.device.seconds = 0.0  # else executions would seem to begin before they are asked for
+    """All spans of a traced request are in one, whose parent is the client's."""
+    runtime.device.seconds = 0.0  # Otherwise executions would seem to begin before their requests.
     engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
 
     ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)}))
@@ -201,7 +201,7 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(
 
 
 def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engine: StartEngine) -> None:
-    """Its hook raises."""
+    """A request whose hook raises is traced."""
 
     def broken(arrays: Any) -> Any:
         raise RuntimeError("secret")
@@ -216,7 +216,7 @@ def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engin
 
 
 def test_a_clients_mistake_is_in_the_spans_as_it_is_told(start_engine: StartEngine) -> None:
-    """It is the client's, and not the hook's."""
+    """A client's mistake appears in the spans with the client's message."""
 
     def picky(arrays: Any) -> Any:
         raise BadInput("no picture")
@@ -231,7 +231,7 @@ def test_a_clients_mistake_is_in_the_spans_as_it_is_told(start_engine: StartEngi
 def test_a_context_that_cannot_be_read_costs_no_request(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """Neither the one that has it nor its neighbours, of a model or of a meta model."""
+    """A malformed trace context fails no request, of a model or of a meta model."""
 
     def ask_all(engine: Any, asked: Any) -> None:
         odd, plain = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
@@ -245,7 +245,7 @@ def test_a_context_that_cannot_be_read_costs_no_request(
 
 
 def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -> None:
-    """With the message that its client gets."""
+    """A request with a wrong parameter is traced with its message."""
     engine = start_engine()
     wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=wrong))
@@ -260,7 +260,7 @@ def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -
 def test_a_request_without_a_runtime_is_traced(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """Its span waits for the next runtime. One that is not to be traced has none."""
+    """The span of a request without a runtime is sent to the next one; an untraced one has none."""
     engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
     runtime.stop()
     wait_until(lambda: not engine.ready and not meta.ready)
@@ -279,7 +279,7 @@ def test_a_request_without_a_runtime_is_traced(
 def test_spans_that_a_runtime_does_not_take_are_counted(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the frame that it did not read; the next runtime's connection tells of them."""
+    """Spans that a runtime did not read are counted as dropped by the next one."""
     engine, tried = start_engine(), threading.Event()
     real = RuntimeConnection.report_spans
 
@@ -298,7 +298,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 
 
 def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """One that is answered, one that is refused for its shape, and one that the run does without."""
+    """Calls of a meta model are spans in its run, also refused ones."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         with suppress(CallError):
@@ -314,7 +314,7 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
     assert "expected shape" in bad.error
     waits = [one for one in command(os.getpid(), {"command": "traces"})["spans"] if one[3] == "queue"]
-    assert {one[1] for one in waits} == {whole.id, good.id}  # to be let in, and for the device
+    assert {one[1] for one in waits} == {whole.id, good.id}  # For admission, and for the device.
     assert (good.error, whole.error, infer.error) == ("", "", "")
     assert spans["execute"].parent == good.id
     assert spans["execute"].attributes["rsrv.model"] == "a"
@@ -325,7 +325,7 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
 def test_calls_through_triton_are_parts_as_well(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The called model's stub learns from a parameter whose part its request is."""
+    """Through Triton, the called model's spans are in the call's."""
     runtime = start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}\nmeta: {transport: bls}"))
     triton = FakeCallees(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
     meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
@@ -342,7 +342,7 @@ def test_calls_through_triton_are_parts_as_well(
 
 
 def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Whatever contexts requests have: their stub does not even look, and a stub that says so is not heard."""
+    """Without a collector, neither stub nor runtime keeps spans."""
     runtime = start_runtime()
     engine = make_engine(runtime, doubling)
     request = FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
@@ -358,7 +358,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
 def test_marks_of_requests_that_are_refused_do_not_stay(
     runtime: Runtime, doubling: Path, start_meta: StartMeta
 ) -> None:
-    """Neither those of requests for a run that is over, nor those of such calls: they would crowd out others' marks."""
+    """Marks of refused requests and calls are removed."""
     engine = make_engine(runtime, doubling)
     ended = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
@@ -374,7 +374,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
 
 
 def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubling: Path) -> None:
-    """However many; requests are served, and later ones are traced."""
+    """Marks of requests that never come are dropped, and later requests are traced."""
     engine = make_engine(runtime, doubling)
     for start in range(1000, 6000, 1000):
         engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])

@@ -1,4 +1,4 @@
-"""Order in which connections are read."""
+"""The order in which connections are read."""
 
 import socket
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
 
 
 def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
-    """Then the other connection has its turn."""
+    """A connection's frames are read together before the next connection's."""
     one, other, *rest = turns(tmp_path, pack_ids(Kind.CANCEL, [1]), 2)
 
     assert one == other
@@ -45,7 +45,7 @@ def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
 
 
 def test_a_connection_ends_its_turn_after_spans(tmp_path: Path) -> None:
-    """Reading spans takes long, and other connections have requests."""
+    """A frame of spans ends a connection's turn, because reading spans takes long."""
     read = turns(tmp_path, pack_json(Kind.SPANS, {}), 3)
 
     assert all(len(set(read[at : at + 2])) == 2 for at in (0, 2, 4))

@@ -1,4 +1,4 @@
-"""Bundles that are deleted, cut or exchanged while the runtime reads them: their load fails, and nothing else."""
+"""Bundles that are deleted, cut or exchanged while the runtime reads them: only their load fails."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def empty_everything(bundle: Path) -> None:
 def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """Held in its first compilation, then damaged: the stub hears why, the other model serves on, and it can come again."""
+    """A bundle damaged during its compilation is rejected, others serve, and it can be loaded later."""
     mine = tmp_path / "mine"
     shutil.copytree(doublings["b"], mine)
     other = make_engine(runtime, doublings["a"])
@@ -63,7 +63,7 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
 def test_no_file_of_a_bundle_is_mapped(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even while the safetensors library looks at the weights' header: a mapped file that is cut ends the process."""
+    """No file of a bundle is mapped, because cutting a mapped file would end the process."""
     mine = tmp_path / "mine"
     shutil.copytree(doublings["a"], mine)
     mapped: list[bool] = []

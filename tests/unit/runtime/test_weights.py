@@ -1,4 +1,4 @@
-"""Weights on both tiers while the runtime serves: shared, moved by command, short of memory, and gone."""
+"""Weights on both tiers of a serving runtime: shared, moved by command, short of memory, and released."""
 
 import logging
 import math
@@ -39,14 +39,14 @@ from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-#: of one weight of `export_doubling`: three f32
+# : Bytes of one weight of `export_doubling`: three f32.
 _BYTES = 12
 _RESIDENCIES = ("unpinned", "system", "device")
 
 
 @pytest.fixture(scope="session")
 def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models `a` to `c`, y = 2 x + 1 to 3: each has a weight of its own and one that all have."""
+    """Return models `a` to `c`, y = 2 x + 1 to 3, with a weight each and one that all share."""
     folder = tmp_path_factory.mktemp("bundles")
     return {
         name: export_doubling(folder / name, a=[w, w, w], base=[9, 9, 9]) for w, name in enumerate("abc", 1)
@@ -55,14 +55,17 @@ def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @dataclass
 class House:
-    """A runtime and the engines that were made; the latter are closed at the end."""
+    """A runtime and its engines, which are closed at the end."""
 
     start_runtime: StartRuntime
     runtime: Runtime = field(init=False)
     engines: list[Engine] = field(default_factory=list)
 
     def start(self, more: str = "", *, limit: int | None = None, asynchronous: bool = False) -> "House":
-        """`more`: of the section `runtime`; `limit`: of the device's memory, beside the slack."""
+        """Start it.
+
+        `more`: keys of the section `runtime`; `limit`: of the device's memory, beside the slack.
+        """
         self.runtime = self.start_runtime(
             load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{more}}}"), asynchronous=asynchronous
         )
@@ -84,7 +87,7 @@ class House:
         return figures
 
     def host(self) -> tuple[int, int, int]:
-        """Logical and physical bytes, and tensors."""
+        """Return logical and physical bytes, and tensors."""
         host = read_status(os.getpid())["memory"]["host"]
         return host["logical_bytes"], host["physical_bytes"], host["tensors"]
 
@@ -105,7 +108,7 @@ def house(start_runtime: StartRuntime) -> Iterator[House]:
 def test_each_load_has_a_line_with_its_numbers(
     house: House, relatives: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What came, which others have not; whose weights gave way for it; and how many requests waited."""
+    """Each load has a line with its bytes, its evictions, and the requests that waited."""
     with caplog.at_level(logging.INFO, "rsrv.placement"):
         house.start(f"weight_budget_bytes: {3 * _BYTES}")
         engines = {name: house.engine(relatives[name]) for name in "abc"}
@@ -129,14 +132,14 @@ def test_each_load_has_a_line_with_its_numbers(
 
 
 def template(line: str) -> str:
-    """A line of the log without its versions and numbers."""
+    """Return a line of the log without versions and numbers."""
     return re.sub(r"[\d.]+", "N", re.sub(r"\w+@\w+", "K", line))
 
 
 # --- sharing -----------------------------------------------------------------------------------------------
 
 
-def test_equal_tensors_are_there_once_on_both_tiers(house: House, relatives: dict[str, Path]) -> None:
+def test_equal_tensors_are_stored_once_on_both_tiers(house: House, relatives: dict[str, Path]) -> None:
     """A model that differs in one tensor costs one tensor; the answers are each model's own."""
     house.start()
     engines = []
@@ -169,7 +172,7 @@ def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
 
 
 def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str, Path]) -> None:
-    """The device refuses a byte more than one of them takes; what they share never gets lost on the way."""
+    """Models that share a tensor take turns in room for one, and the shared tensor stays."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}", limit=2 * _BYTES)
     engines = [house.engine(relatives[name]) for name in "abc"]
     before = house.runtime.device.uploaded
@@ -185,7 +188,7 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
 def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """`a` was evicted, and its file has changed since: pinning it needs the copy, which is given up afterwards."""
+    """Pinning loads the weights from the host's copy, and then drops the copy."""
     path = tmp_path / "a"
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")
@@ -198,7 +201,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
 
     set_residency(os.getpid(), "a", "device")
     with pytest.raises(Rejected):
-        house.engine(tmp_path / "nothing")  # what the command gave the build thread to do is done
+        house.engine(tmp_path / "nothing")  # The build thread has carried out the command.
     house.runtime.device.uploads.set()
 
     assert answered(late) == 2
@@ -212,7 +215,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
 def test_every_residency_follows_every_other(
     house: House, doublings: dict[str, Path], before: str, after: str
 ) -> None:
-    """The host keeps what is `system`, the device what is `device`, and answers are right throughout."""
+    """After any change of residency, the tiers hold what they should, and answers are right."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, b = (house.engine(doublings[name]) for name in "ab")
     for residency in (before, after):
@@ -231,7 +234,7 @@ def test_every_residency_follows_every_other(
 def test_the_residency_changes_while_the_weights_are_on_their_way(
     house: House, doublings: dict[str, Path], residency: str
 ) -> None:
-    """The load goes on, the request is answered, and afterwards the weights are where they should be."""
+    """A residency that changes during a load applies after it, and the request is answered."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, _ = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.uploads.clear()
@@ -251,7 +254,7 @@ def test_the_residency_changes_while_the_weights_are_on_their_way(
 def test_the_residency_changes_while_the_model_executes(
     house: House, doublings: dict[str, Path], residency: str
 ) -> None:
-    """What executes keeps its weights; a model that is to be on the device comes beside it when it is over."""
+    """A residency that changes during an execution applies after it."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     house.engine(doublings["a"])
     b = house.engine(doublings["b"])
@@ -273,7 +276,7 @@ def test_the_residency_changes_while_the_model_executes(
 def test_a_host_without_memory_for_a_copy_ends_nothing(
     house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transposing a 2.0 bundle's weights takes memory as well; the model serves on from its file."""
+    """If the host has no memory for a copy, the model serves from its file."""
     house.start("weight_budget_bytes: 0")
     a = house.engine(doublings["a"])
     set_residency(os.getpid(), "a", "unpinned")
@@ -297,7 +300,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
 
 
 def test_the_residency_changes_while_the_model_is_compiled(house: House, doublings: dict[str, Path]) -> None:
-    """It is built as it was to be before, and follows at once."""
+    """A residency that changes during a compilation applies right after the build."""
     house.start()
     house.runtime.device.compiles.clear()
     registering = register(house.runtime, "a", doublings["a"])
@@ -316,7 +319,7 @@ def test_the_residency_changes_while_the_model_is_compiled(house: House, doublin
 def test_pinned_models_beyond_the_budget_are_named_in_the_log(
     house: House, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the numbers, and what to change; both are there all the same."""
+    """Pinned models beyond the budget are logged with numbers and settings, and stay resident."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     engines = [house.engine(doublings[name]) for name in "ab"]
     for name in "ab":
@@ -342,7 +345,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
 def test_what_cannot_be_is_refused(
     house: House, doublings: dict[str, Path], model: str, residency: str, message: str
 ) -> None:
-    """The message says what is wrong, and nothing changes."""
+    """An unknown model or residency is refused with a reason."""
     house.start()
     house.engine(doublings["a"])
 
@@ -361,7 +364,7 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
     relatives: dict[str, Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The device has exactly the budget, and refuses a byte more: it never does, not while models come either."""
+    """The device's bytes never exceed the budget, for any mix of requests and new models."""
     house.start(f"weight_budget_bytes: {3 * _BYTES}", limit=3 * _BYTES)
     chance = Random(7)
     paths = {f"own-{name}": path for name, path in doublings.items()}
@@ -382,7 +385,7 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
 
 
 def test_the_depth_counts_for_what_executions_take(house: House, doublings: dict[str, Path]) -> None:
-    """With room for three executions' scratch instead of one, weights may take that much less at once."""
+    """A greater depth reduces the budget by the scratch of its executions."""
     house.start(limit=1000)
     house.runtime.device.scratch = 100
     house.engine(doublings["a"])
@@ -394,7 +397,7 @@ def test_the_depth_counts_for_what_executions_take(house: House, doublings: dict
 
 
 def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path]) -> None:
-    """The scratch of a model counts while it is there."""
+    """A model's scratch reduces the budget while the model is loaded."""
     house.start(limit=1000)
     house.engine(doublings["a"])
     house.runtime.device.scratch = 300
@@ -411,7 +414,7 @@ def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path])
 def test_an_execution_without_memory_is_tried_once_more(
     house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
 ) -> None:
-    """The client notices nothing; of the other model's weights nothing was left meanwhile."""
+    """An execution without memory is retried after the other models were evicted."""
     house.start(asynchronous=asynchronous)
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where)
@@ -427,7 +430,7 @@ def test_an_execution_without_memory_is_tried_once_more(
 def test_an_execution_that_finds_no_memory_twice_fails_alone(
     house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
 ) -> None:
-    """Its client learns that it failed; the next request of the model is answered, and others are."""
+    """An execution that fails twice for memory fails its request only."""
     house.start(asynchronous=asynchronous)
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where, times=2)
@@ -441,7 +444,7 @@ def test_an_execution_that_finds_no_memory_twice_fails_alone(
 def test_a_load_without_memory_is_tried_once_more(
     house: House, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All others leave the device for the second try; if that fails, those that wait for it fail, and nobody else."""
+    """A load without memory is retried with all others evicted; if that fails, only its requests fail."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     a, b, c = (house.engine(doublings[name]) for name in "abc")
     house.runtime.device.fail_next("upload")
@@ -453,7 +456,7 @@ def test_a_load_without_memory_is_tried_once_more(
     house.runtime.device.fail_next("upload", times=2)
     caplog.set_level(logging.INFO, "rsrv.placement")
     assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
-    # That others have left has lines of its own: there is none of a load that came in their place.
+    # The evictions have their own lines, and no load came in their place.
     gone = [
         one
         for record in caplog.records
@@ -467,7 +470,7 @@ def test_a_load_without_memory_is_tried_once_more(
 
 
 def test_a_load_that_stops_halfway_leaves_nothing_behind(house: House, relatives: dict[str, Path]) -> None:
-    """The second of two tensors finds no memory, twice: the first one is not on the device either."""
+    """A load that fails halfway frees its first tensor."""
     house.start()
     house.runtime.device.fail_next("upload", after=1, times=1)
     a = house.engine(relatives["a"])
@@ -486,7 +489,7 @@ def export_of_two(path: Path) -> Path:
 
 
 def test_a_warm_up_that_finds_no_memory_is_tried_once_more(house: House, doublings: dict[str, Path]) -> None:
-    """The weights of others leave the device for it; the model is served."""
+    """A warm-up without memory is retried after others were evicted."""
     house.start()
     a = house.engine(doublings["a"])
     house.runtime.device.fail_next("launch")
@@ -499,7 +502,7 @@ def test_a_warm_up_that_finds_no_memory_is_tried_once_more(house: House, doublin
 def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """The load error says why; the other model serves on, and the bundle may be tried again."""
+    """A model whose warm-up fails is rejected with the reason and leaves nothing."""
     house.start()
     a = house.engine(doublings["a"])
     house.runtime.device.fail_next("read", times=50)
@@ -507,7 +510,7 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
         house.engine(doublings["b"])
     house.runtime.device.fail_next("read", times=0)
 
-    # The other one had left the device for the second try.
+    # The other model was evicted for the second try.
     wait_until(lambda: house.runtime.device.device_bytes == 0)
     wait_until(lambda: house.host()[2] == 1)
     assert answered(ask(a)) == 1
@@ -517,7 +520,7 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
 def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
     house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler does not say what an execution takes: nobody is left who would give up the host's copy."""
+    """A model that cannot be built leaves no host copy."""
     house.start()
 
     def silent(*_: object) -> int:
@@ -531,7 +534,7 @@ def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
 
 
 def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str, Path]) -> None:
-    """Meanwhile requests wait; then all is freed and comes back, and all answers are right."""
+    """A compaction waits for executions, requests wait for it, and all weights come back."""
     house.start()
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.gate.clear()
@@ -556,7 +559,7 @@ def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str,
 def test_a_load_whose_client_has_gone_makes_way_for_another(
     house: House, relatives: dict[str, Path], doublings: dict[str, Path]
 ) -> None:
-    """Held after its first tensor, the load ends before the second one: it is not uploaded, and the first is freed."""
+    """A load whose client has gone is abandoned for another model's load."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     two, one, other = (
         house.engine(path)
@@ -581,7 +584,7 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
 def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """What the host keeps by then is given up, and nothing is loaded."""
+    """If a stub leaves during the compilation, the host's copy is freed and nothing is loaded."""
     house.start()
     house.runtime.device.compiles.clear()
     registering = register(house.runtime, "a", doublings["a"])
@@ -601,7 +604,7 @@ def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
 def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """The load is abandoned; another stub of the same bundle that came meanwhile is served."""
+    """If a stub leaves during the load, it is abandoned, and another stub of the bundle is served."""
     house.start()
     house.runtime.device.uploads.clear()
     registering = register(house.runtime, "a", doublings["a"])
@@ -625,7 +628,7 @@ def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
 def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """The weights stay until the warm-up is over, and go then; another stub is served with a new load."""
+    """If a stub leaves during the warm-up, the weights go after it, and another stub is served."""
     house.start()
     house.runtime.device.gate.clear()
     registering = register(house.runtime, "a", doublings["a"])
@@ -650,7 +653,7 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
 def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its requests fail one by one, the log says why; with the host's copy nothing would be noticed."""
+    """An unpinned model whose file was cut fails its requests, and others are served."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     mine = tmp_path / "mine"
     shutil.copytree(doublings["a"], mine)
@@ -665,16 +668,16 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     for _ in range(2):
         assert answered(ask(b)) == 2
         assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
-    # The host cannot have it back either; the model stays what it was, and says so.
+    # The host cannot keep it either; the model's residency does not change.
     set_residency(os.getpid(), "mine", "system")
     assert answered(ask(b)) == 2
     assert house.host()[2] == 1
 
 
-def test_what_nobody_uses_is_swept_when_the_last_model_fails(
+def test_unused_tensors_are_swept_when_the_last_model_fails(
     house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What killed runtimes left in shared memory would stay for ever: the last to be ready never is."""
+    """Leftovers of killed runtimes are swept also if the last model to build fails."""
     swept = threading.Event()
     monkeypatch.setattr(HostStore, "sweep", lambda _: swept.set())
     house.start()
@@ -701,7 +704,7 @@ def test_what_nobody_uses_is_swept_when_the_last_model_fails(
 def test_a_model_that_is_not_tried_sweeps_nothing(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash, the model to blame may be refused before the others are built, which want the weights left there."""
+    """A model that is refused for its past triggers no sweep before the other models have their weights."""
     swept: list[HostStore] = []
     monkeypatch.setattr(HostStore, "sweep", lambda store: swept.append(store))
     box = BlackBox(tmp_path)
@@ -724,7 +727,7 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
 
 
 def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doublings: dict[str, Path]) -> None:
-    """Its executables take memory of the device, and no later load may come that replaces it."""
+    """An unloaded model is freed, its executables included, also if it was loaded last."""
     house.start()
     engine = house.engine(doublings["a"])
     (model,) = house.runtime.loop._catalog.models()
@@ -736,10 +739,10 @@ def test_the_last_loaded_model_is_freed_when_it_is_unloaded(house: House, doubli
     wait_until(lambda: host() is None)
 
 
-def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
+def test_a_successor_begins_after_the_end_of_its_predecessor(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """The last stub leaves, another one comes, and then the first one's life ends: the second one's begins."""
+    """A stub that comes while the last one's model leaves gets a new life of the model."""
     house.start()
     first = register(house.runtime, "a", doublings["a"])
     first.join()
@@ -771,7 +774,7 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
 def test_the_status_has_the_keys_that_the_protocol_names(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """No more and no fewer, for models, meta models and memory."""
+    """The status has exactly the keys that the protocol page names."""
     house.start()
     house.engine(doublings["a"])
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): pass", ["a"])

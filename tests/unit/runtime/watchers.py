@@ -27,7 +27,7 @@ class Watcher:
         self.instance: str = first["instance"]
         self.revision: int = first["revision"]
         self.entries: Entries = first["entries"]
-        #: all changes that were read: the keys' names, and what differed from before
+        # : All changes that were read: the keys' names, and the fields that changed.
         self.seen: list[tuple[str, dict[str, Any] | None]] = []
 
     def _receive(self) -> dict[str, Any]:
@@ -57,16 +57,16 @@ class Watcher:
             self.seen.append((name, {k: v for k, v in entry.items() if before is None or before[k] != v}))
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Read until something is so."""
+        """Read until a condition holds."""
         while not condition():
             self.read()
 
     def catch_up(self, revision: int) -> None:
-        """Read until the change of that number."""
+        """Read until the change with that number."""
         self.until(lambda: self.revision >= revision)
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """The one entry of that name."""
+        """Return the one entry of that name."""
         found = [entry for entry in self.entries.values() if entry["name"] == name]
         assert len(found) <= 1
         return found[0] if found else None
@@ -92,7 +92,7 @@ class Watcher:
 
 
 class Operator:
-    """Sends commands, and hears what comes of them."""
+    """Sends commands and reads their answers."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._greeted = runtime.open()
@@ -102,7 +102,7 @@ class Operator:
         send(self._greeted.sock, pack_json(Kind.COMMAND, command))
 
     def hear(self) -> dict[str, Any]:
-        """The next answer."""
+        """Return the next answer."""
         frame, fds = self._greeted.receiver.receive()
         try:
             assert read_header(frame)[0] is Kind.COMMANDED

@@ -26,7 +26,7 @@ def small(value: int) -> Array:
 def bundle_of(
     parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0", "3.1"] = "3.0"
 ) -> Bundle:
-    """A bundle whose modules take these arrays, in this order."""
+    """Write a bundle whose modules take these arrays, in this order."""
     stored = [(key, array.T.copy() if version == "2.0" else array) for key, array in arrays.items()]
     writer.write_weights(parent / "weights", stored)
     content = (parent / "weights").read_bytes()

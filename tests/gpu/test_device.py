@@ -11,6 +11,7 @@ from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
 from tests.gpu.fake_gpu import GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
+from tests.waiting import wait_until
 
 
 def execute(bundle: Path) -> dict[str, Any]:
@@ -24,6 +25,8 @@ def execute(bundle: Path) -> dict[str, Any]:
         for (_, size), executable in model.executables.items()
     ]
     device.free(model.weights)
+    # XLA frees the memory on a thread of its own.
+    wait_until(lambda: (device.memory_in_use() or 0) < loaded)
     return {
         "hardware": str(device.hardware),
         "limit": device.memory_limit,

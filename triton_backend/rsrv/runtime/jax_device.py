@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -45,6 +45,8 @@ log = logging.getLogger("rsrv.device")
 #: Abandoning an upload waits for those in flight: 20 ms at 50 GB/s.
 _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
+#: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
+_FREEING_S = 0.2
 #: placeholder of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
 
@@ -89,9 +91,11 @@ class JaxDevice:
 
         if platform != "auto":
             jax.config.update("jax_platforms", platform)
+        self._preallocates = False
         if platform == "cuda" or (platform == "auto" and has_plugin()):
             preallocate = preallocate and weight_memory == "jax"
             options = client_options(memory_fraction, preallocate, os.environ)
+            self._preallocates = options.get("preallocate") is True
             jax.config.update("jax_pjrt_client_create_options", options)
         if numerics == "f32":
             # Set it before jax creates its client.
@@ -141,6 +145,9 @@ class JaxDevice:
                 self._own = WeightMemory(self._driver())
             except CudaError as error:
                 raise DeviceError(f"runtime.weight_memory 'driver' is for CUDA devices: {error}") from None
+        #: bytes that an execution allocates for its outputs and intermediates, by executable
+        self._working_bytes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._limit = self._measure_limit()
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -170,11 +177,45 @@ class JaxDevice:
         # sizes the caches take 6 MB of host memory.
         self._jax.clear_caches()
         self._executables[key] = compiled
+        if (size := compiled.memory_analysis()) is not None:
+            new = size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes
+            self._working_bytes[compiled] = new
         return Executable(compiled)
 
     @property
     def memory_limit(self) -> int | None:
-        return self._memory("bytes_limit")
+        return self._limit
+
+    def _measure_limit(self) -> int | None:
+        """Return the bytes that jax's allocator may take; have it take them now if it is to preallocate.
+
+        If other processes hold too much of the card, the allocator settles for less than `bytes_limit`.
+        """
+        limit = self._memory("bytes_limit")
+        if limit is None:
+            return None
+        self._jax.block_until_ready(self._jax.device_put(np.zeros(1, np.uint8), self._device))
+        pool = self._memory("pool_bytes") or limit
+        if not self._preallocates or pool >= limit:
+            return limit
+        log.warning(
+            "other processes hold memory of the device: jax's allocator got %d of the %d bytes of "
+            "runtime.memory_fraction, and weights are placed in these. End the other processes and restart the server, "
+            "or lower runtime.memory_fraction",
+            pool,
+            limit,
+        )
+        return pool
+
+    def _require(self, nbytes: int) -> None:
+        """Raise OutOfMemory if jax's allocator has fewer free bytes: it would wait ten seconds for them first."""
+        if self._limit is None:
+            return
+        deadline = time.monotonic() + _FREEING_S
+        while nbytes > (free := self._limit - (self._memory("bytes_in_use") or 0)):
+            if time.monotonic() > deadline:
+                raise OutOfMemory(f"{nbytes} bytes are needed, and {free} of {self._limit} are free")
+            time.sleep(_FREEING_S / 100)
 
     def memory_in_use(self) -> int | None:
         jaxs = self._memory("bytes_in_use")
@@ -239,6 +280,7 @@ class JaxDevice:
         if self._device.platform == "cpu":
             # jax would use an aligned array in place: the host copy itself.
             return self._reuse.put(array, lambda copy: self._jax.device_put(copy, self._device))
+        self._require(array.nbytes)
         return self._jax.device_put(array, self._device)
 
     def _arrive(self, moving: Any) -> Buffer:
@@ -298,6 +340,9 @@ class JaxDevice:
                 self.launcher = get_ident()
             started = time.perf_counter()
             try:
+                if self._limit is not None:
+                    moved = sum(one.nbytes for one in inputs if isinstance(one, np.ndarray))
+                    self._require(moved + self._working_bytes.get(executable, 0))
                 outputs = call(*inputs, *weights)
             except Exception as error:
                 if _exhausted(error):
@@ -326,6 +371,7 @@ class JaxDevice:
                 if piece.buffer is buffer:
                     rows[piece.at : piece.at + piece.rows] = np.arange(piece.first, piece.first + piece.rows)
             try:
+                self._require(2 * base.nbytes)
                 merged = self._merge(merged, buffer, rows, axis)
             except Exception as error:
                 if _exhausted(error):
@@ -413,5 +459,7 @@ def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
 def _exhausted(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    if isinstance(error, OutOfMemory):
+        return True
     names = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
     return isinstance(error, MemoryError) or any(name in str(error) for name in names)

@@ -1,0 +1,104 @@
+"""Memory of a card that has too little of it: what a model cannot have is refused at once, and what is there is known."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.device import OutOfMemory
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv_bundle.export import export_bundle
+from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
+from tests.unit.runtime.conftest import build_here
+
+#: seconds for which XLA's allocator waits for memory before it refuses
+XLA_WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def widening(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose execution takes 64 MiB of the device for its output."""
+    path = tmp_path_factory.mktemp("bundles") / "widening"
+    columns = 64 * MIB // 4
+    export_bundle(
+        lambda params, x: {"y": (x + params["w"]) * np.ones((1, columns), np.float32)},
+        {"w": np.ones((1,), np.float32)},
+        {"x": np.zeros((1, 1), np.float32)},
+        batch_sizes=[1],
+        out_dir=path,
+    )
+    return path
+
+
+def refused(action: Callable[[], object]) -> tuple[str, float]:
+    """Return the text of the OutOfMemory that an action raises, and its seconds."""
+    started = time.monotonic()
+    with pytest.raises(OutOfMemory) as found:
+        action()
+    return str(found.value), time.monotonic() - started
+
+
+def upload_too_much() -> tuple[str, float]:
+    device = JaxDevice("cuda")
+    half = np.zeros(110 * MIB, np.uint8)
+    kept = device.upload([half])
+    found = refused(lambda: device.upload([half, half]))
+    device.free(kept)
+    device.upload([half, half])
+    return found
+
+
+def execute_too_much(bundle: Path) -> tuple[str, float]:
+    device = JaxDevice("cuda")
+    model = build_here(bundle, device)
+    assert model.weights is not None
+    weights, (executable,) = model.weights, model.executables.values()
+    kept = device.upload([np.zeros(180 * MIB, np.uint8)])
+    found = refused(lambda: device.launch(executable, weights, [np.zeros((1, 1), np.float32)]))
+    device.free(kept)
+    device.read(device.launch(executable, weights, [np.zeros((1, 1), np.float32)]))
+    return found
+
+
+def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
+    """XLA would wait ten seconds; when others have left, the same load succeeds."""
+    gpu.settings.memory_bytes = 256 * MIB
+
+    text, seconds = gpu.run(upload_too_much)
+
+    assert text.startswith(f"{110 * MIB} bytes are needed, and ")
+    assert seconds < XLA_WAIT_S / 2
+
+
+def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Path) -> None:
+    """The other threads that launch do not wait for it; after an eviction the same execution succeeds."""
+    gpu.settings.memory_bytes = 256 * MIB
+
+    text, seconds = gpu.run(execute_too_much, widening)
+
+    assert "bytes are needed, and " in text
+    assert seconds < XLA_WAIT_S / 2
+
+
+def limit_and_log() -> tuple[int | None, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rsrv.device").addHandler(handler)
+    return JaxDevice("cuda").memory_limit, lines
+
+
+def test_memory_that_other_processes_hold_is_not_in_the_budget(gpu: FakeGpu) -> None:
+    """XLA's allocator settles for what it gets, and still reports the limit that it was given."""
+    gpu.settings.others_bytes = 20 * GIB
+
+    limit, lines = gpu.run(limit_and_log)
+
+    (taken,) = (call.bytes for call in gpu.calls("alloc"))
+    assert limit == taken < 60 * GIB
+    assert f"jax's allocator got {taken} of the {72 * GIB} bytes" in lines[0]

@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             preallocate=settings.runtime.preallocate,
             weight_memory=settings.runtime.weight_memory,
             numerics=settings.runtime.numerics,
+            repository=options.settings.parent if options.settings else None,
         ),
         blackbox=box,
         inspector=Inspector(),

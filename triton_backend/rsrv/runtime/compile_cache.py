@@ -9,8 +9,10 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger("rsrv.compiled")
@@ -28,10 +30,16 @@ class CompileCacheError(Exception):
 
 
 class CompileCache:
-    """jax's `CacheInterface`. Methods raise nothing: if the cache fails, models are compiled."""
+    """jax's `CacheInterface`. Methods raise nothing: if the cache fails, models are compiled.
 
-    def __init__(self, directory: Path) -> None:
+    Without a directory it holds nothing but what is offered.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
         self._path = directory
+        self._offered = threading.local()
+        if directory is None:
+            return
         for left in directory.glob(f"{_UNFINISHED}*"):
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > _ABANDONED_S:
@@ -39,6 +47,9 @@ class CompileCache:
 
     def get(self, key: str) -> bytes | None:
         """Return the entry of a key; None if it is missing, unreadable or damaged."""
+        offered: bytes | None = getattr(self._offered, "entry", None)
+        if offered is not None or self._path is None:
+            return offered
         path = self._path / f"{key}{_SUFFIX}"
         try:
             entry = path.read_bytes()
@@ -53,8 +64,19 @@ class CompileCache:
             return None
         return value
 
+    @contextmanager
+    def offering(self, entry: bytes | None) -> Iterator[None]:
+        """Return this entry, unless it is None, for each key that the calling thread asks for."""
+        self._offered.entry = entry
+        try:
+            yield
+        finally:
+            self._offered.entry = None
+
     def put(self, key: str, value: bytes) -> None:
         """Store the entry of a key, and replace an earlier one."""
+        if self._path is None:
+            return
         unfinished = None
         try:
             fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._path)

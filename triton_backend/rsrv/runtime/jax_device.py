@@ -1,5 +1,6 @@
 """jax's device: compile, hold weights, execute. The only module of the runtime that imports jax."""
 
+import dataclasses
 import errno
 import gc
 import hashlib
@@ -7,9 +8,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Literal
@@ -35,6 +37,7 @@ from rsrv.runtime.device import (
     never,
 )
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
+from rsrv.runtime.stored_executables import CompileTarget, find_executables
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import Signature
 
@@ -47,6 +50,9 @@ _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
 #: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
 _FREEING_S = 0.2
+#: options of `AheadCompiler.compile` that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
+#: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
+LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: placeholder of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
 
@@ -71,7 +77,7 @@ class JaxDevice:
     process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
     own environment variables take precedence. If `weight_memory` is "driver", weights lie outside of jax's allocator,
     which then grows on demand. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
-    modules are compiled as they are.
+    modules are compiled as they are. Executables that a file in `repository` has for this device are not compiled.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class JaxDevice:
         preallocate: bool = True,
         weight_memory: Literal["jax", "driver"] = "jax",
         numerics: Numerics = "auto",
+        repository: Path | None = None,
         asynchronous_cpu: bool = False,
     ) -> None:
         import jax
@@ -107,14 +114,12 @@ class JaxDevice:
         # An execution occupies the CPU in any case; another thread would only add two context switches.
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
+        directory = None
         if cache_dir is not None:
             try:
                 directory = prepare_cache_directory(cache_dir)
             except CompileCacheError as error:
                 raise DeviceError(str(error)) from None
-            if directory is not None:
-                _use_cache(directory)
-            jax.monitoring.register_event_listener(self._count)
         #: executables in use, by the module's digest and its signature
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
         self._shared = 0
@@ -134,6 +139,13 @@ class JaxDevice:
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self.launcher: int | None = None
         self._lock = Lock()
+        #: what an executable must have been compiled for
+        self.target = _target(self._device.device_kind, self.hardware.capability)
+        self._stored = None if repository is None else find_executables(repository, self.target)
+        self._cache = CompileCache(directory)
+        if directory is not None or self._stored is not None:
+            _use_cache(self._cache)
+            jax.monitoring.register_event_listener(self._count)
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
         self._cuda: Driver | None = None
@@ -168,9 +180,9 @@ class JaxDevice:
             self._shared += 1
             return Executable(shared)
         started, found = time.perf_counter(), self.cache_counts.from_cache
-        exported = as_exported(module, signature)
-        structs = [self._jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
-        compiled = self._jax.jit(exported.call).lower(*structs).compile()
+        stored = None if self._stored is None else self._stored.get(key[0].hex())
+        with self._cache.offering(stored):
+            compiled = _lowered(as_exported(module, signature)).compile()
         if self.cache_counts.from_cache == found:
             self._compile_seconds.observe(time.perf_counter() - started)
         # jax caches traced and lowered functions for a second use, which never happens here; for a small model of six
@@ -426,8 +438,82 @@ class JaxDevice:
         return execution.ready
 
 
-def _use_cache(directory: Path) -> None:
-    """Have jax keep executables in that directory. Call it once per process, before the first compilation."""
+class AheadCompiler:
+    """Compiler for a CUDA device that this machine need not have; in a process of its own, whose device is the CPU.
+
+    `target` is the text of XLA's GpuTargetConfigProto. It takes jax's plugin for CUDA and NVIDIA's ptxas and libdevice
+    (the packages nvidia-cuda-nvcc and nvidia-nvvm). Raises DeviceError if one is missing.
+    """
+
+    def __init__(self, target: str) -> None:
+        # The plugin would refuse to start where NVIDIA's libraries find no driver; compiling calls none of them.
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        import jax
+        from jax.experimental import topologies
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_x64", True)
+        self._jax = jax
+        try:
+            topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+        except (NotImplementedError, RuntimeError) as error:
+            raise DeviceError(
+                f"jax {jax.__version__} cannot compile for CUDA: {error}. Install the plugin of that version, for "
+                f"example jax-cuda13-plugin=={jax.__version__}, and jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-nvvm"
+            ) from None
+        self._device: Any = topology.devices[0]
+
+    def target(self) -> CompileTarget:
+        """Return what the executables can be loaded on."""
+        hardware = hardware_of("gpu", "cuda", self._device.compute_capability)
+        return _target(self._device.device_kind, hardware.capability)
+
+    @staticmethod
+    def entry(compiled: Any, seconds: float) -> bytes:
+        """Return an executable that took this long to compile, in the form of jax's compilation cache."""
+        from jax._src import compilation_cache
+
+        blob = compiled.runtime_executable().serialize()
+        combined = compilation_cache.combine_executable_and_time(blob, int(seconds))
+        return compilation_cache.compress_executable(combined)
+
+    def compile(self, module: bytes, signature: Signature, options: Mapping[str, Any] | None = None) -> Any:
+        """Return jax's `Compiled`, which cannot be called. `options`: flags of XLA for this module."""
+        from rsrv_bundle.modules import as_exported
+
+        # An export names the platforms that it is for, and the process has the CPU only.
+        exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
+        compiled = _lowered(exported, self._jax.sharding.SingleDeviceSharding(self._device)).compile(
+            dict(options or {})
+        )
+        self._jax.clear_caches()
+        return compiled
+
+
+def _target(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
+    versions = []
+    for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return CompileTarget(
+        card=kind,
+        capability="" if capability is None else "{}.{}".format(*capability),
+        versions=", ".join(versions),
+        flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+    )
+
+
+def _lowered(exported: Any, sharding: Any = None) -> Any:
+    import jax
+
+    struct: Any = jax.ShapeDtypeStruct  # has no types
+    structs = [struct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
+    function: Any = jax.jit(exported.call)
+    return function.lower(*structs)
+
+
+def _use_cache(cache: CompileCache) -> None:
+    """Have jax keep executables there. Call it once per process, before the first compilation."""
     import jax
     from jax._src import compilation_cache
 
@@ -438,8 +524,9 @@ def _use_cache(directory: Path) -> None:
         )
         return
     # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
-    compilation_cache.get_file_cache = lambda path: (CompileCache(Path(path)), path)  # type: ignore[assignment,return-value]
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
+    # Only says that there is a cache.
+    jax.config.update("jax_compilation_cache_dir", "rsrv")
     # By default jax keeps only executables that took a second to compile, so no small models.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

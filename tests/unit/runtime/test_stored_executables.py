@@ -1,0 +1,171 @@
+"""Executables beside a model repository: the file, whose it must be, and what loads them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.jax_device import AheadCompiler, JaxDevice
+from rsrv.runtime.stored_executables import (
+    CompileTarget,
+    StoredExecutables,
+    StoredExecutablesError,
+    find_executables,
+    write_executables,
+)
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import check_signatures, read_module
+
+HERE = CompileTarget(card="NVIDIA L4", capability="8.9", versions="jax 0.10.2", flags="")
+MODULE, OTHER = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A file with one executable for `HERE`."""
+    path = tmp_path / "l4.executables"
+    write_executables(path, HERE, False, {MODULE: b"machine code"})
+    return path
+
+
+def test_an_executable_is_found_by_the_digest_of_its_module(stored: Path) -> None:
+    """Another module has none."""
+    found = find_executables(stored.parent, HERE)
+    assert found is not None
+    with found:
+        assert found.get(MODULE) == b"machine code"
+        assert found.get(OTHER) is None
+
+
+def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Path) -> None:
+    """A server that starts meanwhile reads the one or the other."""
+    write_executables(stored, HERE, True, {OTHER: b"other code"})
+    with StoredExecutables(stored) as found:
+        assert found.contents.tuned
+        assert list(found.contents.digests) == [OTHER]
+    assert list(stored.parent.iterdir()) == [stored]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"card": "Tesla T4", "capability": "7.5"},
+            "its card: NVIDIA L4, here: Tesla T4, its capability: 8.9, here: 7.5",
+        ),
+        ({"versions": "jax 0.11.0"}, "its versions: jax 0.10.2, here: jax 0.11.0"),
+        ({"flags": "--xla_gpu_autotune_level=0"}, "its flags: none, here: --xla_gpu_autotune_level=0"),
+    ],
+)
+def test_another_target_compiles_and_one_line_says_what_differs(
+    stored: Path, caplog: pytest.LogCaptureFixture, change: dict[str, str], why: str
+) -> None:
+    """A card, a version or a flag may each change the code."""
+    assert find_executables(stored.parent, replace(HERE, **change)) is None
+    (record,) = caplog.records
+    assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
+
+
+def test_files_for_other_cards_lie_beside_the_one_that_is_used(
+    stored: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One repository serves several kinds of servers, without a warning."""
+    caplog.set_level(logging.INFO)
+    write_executables(stored.with_name("a100.executables"), replace(HERE, card="A100"), False, {})
+    found = find_executables(stored.parent, HERE)
+    assert found is not None
+    found.close()
+    assert found.path == stored
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+
+
+def test_a_repository_without_executables_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most repositories have none."""
+    assert find_executables(tmp_path, HERE) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_can_write_is_refused(stored: Path, mode: int) -> None:
+    """It is machine code."""
+    stored.chmod(mode)
+    with pytest.raises(StoredExecutablesError, match="be writable by no other user, who could run code"):
+        StoredExecutables(stored)
+    assert find_executables(stored.parent, HERE) is None
+
+
+def test_a_file_of_another_user_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's owner could run code in the runtime."""
+    status = stored.stat()
+    monkeypatch.setattr("os.fstat", lambda _: os.stat_result((*status[:4], 12345, *status[5:])))
+    with pytest.raises(StoredExecutablesError, match="must belong to root or to uid"):
+        StoredExecutables(stored)
+
+
+def test_a_changed_byte_of_an_executable_costs_a_compilation(
+    stored: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is never loaded."""
+    stored.write_bytes(stored.read_bytes().replace(b"machine code", b"machine c0de"))
+    with StoredExecutables(stored) as found:
+        assert found.get(MODULE) is None
+    (record,) = caplog.records
+    assert "so it is compiled" in record.getMessage()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06 no archive", b"{}"])
+def test_a_damaged_file_says_what_to_do(tmp_path: Path, content: bytes) -> None:
+    """The server starts, and compiles."""
+    path = tmp_path / "l4.executables"
+    path.write_bytes(content)
+    with pytest.raises(StoredExecutablesError, match=r"is damaged or .* run rsrv-gen --compile-for again"):
+        StoredExecutables(path)
+
+
+def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
+    """Its index may mean something else."""
+    stored.write_bytes(stored.read_bytes().replace(b'"format": 1', b'"format": 2'))
+    with pytest.raises(StoredExecutablesError, match="is damaged"):
+        StoredExecutables(stored)
+
+
+#: loads a bundle's executables from a repository, and says how many were compiled and how many loaded
+_LOAD = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from rsrv.runtime.device import run
+from rsrv.runtime.jax_device import JaxDevice
+from tests.unit.runtime.conftest import build_here
+device = JaxDevice("cpu", repository=Path(sys.argv[1]))
+model = build_here(sys.argv[2], device)
+for (_, size), executable in model.executables.items():
+    x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+    (y,), _ = run(device, executable, model.weights, [x])
+    np.testing.assert_array_equal(y, 2 * x + 1)
+print(json.dumps([device.cache_counts.compiled, device.cache_counts.from_cache]))
+"""
+
+
+def test_a_stored_executable_is_loaded_and_answers_right(tmp_path: Path, doubling: Path) -> None:
+    """On the real jax device, without a compilation cache: of three modules none is compiled."""
+    device, bundle = JaxDevice("cpu"), read_bundle(doubling)
+    entries = {}
+    for key, signature in check_signatures(bundle).items():
+        module = read_module(bundle, key, signature)
+        compiled = device.compile(module, signature)
+        entries[signature.digest] = AheadCompiler.entry(compiled, 0.0)
+    write_executables(tmp_path / "cpu.executables", device.target, False, entries)
+
+    command = [sys.executable, "-c", _LOAD, str(tmp_path), str(doubling)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert json.loads(out.stdout.splitlines()[-1]) == [0, 3]

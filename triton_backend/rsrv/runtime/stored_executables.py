@@ -1,0 +1,148 @@
+"""Executables beside a model repository, which `rsrv-gen --compile-for` compiled for a card: GEN/CARD.executables.
+
+Such a file is a zip archive without compression: index.json says what the executables are for, and each other entry
+is one executable in the form of jax's compilation cache, named by the SHA-256 of the module that was compiled. They
+are machine code, so the file must belong to root or to the runtime's user, and no other user may write to it. The
+digest of each entry finds damage; it is no signature.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+log = logging.getLogger("rsrv.executables")
+
+SUFFIX = ".executables"
+_INDEX = "index.json"
+_FORMAT = 1
+
+
+class StoredExecutablesError(Exception):
+    """A file of executables cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTarget:
+    """Circumstances that an executable depends on, beside its module."""
+
+    #: the device's name by its driver, and its CUDA compute capability; "": it has none
+    card: str
+    capability: str
+    #: of jax and its CUDA plugin
+    versions: str
+    #: XLA_FLAGS, sorted
+    flags: str
+
+    def differences(self, here: "CompileTarget") -> str:
+        """Return how this target differs from the one here, in words; empty if they are equal."""
+        found = ((field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self))
+        return ", ".join(
+            f"its {name}: {own or 'none'}, here: {other or 'none'}"
+            for name, own, other in found
+            if own != other
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Index of a file of executables."""
+
+    target: CompileTarget
+    #: True if the compiler had the results of a card's autotuning
+    tuned: bool
+    #: SHA-256 of the entry, by that of its module, hexadecimal
+    digests: Mapping[str, str]
+
+
+class StoredExecutables:
+    """A file of executables, open for reading. Raises StoredExecutablesError if it is damaged or others can write it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(path.open("rb"))
+                status = os.fstat(file.fileno())
+                if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
+                    raise StoredExecutablesError(
+                        f"{path} must belong to root or to uid {os.getuid()} and be writable by no other user, who could "
+                        "run code in the runtime. Change its owner and mode"
+                    )
+                self._archive = stack.enter_context(zipfile.ZipFile(file))
+                index = json.loads(self._archive.read(_INDEX))
+                if index["format"] != _FORMAT:
+                    raise ValueError(f"its format is {index['format']}, not {_FORMAT}")
+                self.contents = Contents(CompileTarget(**index["target"]), index["tuned"], index["digests"])
+            except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+                raise StoredExecutablesError(
+                    f"{path} is damaged or cannot be read ({error}). Remove it, or run rsrv-gen --compile-for again"
+                ) from None
+            self.close = stack.pop_all().close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get(self, module: str) -> bytes | None:
+        """Return the executable of the module with this digest; None if there is none, or if it is damaged."""
+        wanted = self.contents.digests.get(module)
+        if wanted is None:
+            return None
+        try:
+            entry = self._archive.read(module)
+        except (OSError, zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+            log.warning("%s: %s cannot be read (%s), so it is compiled", self.path, module, error)
+            return None
+        if hashlib.sha256(entry).hexdigest() != wanted:
+            log.warning("%s: %s is damaged, so it is compiled", self.path, module)
+            return None
+        return entry
+
+
+def write_executables(path: Path, target: CompileTarget, tuned: bool, entries: Mapping[str, bytes]) -> None:
+    """Write a file of executables in one step, in place of an earlier one. Raises OSError."""
+    digests = {module: hashlib.sha256(entry).hexdigest() for module, entry in entries.items()}
+    index: dict[str, Any] = {"format": _FORMAT, **asdict(Contents(target, tuned, digests))}
+    fd, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(fd, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(_INDEX, json.dumps(index, indent=1))
+            for module, entry in entries.items():
+                archive.writestr(module, entry)
+            # Servers of other users may read it.
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables | None:
+    """Return the executables in this repository for the target here; None: models are compiled, and the log says why."""
+    refused = []
+    for path in sorted(repository.glob(f"*{SUFFIX}")):
+        try:
+            found = StoredExecutables(path)
+        except StoredExecutablesError as error:
+            refused.append(str(error))
+            continue
+        if not (why := found.contents.target.differences(here)):
+            tuned = "tuned on such a card" if found.contents.tuned else "not tuned"
+            log.info("%s: %d executables for this device, %s", path, len(found.contents.digests), tuned)
+            return found
+        found.close()
+        refused.append(f"{path} has {why}")
+    if refused:
+        log.warning("no stored executable is used, and models are compiled: %s", "; ".join(refused))
+    return None

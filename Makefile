@@ -21,7 +21,7 @@ BROWSER := .browser/.stamp
 GPU := .gpu/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help lock bundles demo serve test test-unit test-gpu test-long test-wheel chaos fuzz bench pages house lint docs dist
+.PHONY: help lock bundles demo serve test test-unit test-gpu test-long test-wheel check-gpu chaos fuzz bench pages house lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800 --ignore tests/gpu
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
+check-gpu: $(GPU) bundles ## compile the bundles for five GPUs without one, and compare the figures with the recorded ones (CHECK=--renew: record them)
+	PYTHONPATH=.gpu/site $(BIN)/python tools/check_gpu.py $(CHECK)
+
 chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/troubleshooting.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
@@ -126,7 +129,8 @@ lock: $(VENV)
 docs: $(VENV)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-dist: $(VENV) ## build the wheel and the sdist in dist
+# Builds the wheel and the sdist in dist.
+dist: $(VENV)
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## run tests on a freshly built wheel, without the source folders

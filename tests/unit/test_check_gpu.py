@@ -1,0 +1,58 @@
+"""The recorded figures of modules compiled for GPUs, and how `make check-gpu` compares with them."""
+
+from dataclasses import replace
+
+import check_gpu as tool
+from rsrv.cards import CARDS
+from scheduler_page import rewrite
+
+RECORDED = tool.FIGURES.read_text(encoding="utf-8")
+ROW = tool.Figures("m/b1", "h100", "auto", 0, temporaries=10, kernels=2, tf32=3, library=1, library_f32=0)
+
+
+def test_the_recorded_figures_prove_what_the_policies_promise() -> None:
+    """Under f32 no product is left in TF32 or to a library's choice, on any card; a T4 has no TF32 at all."""
+    figures = tool.read(RECORDED)
+    assert {row.card for row in figures} == CARDS.keys()
+    assert not list(tool.faults(figures))
+    # The reader of the kernels sees TF32 where it is.
+    assert {row.card for row in figures if row.tf32} == CARDS.keys() - {"t4"}
+
+
+def test_the_page_shows_the_recorded_figures() -> None:
+    """If not, run `make check-gpu CHECK=--renew`."""
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert rewrite(page, {"compiled": tool.page_table(tool.read(RECORDED))}) == page
+
+
+def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:
+    """Recording such figures is refused."""
+    assert not list(tool.faults([ROW]))
+    (kernel,) = tool.faults([replace(ROW, numerics="f32", library=0)])
+    (call,) = tool.faults([replace(ROW, numerics="f32", tf32=0)])
+    (card,) = tool.faults([replace(ROW, card="t4")])
+    assert "not pinned" in kernel
+    assert "not pinned" in call
+    assert "no TF32" in card
+
+
+def test_a_changed_figure_is_a_line_of_a_diff_beside_the_versions() -> None:
+    """Modules that were not compiled this time are no difference."""
+    recorded = tool.write("# jax 1", [ROW, replace(ROW, module="m/b8")])
+    assert tool.differences(recorded, "# jax 2", [ROW]) == []
+    lines = tool.differences(recorded, "# jax 2", [replace(ROW, temporaries=11)])
+    assert "-m/b1,h100,auto,0,10,2,3,1,0" in lines
+    assert "+m/b1,h100,auto,0,11,2,3,1,0" in lines
+    assert not any("m/b8" in line for line in lines)
+    assert {"-# jax 1", "+# jax 2"} <= set(lines)
+
+
+def test_a_module_without_a_record_is_a_difference() -> None:
+    """A new bundle is recorded with its first figures."""
+    assert "+m/b1,h100,auto,0,10,2,3,1,0" in tool.differences(tool.write("#", []), "#", [ROW])
+
+
+def test_each_bundle_is_compiled_at_its_largest_size_once() -> None:
+    """The golden bundles hold the same modules in several formats."""
+    names = [name for name in tool.modules() if name.startswith(("affine/", "hooks/", "variants/", "types/"))]
+    assert sorted(names) == ["affine/b4", "types/only", "variants/v1.b2"]

@@ -1,0 +1,254 @@
+"""Compile the example and the golden bundles for GPUs, without one, and compare what comes out with the recorded figures.
+
+    python tools/check_gpu.py              # the largest module of each bundle, for all cards
+    python tools/check_gpu.py --cards t4   # for some
+    python tools/check_gpu.py --renew      # record the figures, and rewrite the table of docs/exporting.md
+
+It takes jax's CUDA plugin and ptxas (`make check-gpu` installs them). Nothing is executed and nothing is tuned. What the
+compiler's own kernels multiply in TF32 is read from their PTX. A product that cuBLAS or cuDNN computes has a precision
+in its call; what the library does with it is not seen here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+
+from rsrv import progress
+from rsrv.cards import CARDS
+from rsrv.runtime.device import Hardware
+from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
+from rsrv.runtime.numerics import treatment
+from rsrv.settings import Numerics
+from rsrv_bundle.modules import signature_of
+from rsrv_bundle.precision import treat
+from scheduler_page import DOCS, rewrite, table
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = DOCS / "compiled-for-gpus.csv"
+PAGE = DOCS / "exporting.md"
+#: the policies that differ: `tf32` compiles what `auto` compiles
+POLICIES: tuple[Numerics, ...] = ("auto", "f32")
+#: an instruction that multiplies matrices on tensor cores
+_MATRIX = re.compile(r"\b(?:wgmma|mma|tcgen05)\.[\w.:]*")
+#: a call of cuBLAS or cuDNN with a result of f32 or of complex numbers of f32
+_LIBRARY = re.compile(r"= \(?(?:f32|c64)\[.*custom_call_target=\"__cu(?:blas|dnn).*")
+
+
+@dataclass(frozen=True, order=True)
+class Figures:
+    """Figures of one module as compiled for one card under one `runtime.numerics`: a row of the file."""
+
+    module: str
+    card: str
+    numerics: str
+    #: 1: XLA finds no tiling for a product without tuning on a card, so all products were left to cuBLAS
+    untiled: int
+    #: bytes of intermediate results, the workspace of cuDNN apart
+    temporaries: int
+    kernels: int
+    #: instructions that multiply in TF32, of all kernels
+    tf32: int
+    #: products of f32 that a library computes: without a precision, and pinned to f32
+    library: int
+    library_f32: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.module, self.card, self.numerics
+
+    @property
+    def line(self) -> str:
+        return ",".join(map(str, astuple(self)))
+
+
+HEADER = ",".join(field.name for field in fields(Figures))
+
+
+def modules() -> dict[str, Path]:
+    """Return the largest module of each bundle by BUNDLE/MODULE; of identical modules the first."""
+    files = (*sorted(ROOT.glob("build/bundles/*/*.mlir")), *sorted(ROOT.glob("tests/golden/*/*/*/*.mlir")))
+    largest: dict[Path, Path] = {}
+    for file in files:
+        largest[file.parent] = max(largest.get(file.parent, file), file, key=_order)
+    found: dict[bytes, tuple[str, Path]] = {}
+    for folder, file in largest.items():
+        name = file.stem.removeprefix("model").removeprefix(".") or "only"
+        found.setdefault(hashlib.sha256(file.read_bytes()).digest(), (f"{folder.name}/{name}", file))
+    return dict(found.values())
+
+
+def _order(file: Path) -> list[int]:
+    """Return the variant and the batch size of model.v1.b16.mlir, as numbers."""
+    return [int(number) for number in re.findall(r"\d+", file.stem)]
+
+
+def _start(folder: str) -> None:
+    """Prepare a process of the pool: XLA reads its flags once."""
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={_dump(folder)}"
+    # The plugin's lines about its start are of no interest here.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+
+def _dump(folder: str) -> Path:
+    return Path(folder, str(os.getpid()))
+
+
+@cache
+def _compiler(card: str) -> AheadCompiler:
+    return AheadCompiler(CARDS[card].target())
+
+
+def _compile(folder: str, label: str, file: Path, card: str) -> list[Figures]:
+    """Compile a module for a card under each policy; runs in a process of the pool."""
+    blob = file.read_bytes()
+    signature = signature_of(blob, file.name)
+    hardware = Hardware("cuda", CARDS[card].capability)
+    measured: dict[bytes, tuple[int, ...]] = {}
+    found = []
+    for numerics in POLICIES:
+        module, _ = treat(blob, file.name, treatment(numerics, hardware), signature.precision)
+        if module not in measured:
+            shutil.rmtree(_dump(folder), ignore_errors=True)
+            compiler, untiled = _compiler(card), 0
+            try:
+                compiled = compiler.compile(module, signature)
+            except RuntimeError as error:
+                if "Couldn't find output tile sizes" not in str(error):
+                    raise
+                shutil.rmtree(_dump(folder))
+                compiled, untiled = compiler.compile(module, signature, LIBRARY_PRODUCTS), 1
+            code = "".join(path.read_text() for path in _dump(folder).glob("*.ptx"))
+            calls = _LIBRARY.findall(compiled.as_text())
+            pinned = sum("highest" in call.lower() for call in calls)
+            measured[module] = (
+                untiled,
+                compiled.memory_analysis().temp_size_in_bytes,
+                code.count(".entry"),
+                sum(".tf32" in instruction for instruction in _MATRIX.findall(code)),
+                len(calls) - pinned,
+                pinned,
+            )
+        found.append(Figures(label, card, numerics, *measured[module]))
+    return found
+
+
+def compile_all(files: Mapping[str, Path], cards: Sequence[str]) -> list[Figures]:
+    """Compile each module for each card, on all cores. Raises the first error, with the module and the card."""
+    every: list[Figures] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        # A fork would inherit jax's threads.
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _start, (folder,)) as pool,
+        progress.steps("check-gpu", len(files) * len(cards)) as shown,
+    ):
+        waiting = {
+            pool.submit(_compile, folder, label, file, card): f"{label} for {card}"
+            for label, file in files.items()
+            for card in cards
+        }
+        for done in as_completed(waiting):
+            try:
+                every += done.result()
+            except Exception as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise SystemExit(f"{waiting[done]}: {type(error).__name__}: {error}") from error
+            shown.step(waiting[done])
+    return sorted(every)
+
+
+def faults(figures: Iterable[Figures]) -> Iterator[str]:
+    """Yield what must not be in any figures, recorded or not."""
+    for row in figures:
+        if row.numerics == "f32" and (row.tf32 or row.library):
+            yield f"{row.line}: runtime.numerics is f32, and a product of f32 is not pinned to it"
+        if row.tf32 and CARDS[row.card].tf32_rate is None:
+            yield f"{row.line}: this card has no TF32"
+
+
+def versions() -> str:
+    """Return the first line of the file."""
+    parts = (f"{name} {version(name)}" for name in ("jax", "jax-cuda13-plugin", "nvidia-cuda-nvcc"))
+    return "# " + ", ".join(parts)
+
+
+def write(head: str, figures: Sequence[Figures]) -> str:
+    """Return the file; its first line is `head`."""
+    return "\n".join((head, HEADER, *(row.line for row in figures), ""))
+
+
+def read(text: str) -> list[Figures]:
+    """Return the rows of a file."""
+    return [
+        Figures(module, card, numerics, *map(int, counts))
+        for module, card, numerics, *counts in csv.reader(text.splitlines()[2:])
+    ]
+
+
+def differences(recorded: str, head: str, found: Sequence[Figures]) -> list[str]:
+    """Return the lines of a diff of the recorded file, without what was not compiled, and the present one."""
+    keys = {row.key for row in found}
+    first = recorded.partition("\n")[0]
+    old = [first, HEADER, *(row.line for row in read(recorded) if row.key in keys)]
+    new = write(head, found).splitlines()
+    # The versions only explain a difference.
+    if old[1:] == new[1:]:
+        return []
+    return list(difflib.unified_diff(old, new, "recorded", "now", n=0, lineterm=""))
+
+
+def page_table(figures: Sequence[Figures]) -> str:
+    """Return the table of docs/exporting.md: the modules of which the policies make different kernels or calls."""
+    rows = {row.key: row for row in figures}
+    cards = sorted({row.card for row in figures})
+    lines = [("module", "`numerics`", *(card.upper() for card in cards))]
+    for module in sorted({row.module for row in figures}):
+        shown = {numerics: [_cell(rows[module, card, numerics]) for card in cards] for numerics in POLICIES}
+        if shown["auto"] != shown["f32"]:
+            lines += [(f"`{module}`", f"`{numerics}`", *cells) for numerics, cells in shown.items()]
+    return table(iter(lines))
+
+
+def _cell(row: Figures) -> str:
+    parts = ["untiled"] * row.untiled + [f"{row.tf32} TF32"] * bool(row.tf32)
+    parts += [f"{row.library} by default"] * bool(row.library)
+    parts += [f"{row.library_f32} pinned"] * bool(row.library_f32)
+    return f"{row.temporaries / 1e6:.2f} MB" + "".join(f", {part}" for part in parts)
+
+
+def main() -> int:
+    """Compile, compare or record. Returns 1 if the figures differ from the recorded ones."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("--renew", action="store_true", help="record the figures")
+    top.add_argument("--cards", nargs="+", choices=sorted(CARDS), default=sorted(CARDS))
+    options = top.parse_args()
+    figures = compile_all(modules(), sorted(CARDS) if options.renew else options.cards)
+    wrong = list(faults(figures))
+    if options.renew and not wrong:
+        FIGURES.write_text(write(versions(), figures), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(rewrite(page, {"compiled": page_table(figures)}), encoding="utf-8")
+    else:
+        wrong += differences(FIGURES.read_text(encoding="utf-8"), versions(), figures)
+    print("\n".join(wrong) or f"{len(figures)} compilations are as recorded in {FIGURES.relative_to(ROOT)}")
+    if wrong:
+        print("If the new figures are right, record them: make check-gpu CHECK=--renew", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

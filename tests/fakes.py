@@ -106,13 +106,14 @@ class _FakeExecution:
 class FakeDevice:
     """Computes with a Python function; executions can be held, failed and watched.
 
-    `compute(inputs, weights)` stands for every module. `executed` collects the rows that each execution was
-    given, padding included; `launched` takes them when it is launched. An asynchronous one computes as late
-    as it may, when it is read: so it sees whatever anyone did to its inputs and weights meanwhile, and fails, if
-    it was to fail when it was launched. Clear `gate` to hold executions, `uploads` to hold transfers, tensor by
-    tensor, `compiles` to hold those, and `profiles` to hold their starts and ends. Executing on freed weights and freeing twice are errors.
+    `compute(inputs, weights)` stands for every module. `executed` collects the rows of each execution,
+    padding included; `launched` gets them at its launch. An asynchronous device computes as late as possible,
+    when it is read: so it sees any later change of its inputs and weights, and fails then, if it was to fail
+    at its launch. Clear `gate` to hold executions, `uploads` to hold transfers, tensor by tensor, `compiles`
+    to hold those, and `profiles` to hold their starts and ends. Executing on freed weights and freeing twice
+    are errors.
 
-    `memory_limit` is kept to by uploads, as far as there is one; `scratch` is what every execution is said to take
+    Uploads respect `memory_limit`, if there is one; `scratch` is the reported memory of every execution
     beside its weights.
     """
 
@@ -135,11 +136,11 @@ class FakeDevice:
         self.memory_limit: int | None = None
         self.scratch = 0
         self.launcher: int | None = None
-        #: tensors on the device now, their bytes, and tensors that ever came there
+        # : Tensors on the device, their bytes, and tensors that ever came there.
         self.resident = 0
         self.device_bytes = 0
         self.uploaded = 0
-        #: outputs that are kept here, inputs that were here already, and merged ones
+        # : Outputs that are kept here, inputs that were here already, and merged ones.
         self.kept: WeakSet[FakeBuffer] = WeakSet()
         self.in_place = 0
         self.merged = 0
@@ -149,7 +150,7 @@ class FakeDevice:
     def fail_next(
         self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
     ) -> None:
-        """The next `times` such calls, but for `after` that go well, raise `error`: OutOfMemory if not given.
+        """Let the next `times` such calls raise `error`, by default OutOfMemory, after `after` that succeed.
 
         An upload is as many calls as it has tensors.
         """
@@ -351,7 +352,7 @@ class FakeRequest:
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
-        #: whether its trace was asked for
+        # : Whether its trace was read.
         self.looked = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of a process: for tests that nothing is lost while models come and go."""
+"""Memory, descriptors and threads of a process, for tests that models leave nothing behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: bytes
+# : Bytes.
 _NOISE = 2**16
 
 
@@ -17,7 +17,7 @@ _NOISE = 2**16
 class Held:
     """Resources of one process, or of several together."""
 
-    #: resident bytes that no file backs, and those of files' pages
+    # : Resident bytes that no file backs, and those of files' pages.
     anonymous: int
     file_backed: int
     descriptors: int
@@ -33,7 +33,7 @@ class Held:
 
     @property
     def resident(self) -> int:
-        """Bytes."""
+        """Return bytes."""
         return self.anonymous + self.file_backed
 
     def less_than(self, other: Held) -> bool:

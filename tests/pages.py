@@ -1,4 +1,4 @@
-"""The commands in the documentation, and what becomes of each of them in the tests.
+"""The commands in the documentation, and their treatment in the tests.
 
 A command stands in a block that is fenced as `sh`, from the block's left edge; lines that are indented continue it. By its first word
 it is run against a server (RUN), or it is not, for a reason (NOT_RUN). There is nothing between.
@@ -20,10 +20,10 @@ PAGES = [
     *sorted((ROOT / "bundles" / "examples").rglob("README.md")),
 ]
 
-#: run as they stand, after `PLACEHOLDERS`; they have to succeed
+# : These run unchanged except for `PLACEHOLDERS`, and have to succeed.
 RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}
 
-#: why others are not run. Of some the flags are checked all the same.
+# : The reasons why others are not run. The flags of some are checked.
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
     "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
@@ -39,7 +39,7 @@ NOT_RUN = {
     "promtool": "comes with Prometheus, which is not installed for the tests",
 }
 
-#: what stands for something in a command, and what the tests put there
+# : Placeholders in commands, and the tests' values for them.
 PLACEHOLDERS = {
     "MODEL": "classify",
     "ID": "some-request",
@@ -47,14 +47,14 @@ PLACEHOLDERS = {
     "FLEET.yaml": "docs/scenarios/together.yaml",
 }
 
-#: languages whose blocks hold no commands
+# : Languages whose blocks contain no commands.
 _OTHER = {"python", "yaml", "dockerfile", "json"}
 
 
 @dataclass(frozen=True)
 class Command:
     page: str
-    #: of its first line
+    # : The number of its first line.
     line: int
     text: str
 
@@ -64,7 +64,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The first word, or the line if that begins with an assignment."""
+        """Return the first word, or the line if it begins with an assignment."""
         line = self.text.partition("\n")[0]
         word = line.split()[0]
         return line if "=" in word else word
@@ -92,7 +92,7 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
 
 
 def strays(text: str) -> list[int]:
-    """Return the lines of blocks in no or an unknown language that begin like a command: no test would run them."""
+    """Return the lines of blocks in no or an unknown language that begin like a command, which no test would run."""
     return [
         first + index
         for language, first, lines in blocks(text)
@@ -111,7 +111,7 @@ def mentions(text: str) -> list[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Each block of code: its language ("" without one, or if it is indented), the number of its first line, its lines."""
+    """Yield each block of code: its language ("" if none or indented), the number of its first line, its lines."""
     lines = text.splitlines()
     index = 0
     while index < len(lines):

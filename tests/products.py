@@ -1,4 +1,4 @@
-"""Bundles for tests of many models: a product with a matrix of whole numbers, which no order of summation changes."""
+"""Bundles for tests of many models: products with matrices of whole numbers, exact in any order of summation."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Array = npt.NDArray[Any]
 #: f32 [n, COLUMNS] -> f32 [n, COLUMNS]
 COLUMNS = 512
 WEIGHT_BYTES = COLUMNS * COLUMNS * 4
-#: different modules; every MODULES-th model has the same, with other weights
+# : Different modules; every MODULES-th model has the same one, with other weights.
 MODULES = 4
 
 
 def kernel(number: int) -> Array:
-    """The weights of model `number`: no two have the same."""
+    """Return the weights of model `number`, different for each."""
     return np.random.default_rng(number).integers(-8, 9, (COLUMNS, COLUMNS)).astype(np.float32)
 
 
 def question(number: int, rows: int = 1) -> Array:
-    """Something to ask: whole numbers."""
+    """Return an input of whole numbers."""
     return np.random.default_rng(number).integers(-50, 51, (rows, COLUMNS)).astype(np.float32)
 
 

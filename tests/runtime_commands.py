@@ -1,4 +1,4 @@
-"""Commands to a runtime, through its socket: tests of the runtime need no control process for them."""
+"""Commands to a runtime through its socket, for tests without a control process."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from rsrv.wire.socket import ask
 
 
 class Refused(Exception):
-    """The runtime does not do that, or not with these values; the message says why and what to do."""
+    """The runtime refuses the command; the message says why and what to do."""
 
     def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(text)
-        #: name of a gRPC status
+        # : The name of a gRPC status.
         self.code = code
 
 
 def configure(
     server_pid: int, changes: dict[str, Any], gpu: str = "0", timeout: float = 10.0
 ) -> dict[str, Any]:
-    """Change keys of the scheduler's section while it runs; the whole section as it holds now. {} only asks.
+    """Change keys of the scheduler's section in a running runtime, and return the whole section. {} only reads it.
 
     Raises Refused, then nothing has changed; and what `read_status` raises.
     """
@@ -29,7 +29,7 @@ def configure(
 
 
 def set_residency(server_pid: int, model: str, residency: str, gpu: str = "0", timeout: float = 10.0) -> None:
-    """Where a model's weights are for sure from now on: unpinned, system or device. Returns before they are there.
+    """Set where a model's weights are kept: unpinned, system or device. Returns before they are there.
 
     Raises Refused, then nothing has changed; and what `read_status` raises.
     """
@@ -37,7 +37,7 @@ def set_residency(server_pid: int, model: str, residency: str, gpu: str = "0", t
 
 
 def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
-    """Have all weights that are not pinned freed at once and loaded again. Returns before that is done.
+    """Free all weights that are not pinned at once, and load them again. Returns before that is done.
 
     Raises what `read_status` raises.
     """
@@ -45,7 +45,7 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
 
 
 def command(server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
-    """Have a command of docs/protocol.md done; what comes of it.
+    """Send a command of docs/protocol.md, and return its answer.
 
     Raises Refused, then nothing has changed; and what `read_status` raises.
     """

@@ -1,4 +1,4 @@
-"""Built bundles, executed here: what the tests of meta models call instead of a server."""
+"""Built bundles, executed here, which tests of meta models call in place of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, Array]
 
 
 def restored(folder: Path, like: Any) -> Any:
-    """The weights of a built bundle in the tree `like`, which it was made from."""
+    """Return the weights of a built bundle in the tree `like`, from which it was made."""
     bundle = read_bundle(folder, digest=False)
     leaves, tree = jax.tree.flatten(like)
     stored = load_weights(bundle)
@@ -51,7 +51,7 @@ class Model:
                 for index, array in enumerate(arrays)
             )
         )
-        # The rows that fill up a batch hold whatever was there.
+        # The rows that pad a batch may hold anything.
         padded = [np.concatenate([a, np.full((key[1] - rows, *a.shape[1:]), 7, a.dtype)]) for a in arrays]
         if key not in self.compiled:
             module = module_file(self.bundle, key).read_bytes()

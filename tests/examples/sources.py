@@ -1,4 +1,4 @@
-"""The real models' sources with the weights of the built bundles: what a bundle is compared with."""
+"""The real models' sources with the weights of the built bundles, for comparison with a bundle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.examples.built import Arrays, restored
 
 
 def source(root: Path, name: str) -> Callable[[Arrays], Arrays]:
-    """A module's inputs to its outputs, by the framework that the model of this name was written in, without compiling."""
+    """Return a model's source as a function of its inputs, by its framework and without compiling."""
     match name.partition("_")[0]:
         case "family":
             return partial(family.reference, params=digits.params_of(root / name))

@@ -1,4 +1,7 @@
-"""The detector: the steps of its `run` beside slow and obvious ones, and all of it over the built bundles. No server."""
+"""The detector: the steps of its `run` compared with slow obvious ones, and the whole over the built bundles.
+
+No server.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.examples.built import Array, Arrays, Model
 
 
 def some_boxes(rng: np.random.Generator, *shape: int) -> Array:
-    """f32 [*shape, 4], inside an image; some are the same, some are empty."""
+    """Return f32 [*shape, 4] boxes inside an image; some are equal, some are empty."""
     corners = rng.integers(0, SIDE // 8, (*shape, 2, 2), endpoint=True) * 8
     return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
 
@@ -33,7 +36,7 @@ seeds = st.integers(0, 2**32 - 1)
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_regions_are_read_as_in_training(seed: int) -> None:
-    """Of regions anywhere in two images, empty ones too, the head is shown what it has learnt from."""
+    """The head reads regions anywhere in two images as in its training, empty ones included."""
     rng = np.random.default_rng(seed)
     cells = SIDE // steps.CELL
     features = rng.standard_normal((2, cells, cells, 3)).astype(np.float32)
@@ -44,7 +47,7 @@ def test_regions_are_read_as_in_training(seed: int) -> None:
 
 
 def test_anchors_stand_around_the_points_of_a_grid() -> None:
-    """Row by row, both sizes at each point."""
+    """Anchors are ordered by row, with both sizes at each point."""
     found = steps.anchors(16)
     assert found.dtype == np.float32
     centres = (found[:, :2] + found[:, 2:]) / 2
@@ -55,7 +58,7 @@ def test_anchors_stand_around_the_points_of_a_grid() -> None:
 
 @given(seeds, st.integers(1, 3))
 def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
-    """Scores fall, no two of a class are one shape, every one kept was proposed, and behind them is nothing."""
+    """Reports have falling scores and no duplicate shapes of a class, only proposals, and padding after them."""
     rng = np.random.default_rng(seed)
     boxes = some_boxes(rng, images, steps.CANDIDATES)
     scores = rng.permuted(np.linspace(0, 1, boxes[..., 0].size, dtype=np.float32)).reshape(boxes.shape[:2])
@@ -82,7 +85,7 @@ def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
 
 
 def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
-    """Shapes touch the sides of their boxes; without shapes there is one colour and noise."""
+    """Scenes are reproducible; shapes touch the sides of their boxes, and an empty scene is noise on one colour."""
     first, second = scenes(4, seed=3), scenes(4, seed=3)
     assert (first.images == second.images).all()
     assert first.images.shape == (4, SIDE, SIDE, 3)
@@ -96,7 +99,7 @@ def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
 
 
 def test_finds_are_judged_by_class_place_and_number() -> None:
-    """The truth itself is all right; the same twice, another class, and another place are not."""
+    """The truth counts as right; a duplicate, another class or another place does not."""
     known = scenes(2, seed=9)
     count = (known.classes >= 0).sum(1)
     truth = {"boxes": known.boxes, "classes": known.classes, "count": count[:, None]}
@@ -137,12 +140,12 @@ class Detector:
 
 @pytest.fixture(scope="module")
 def detector() -> Detector:
-    """The built example."""
+    """Return the built example."""
     return Detector(example_bundles.ensure())
 
 
 def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
-    """200 images, all at once: nine in ten shapes at least, and as much of what is found is right."""
+    """In 200 unseen images, at least nine of ten shapes are found, and as many reports are right."""
     unseen = held_out()
     recall, precision = recall_and_precision(unseen, detector(unseen.images))
     assert recall >= 0.93
@@ -150,7 +153,7 @@ def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
 
 
 def test_an_image_without_anything_calls_no_second_network(detector: Detector) -> None:
-    """One even colour has no regions to look at; the answer is empty and has all its tensors."""
+    """An even image causes no call of the head and an empty answer."""
     found = detector(np.full((2, SIDE, SIDE, 3), 90, np.uint8))
     assert detector.calls == [("detector_backbone", 2)]
     assert not any(found[name].any() for name in ("boxes", "scores", "count"))
@@ -158,7 +161,7 @@ def test_an_image_without_anything_calls_no_second_network(detector: Detector) -
 
 
 def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None:
-    """Twelve images, more than the first network takes at a time, one of them empty."""
+    """A batch of twelve images, one empty, gets the answers of its single images."""
     images = scenes(12, seed=21, fewest=5).images
     images[5] = 90
     together = detector(images)
@@ -176,7 +179,7 @@ def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None
 
 
 def test_any_number_of_regions_is_looked_at_and_none_is_mixed_up() -> None:
-    """Something everywhere in each of nine images, of a class that its features tell: many calls of the head."""
+    """Many regions of nine images take many calls of the head and are not mixed up."""
     anchors = steps.anchors(SIDE)
     cells = SIDE // steps.CELL
 

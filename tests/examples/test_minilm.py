@@ -1,4 +1,7 @@
-"""The text pipeline: what its `run` answers over the built bundles, beside a direct computation. No server."""
+"""The text pipeline: the answers of its `run` over the built bundles, compared with a direct computation.
+
+No server.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ Arrays = dict[str, Array]
 CLS, SEP, UNKNOWN = 101, 102, 100
 WEATHER = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
 ODD = ("", "   ", "a", "\U0001f600 \U0001f680", "漢字とかな", "Naïve — résumé", "tab\tbell\x07", "x" * 5000)
-#: 512 tokens, more than the encoder is compiled for.
+# : 512 tokens, more than the encoder's largest compiled length.
 LONG = " ".join(["north south east west"] * 128)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Stands for a tensor on the device: `run` can see no data."""
+    """A tensor on the device, whose data `run` cannot see."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -41,18 +44,18 @@ class Handle:
 
 
 class Pipeline:
-    """The meta model in the folder `name`, its calls executed here."""
+    """The meta model in the folder `name`, with its calls executed here."""
 
     def __init__(self, root: Path, name: str) -> None:
         bundle = read_bundle(root / name, digest=False)
         assert bundle.hooks is not None
         self.module = runpy.run_path(str(bundle.hooks))
         self.models = {callee: Model(root / callee) for callee in bundle.manifest.meta_calls}
-        #: What was called, in order: name, inputs.
+        # : The calls in order: name, inputs.
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def call(self, name: str, inputs: dict[str, Any], keep_on_device: Any = False) -> dict[str, Any]:
-        """As metas get it; a Handle holds what stays on the device."""
+        """Call a model as meta models do; a Handle replaces what stays on the device."""
         self.calls.append((name, inputs))
         kept = {key: value.held if isinstance(value, Handle) else value for key, value in inputs.items()}
         found = self.models[name](kept)
@@ -63,7 +66,7 @@ class Pipeline:
         }
 
     def run(self, sentences: Sequence[str | bytes]) -> Array:
-        """sentences -> embeddings f32 [n, 384]."""
+        """Map sentences to embeddings, f32 [n, 384]."""
         run: Callable[..., Arrays] = self.module["run"]
         self.calls.clear()
         found = run({"text": as_text(sentences)}, self.call)
@@ -71,7 +74,7 @@ class Pipeline:
         return found["embedding"]
 
     def tokens(self, sentence: str | bytes) -> list[int]:
-        """The token ids that the encoder gets for one sentence, padding left out."""
+        """Return the token ids that the encoder gets for one sentence, without padding."""
         self.run([sentence])
         name, inputs = self.calls[0]
         assert name == "minilm_encoder"
@@ -82,18 +85,18 @@ class Pipeline:
 
 @pytest.fixture(scope="module")
 def root() -> Path:
-    """The built examples."""
+    """Return the built examples."""
     return example_bundles.ensure()
 
 
 @pytest.fixture(scope="module")
 def minilm(root: Path) -> Pipeline:
-    """The pipeline; its modules are compiled when they are first called."""
+    """Return the pipeline."""
     return Pipeline(root, "minilm")
 
 
 class Direct:
-    """BERT as its paper has it, one sentence at a time, in 64 bits."""
+    """BERT as in its paper, one sentence at a time, in 64 bits."""
 
     def __init__(self, root: Path) -> None:
         weights = load_file(root / "minilm_encoder" / "weights.safetensors")
@@ -121,7 +124,7 @@ class Direct:
         return np.concatenate(heads, axis=1)
 
     def hidden(self, ids: Sequence[int]) -> Array:
-        """token ids -> [tokens, 384]."""
+        """Map token ids to [tokens, 384]."""
         words, places, kinds = (
             self.weights[f"embeddings.{kind}_embeddings.weight"]
             for kind in ("word", "position", "token_type")
@@ -136,7 +139,7 @@ class Direct:
         return x
 
     def embedding(self, sentence: str) -> Array:
-        """sentence -> [384], of length 1."""
+        """Map a sentence to [384], of length 1."""
         mean = self.hidden(self.tokenizer.encode(sentence).ids).mean(0)
         found: Array = mean / np.linalg.norm(mean)
         return found
@@ -144,14 +147,14 @@ class Direct:
 
 @pytest.fixture(scope="module")
 def direct(root: Path) -> Direct:
-    """The direct computation, with the weights of the built encoder."""
+    """Return the direct computation, with the weights of the built encoder."""
     return Direct(root)
 
 
 def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
     minilm: Pipeline, direct: Direct
 ) -> None:
-    """Ordinary, odd and too long sentences, three compiled lengths, against 64-bit numpy on the same weights."""
+    """Embeddings of ordinary, odd and long sentences agree with 64-bit numpy on the same weights."""
     sentences = [
         *WEATHER,
         *ODD,
@@ -165,14 +168,14 @@ def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
 
 
 def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> None:
-    """The three sentences and the table of the quick start of Sentence Transformers, to its four digits."""
+    """The similarities of Sentence Transformers' quick start are reproduced to four digits."""
     found = minilm.run(WEATHER)
     published = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
     np.testing.assert_allclose(found @ found.T, published, rtol=0, atol=1e-4)
 
 
 def test_related_sentences_are_closer_than_unrelated_ones(minilm: Pipeline) -> None:
-    """Two of animals and two of money: each is closest to its neighbour, by far."""
+    """Of two sentences on animals and two on money, each is closest to its neighbour."""
     found = minilm.run(
         [
             "A cat sits on the mat.",
@@ -187,7 +190,7 @@ def test_related_sentences_are_closer_than_unrelated_ones(minilm: Pipeline) -> N
 
 
 def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pipeline) -> None:
-    """`run` sees a handle with a shape and a dtype, and passes it on."""
+    """`run` gets a handle with shape and dtype, and passes it on."""
     minilm.run(WEATHER)
     (first, _), (second, inputs) = minilm.calls
     assert (first, second) == ("minilm_encoder", "minilm_pool")
@@ -216,12 +219,12 @@ def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pip
 def test_a_text_becomes_the_tokens_of_the_vocabulary(
     minilm: Pipeline, text: str | bytes, expected: list[int]
 ) -> None:
-    """Case, accents, zeros and broken UTF-8 vanish; ideographs are words; a word without pieces is one unknown."""
+    """Case, accents, zeros and broken UTF-8 vanish; ideographs are words; an unknown word is one token."""
     assert minilm.tokens(text) == [CLS, *expected, SEP]
 
 
 def test_a_long_text_is_cut_to_the_longest_compiled_row(minilm: Pipeline) -> None:
-    """Its first 126 tokens between the two marks; a megabyte more behind them changes nothing."""
+    """A long text is cut to 126 tokens between the two marks, independent of the rest."""
     tokens = minilm.tokens(LONG)
     assert (len(tokens), tokens[0], tokens[-1]) == (128, CLS, SEP)
     assert minilm.tokens(LONG * 500) == tokens
@@ -231,7 +234,7 @@ def test_a_long_text_is_cut_to_the_longest_compiled_row(minilm: Pipeline) -> Non
     ("words", "length"), [(0, 16), (14, 16), (15, 32), (30, 32), (31, 64), (62, 64), (63, 128), (300, 128)]
 )
 def test_rows_are_as_short_as_the_longest_sentence_allows(minilm: Pipeline, words: int, length: int) -> None:
-    """Each sentence has two tokens more than words."""
+    """A row has two tokens more than the longest sentence has words."""
     minilm.run(["short", " ".join(["north"] * words)])
     assert minilm.calls[0][1]["input_ids"].shape == (2, length)
 
@@ -244,7 +247,7 @@ def test_rows_are_as_short_as_the_longest_sentence_allows(minilm: Pipeline, word
 def test_a_sentence_has_one_embedding_whatever_comes_with_it(
     minilm: Pipeline, sentence: str, others: list[str]
 ) -> None:
-    """The others decide how far its row is padded and at which compiled size it runs; all have length 1."""
+    """A sentence has one embedding of length 1 in any batch."""
     together = minilm.run([sentence, *others])
     assert (together.shape, together.dtype) == ((1 + len(others), 384), np.float32)
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, rtol=1e-5)
@@ -253,7 +256,7 @@ def test_a_sentence_has_one_embedding_whatever_comes_with_it(
 
 
 def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
-    """Other tokens where the mask is 0, also ids that no vocabulary has, leave the rest of the row as it was."""
+    """Tokens where the mask is 0, valid or not, do not change the rest of the row."""
     ids = np.full((1, 16), 2088, np.int32)
     mask = (np.arange(16) < 6).astype(np.int32)[None]
     other = np.where(mask, ids, np.arange(-3, 13, dtype=np.int32) * 10_000_000)
@@ -265,7 +268,7 @@ def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
 
 
 def test_a_row_of_padding_only_is_no_reason_for_nan(minilm: Pipeline) -> None:
-    """Its embedding is zero or finite, never NaN."""
+    """The embedding of a row of padding is finite."""
     nothing = np.zeros((1, 16), np.int32)
     hidden = minilm.models["minilm_encoder"]({"input_ids": nothing, "attention_mask": nothing})["hidden"]
     assert np.isfinite(hidden).all()

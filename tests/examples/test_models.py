@@ -1,4 +1,4 @@
-"""The real models: what was built beside what it was built from, and what they were trained for. No server."""
+"""The real models compared with their sources, and with what they were trained for. No server."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.bench.real.twins import TWINS, weights_of
 from tests.examples.built import Model
 from tests.examples.sources import source
 
-#: these check the examples; what they are made with has quicker tests
+# : These check the examples; the exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def root() -> Path:
-    """The built examples."""
+    """Return the built examples."""
     return example_bundles.ensure()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bundle_computes_what_its_source_computes(root: Path, name: str) -> None:
-    """Three rows, which are padded, of random numbers, each in their own range."""
+    """Three padded rows of random numbers get the source's answers."""
     model = Model(root / name)
     (spec,) = model.bundle.manifest.inputs
     shape = model.bundle.input_shape(0, 0, 8)[1:]
@@ -55,7 +55,7 @@ def test_a_bundle_computes_what_its_source_computes(root: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bundle_says_how_far_from_its_source_it_is(root: Path, name: str) -> None:
-    """Each of its sizes was compared when it was made."""
+    """Each size of a bundle has its difference from the source in the manifest."""
     numerics = read_bundle(root / name, digest=False).manifest.numerics
     assert numerics is not None
     assert isinstance(numerics["source"], Mapping)
@@ -63,8 +63,8 @@ def test_a_bundle_says_how_far_from_its_source_it_is(root: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["fno_f32", "fno_f64", "unet", "family_rest", "family_zero"])
-def test_a_model_written_anew_in_pytorch_answers_alike(root: Path, name: str) -> None:
-    """Another framework, by the weights' names: nothing of the maker's or the exporter's is in between."""
+def test_a_model_rewritten_in_pytorch_answers_alike(root: Path, name: str) -> None:
+    """A model in another framework, filled by the weights' names, gives the same answers."""
     inputs = CASES.get(name, CASES["family_half"]).inputs(8)
     (batch,) = inputs.values()
     (got,) = Model(root / name)(inputs).values()
@@ -74,7 +74,7 @@ def test_a_model_written_anew_in_pytorch_answers_alike(root: Path, name: str) ->
 
 
 def test_the_solver_agrees_with_the_exact_solution() -> None:
-    """By Cole and Hopf: -2 v (log w)_x, where w solves the heat equation and starts as exp(-(integral of u) / 2 v)."""
+    """The solver agrees with Cole and Hopf: -2 v (log w)_x; w solves the heat equation from exp(-(integral of u) / 2 v)."""
     start = starts(5, seed=7)
     wave = np.arange(POINTS // 2 + 1)
     spectrum = np.fft.rfft(start, axis=1)
@@ -86,7 +86,7 @@ def test_the_solver_agrees_with_the_exact_solution() -> None:
 
 
 def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> None:
-    """Starts that it has not seen, on the grid of its training and on one twice as fine."""
+    """The operator solves unseen starts, on the grid of its training and on one twice as fine."""
     unseen, wanted = fno.held_out()
     single, double = Model(root / "fno_f32"), Model(root / "fno_f64")
     for every in (2, 1):
@@ -94,13 +94,13 @@ def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> N
         in_double = double({"start": start})["end"]
         in_single = single({"start": start.astype(np.float32)})["end"]
         assert fno.mean_error(in_double, wanted[:32, ::every]) < fno.REQUIRED_ERROR
-        # What is left is the rounding of 32 bits.
+        # The rest is the rounding of 32 bits.
         np.testing.assert_allclose(in_single, in_double, atol=1e-4)
         assert (in_single != in_double).any()
 
 
 def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
-    """Every other tensor has the same bytes in all eight bundles."""
+    """All tensors but the last layer's have the same bytes in all eight bundles."""
     hashes: dict[str, set[str]] = {}
     for name in family.TASKS:
         bundle = read_bundle(root / name, digest=False)
@@ -113,7 +113,7 @@ def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
 
 @pytest.mark.parametrize("name", family.TASKS)
 def test_each_of_the_family_answers_its_question(root: Path, name: str) -> None:
-    """Of images that no part of it has seen."""
+    """Each member of the family answers its question about unseen images."""
     images, wanted = family.held_out(name)
     model = Model(root / name)
     got = np.concatenate([model({"image": images[at : at + 32]})["logits"] for at in range(0, 360, 32)])
@@ -121,7 +121,7 @@ def test_each_of_the_family_answers_its_question(root: Path, name: str) -> None:
 
 
 def test_resnet18_takes_the_weights_that_torchvision_publishes() -> None:
-    """Its tensors have torchvision's names and shapes: 122 of them, 11,689,512 parameters."""
+    """ResNet-18 has torchvision's names and shapes: 122 tensors, 11,689,512 parameters."""
     state = network().state_dict()
     assert len(state) == 122
     names = (
@@ -137,7 +137,7 @@ def test_resnet18_takes_the_weights_that_torchvision_publishes() -> None:
 
 
 def test_the_folders_say_what_they_hold(root: Path) -> None:
-    """Every real model has a README beside its maker, and the list of bundles has all of the family."""
+    """Every real model has a README beside its maker, and the list of bundles has the whole family."""
     folder = Path(examples.build.__file__).parent
     for name in MODELS:
         assert (folder / name.partition("_")[0] / "README.md").is_file()

@@ -1,4 +1,4 @@
-"""Requests that are no HTTP, at a port that a client reaches."""
+"""Requests that are no HTTP, at a port that clients reach."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ _JUNK = b"GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 async def throw_junk(port: int, count: int = 50) -> int:
-    """Send so many bad requests; return the most lines of a log that may have come of them, at one a second."""
+    """Send so many bad requests, and return the most lines of a log that they may cause, at one a second."""
     began = time.monotonic()
     for _ in range(count):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

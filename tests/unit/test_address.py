@@ -1,4 +1,4 @@
-"""HOST:PORT, which gateway, node and control process read in one way."""
+"""HOST:PORT, which gateway, node and control process parse alike."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_host_and_port_are_taken_apart(text: str, address: Address, again: str) 
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
-    """With the text as it was given."""
+    """A text that is no address is refused and quoted."""
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         parse_address(text)
 
 
 def test_a_server_may_leave_the_host_or_the_port_open() -> None:
-    """A free port, or all addresses; each only if the setting allows it."""
+    """Host or port may be open, each only if the setting allows it."""
     assert parse_address("a:0", any_port=True) == Address("a", 0)
     assert parse_address(":1", any_host=True) == Address("", 1)
     for text in ("1", ":", ":0"):
@@ -74,6 +74,6 @@ def test_a_server_may_leave_the_host_or_the_port_open() -> None:
 
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_what_is_written_is_read(host: object, port: int) -> None:
-    """Any address of either version."""
+    """Any address of either version is read back as written."""
     address = Address(str(host), port)
     assert parse_address(str(address)) == address

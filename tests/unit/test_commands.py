@@ -1,4 +1,4 @@
-"""What all of rsrv's commands have in common."""
+"""Common properties of rsrv's commands."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
 }
-#: asyncio is a fifth of what these may take
+# : asyncio is a fifth of the modules that these may load.
 ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
 
 _SCRIPT = """
@@ -32,13 +32,13 @@ print(*set(sys.modules) - before, file=sys.stderr)
 
 
 def test_these_are_the_commands() -> None:
-    """What pyproject.toml says is what is installed."""
+    """The installed commands are those of pyproject.toml."""
     assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim"}
 
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
 def test_help_comes_at_once(script: EntryPoint) -> None:
-    """A command loads nothing heavy before it knows what it is to do."""
+    """`--help` loads nothing heavy."""
     program = _SCRIPT.format(module=script.module, attr=script.attr)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -63,7 +63,7 @@ def test_the_version_is_pyproject_s_everywhere() -> None:
 
 
 def test_all_names_of_the_bundle_package_are_there() -> None:
-    """They are fetched when they are used; a wrong one is an AttributeError as in any module."""
+    """All exported names load when they are used, and a wrong one is an AttributeError."""
     assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -5,6 +5,6 @@ from scheduler_page import rewrite
 
 
 def test_the_page_has_every_setting_as_the_schema_has_it() -> None:
-    """A setting that is new or differs makes this fail: `make pages` writes the page anew."""
+    """The tables equal the settings' schema; `make pages` writes them."""
     text = tool.PAGE.read_text(encoding="utf-8")
     assert rewrite(text, {"settings": tool.settings()}) == text

@@ -15,7 +15,7 @@ from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
 
 COMMANDS = commands()
-#: by program, the module that parses its command line
+# : By program, the module that parses its command line.
 OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
 
 
@@ -28,7 +28,7 @@ def of(*programs: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
 def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
-    """The author of a new command decides which of both."""
+    """Every command of the pages is listed as run or as not run with a reason."""
     assert command.program in RUN | NOT_RUN.keys(), (
         f"{command.where}: add {command.program} to tests/pages.py"
     )
@@ -36,21 +36,21 @@ def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
-    """Blocks without a language, or indented ones, hold what is no command."""
+    """Blocks without a language, and indented ones, contain no command."""
     text = page.read_text(encoding="utf-8")
     assert strays(text) == [], "put these commands into a block that is fenced as sh"
 
 
 @of(*OURS)
 def test_the_flags_of_our_programs_exist(command: Command) -> None:
-    """The real parser takes every line, also of commands that are not run."""
+    """The real parser accepts the flags of each line, also of commands that are not run."""
     parser = import_module(OURS[command.program]).parser()
     parser.parse_args(command.words[1:])
 
 
 @of("make")
 def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
-    """And the flags that a variable holds are known to the program that gets it."""
+    """Targets and variables exist, and the flags in a variable are known to its program."""
     _, target, *variables = command.words
     recipe = recipe_of(target)
     assert recipe, f"no target {target}"
@@ -74,7 +74,7 @@ def recipe_of(target: str) -> str:
 
 @cache
 def helped(module: str) -> str:
-    """What `python -m MODULE --help` prints."""
+    """Return the output of `python -m MODULE --help`."""
     return subprocess.run(
         [sys.executable, "-m", module, "--help"], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout
@@ -91,7 +91,7 @@ def test_the_extras_that_are_installed_exist(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_commands_that_are_mentioned_exist(page: Path) -> None:
-    """In running text they are cut short and have placeholders: their words and flags are known all the same."""
+    """The words and flags of commands in running text are known, although these are cut short."""
     for mention in mentions(page.read_text(encoding="utf-8")):
         program, *words = mention.split()
         if program in OURS:
@@ -102,13 +102,13 @@ def test_commands_that_are_mentioned_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
-    """With PYTHONPATH=bundles a maker is called from the repository's root: it writes below build, not beside itself."""
+    """With PYTHONPATH=bundles, a maker called from the repository's root writes below build."""
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
 
 
 def test_every_error_tag_has_its_row() -> None:
-    """A client that gets a tag finds its cause, and what to do."""
+    """Every error tag has a row with its cause and what to do."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.partition("## Error tags")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .+ \|$", section, re.MULTILINE)
@@ -147,7 +147,7 @@ $ rsrv load
 
 
 def test_blocks_are_taken_apart() -> None:
-    """Indented lines continue a command, and what is in no sh block is told."""
+    """Indented lines continue a command, and commands outside of sh blocks are found."""
     found = [(command.line, command.text) for command in commands_of(PAGE, "page.md")]
     assert found == [
         (3, "rsrv status  # all"),
@@ -158,7 +158,7 @@ def test_blocks_are_taken_apart() -> None:
 
 
 def test_unknown_flags_and_subcommands_are_found() -> None:
-    """Placeholders are not taken for either."""
+    """Unknown flags and subcommands are found, and placeholders are not taken for either."""
     parser = import_module(OURS["rsrv"]).parser()
     assert unknown(parser, ["gateway", "place", "MODEL", "--replicas", "…"]) == []
     assert unknown(parser, ["gateway", "placed", "--all"]) == ["placed", "--all"]

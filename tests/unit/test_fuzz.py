@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("what", ["bundles", "frames", "answers"])
-def test_hostile_input_is_refused_and_harms_nobody(what: str) -> None:
-    """In a process of its own, because children are forked there, which this one's threads forbid."""
+def test_hostile_input_is_refused_and_harms_no_process(what: str) -> None:
+    """Hostile input is refused; it runs in a new process, because forking is forbidden beside this one's threads."""
     counts = dict.fromkeys(("bundles", "modules", "frames", "answers", "requests"), 0)
     counts[what] = 120 if what == "bundles" else 1000
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]

@@ -27,7 +27,7 @@ def test_every_value_is_in_the_interval_below_its_bound(seen: list[float]) -> No
 
 @given(values, values)
 def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
-    """Added up after each went through JSON."""
+    """Two halves add up to the whole after each went through JSON."""
     whole, parts = Histogram(SECONDS), [Histogram(SECONDS), Histogram(SECONDS)]
     for part, seen in zip(parts, (one, two), strict=True):
         for value in seen:
@@ -60,13 +60,13 @@ def test_two_halves_are_the_whole(one: list[float], two: list[float]) -> None:
     ],
 )
 def test_json_that_is_no_histogram_is_refused(said: Any) -> None:
-    """The histogram has 13 bounds."""
+    """JSON of another number of bounds, or with wrong values, is refused."""
     with pytest.raises(ValueError, match="not a histogram"):
         Histogram.from_json(ROWS, said)
 
 
 def test_bounds_rise() -> None:
-    """Else values would be in the wrong interval."""
+    """Bounds rise, as intervals need."""
     assert all(bisect_left(SECONDS, bound) == index for index, bound in enumerate(SECONDS))
 
 
@@ -79,7 +79,7 @@ def made(seen: list[float]) -> Histogram:
 
 @given(values, values)
 def test_what_came_later_is_the_difference(earlier: list[float], later: list[float]) -> None:
-    """As if counting had begun in between."""
+    """The difference of two histograms is that of a count begun in between."""
     histogram = made(earlier + later)
     histogram.subtract(made(earlier))
 
@@ -114,6 +114,6 @@ def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float)
 
 @given(values.filter(bool))
 def test_quantiles_rise(seen: list[float]) -> None:
-    """With the share that is to be below."""
+    """Quantiles rise with the share."""
     found = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
     assert found == sorted(found)

@@ -285,7 +285,7 @@ def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]
     assert "not all arguments converted" in capsys.readouterr().err
 
 
-def test_last_words_are_written_before_the_end(pipe: Pipe) -> None:
+def test_a_critical_line_is_written_before_the_end(pipe: Pipe) -> None:
     """After a critical line a process may end at once."""
     handler = logs.Aside(pipe.end)
     pipe.empty()

@@ -1,4 +1,4 @@
-"""How far long work is, on a terminal and elsewhere. Time is a list of numbers."""
+"""Progress of long work, on a terminal and elsewhere; time is a list of numbers."""
 
 import builtins
 import io
@@ -27,7 +27,7 @@ class Clock:
 
 
 def done_at(stream: io.StringIO, total: int | None, *moments: float) -> list[str]:
-    """The lines about steps that end so many seconds after the start."""
+    """Return the lines about steps that end so many seconds after the start."""
     clock = Clock()
     with steps("packing", total, stream=stream, clock=clock, every=1.0) as progress:
         for number, moment in enumerate(moments):
@@ -37,7 +37,7 @@ def done_at(stream: io.StringIO, total: int | None, *moments: float) -> list[str
 
 
 def test_each_slow_step_has_its_line() -> None:
-    """Without a terminal: steps, total, seconds and the step's name."""
+    """Without a terminal, each slow step has a line with its number, the total, the seconds and its name."""
     assert done_at(io.StringIO(), 3, 2, 4.5, 9) == [
         "packing: 1 of 3 (2.0 s): box 0",
         "packing: 2 of 3 (4.5 s): box 1",
@@ -46,12 +46,12 @@ def test_each_slow_step_has_its_line() -> None:
 
 
 def test_quick_work_prints_nothing() -> None:
-    """A command that is done at once is no news."""
+    """Quick work prints nothing."""
     assert done_at(io.StringIO(), 3, 0.1, 0.2, 0.3) == []
 
 
 def test_quick_steps_share_lines_and_the_last_one_is_printed() -> None:
-    """At most a line a second, and the end is seen."""
+    """Quick steps share lines of one second, and the last one is printed."""
     assert done_at(io.StringIO(), 5, 0.5, 1.0, 1.5, 2.0, 2.1) == [
         "packing: 2 of 5 (1.0 s): box 1",
         "packing: 4 of 5 (2.0 s): box 3",
@@ -60,7 +60,7 @@ def test_quick_steps_share_lines_and_the_last_one_is_printed() -> None:
 
 
 def test_work_of_unknown_length_has_no_total() -> None:
-    """The steps are counted all the same, and need no text."""
+    """Work of unknown length counts its steps without a total."""
     stream, clock = io.StringIO(), Clock()
     with steps("packing", stream=stream, clock=clock) as progress:
         clock.now += 2
@@ -69,7 +69,7 @@ def test_work_of_unknown_length_has_no_total() -> None:
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With counts, the time and the step, which is no markup; at the end it goes away."""
+    """On a terminal, a bar shows counts, time and the step without markup, and vanishes at the end."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     stream, clock = Terminal(), Clock()
@@ -87,7 +87,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("term", ["dumb", "unknown", None])
 def test_a_terminal_that_cannot_move(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines, as in a file."""
+    """A dumb terminal gets lines, as a file does."""
     if term is None:
         monkeypatch.delenv("TERM", raising=False)
     else:
@@ -96,7 +96,7 @@ def test_a_terminal_that_cannot_move(term: str | None, monkeypatch: pytest.Monke
 
 
 def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes with an extra: without it, lines."""
+    """A terminal without rich, which is an extra, gets lines."""
     monkeypatch.setenv("TERM", "xterm")
     found = builtins.__import__
 
@@ -110,7 +110,7 @@ def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_that_fails_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes through, and the terminal is as it was."""
+    """If the work fails, the bar vanishes and the error passes."""
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     with pytest.raises(ValueError, match="no box"), steps("packing", 2, stream=stream):
@@ -119,7 +119,7 @@ def test_work_that_fails_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_light() -> None:
-    """It loads nothing but the standard library where no bar is shown."""
+    """Without a bar, only the standard library is loaded."""
     program = (
         "import sys; before = set(sys.modules)\n"
         "from rsrv.progress import steps\n"

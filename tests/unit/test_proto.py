@@ -1,4 +1,4 @@
-"""The checked-in gRPC stubs are those of the .proto files, and the docs have every call."""
+"""The checked-in gRPC stubs match the .proto files, and the docs have every call."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
-    """After a change of a .proto file, `make pages` writes them again."""
+    """The stubs equal the generated ones; `make pages` writes them."""
     subprocess.run(
         [sys.executable, str(ROOT / "tools" / "make_proto.py"), str(tmp_path)], check=True, timeout=60
     )
@@ -32,6 +32,6 @@ def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     ids=["control", "gateway"],
 )
 def test_every_call_is_in_the_docs(module: ModuleType, service: str, page: str) -> None:
-    """The page has a row for each."""
+    """The page has a row for each call."""
     rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / page).read_text(), re.MULTILINE))
     assert {method.name for method in module.DESCRIPTOR.services_by_name[service].methods} <= rows

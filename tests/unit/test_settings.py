@@ -6,12 +6,12 @@ from rsrv.settings import SettingsError, dump_settings, load_settings
 
 
 def test_no_file_means_the_defaults() -> None:
-    """Everything has one."""
+    """Without a file, every setting has its default."""
     assert load_settings("").scheduler.max_queue_depth == 1024
 
 
 def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RSRV_<SECTION>__<KEY>, typed like the file's."""
+    """RSRV_<SECTION>__<KEY> overrides the file, with the file's types."""
     monkeypatch.setenv("RSRV_SCHEDULER__MAX_QUEUE_DEPTH", "7")
 
     settings = load_settings("scheduler: {max_queue_depth: 5, depth: 2}")
@@ -20,7 +20,7 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the file, and no directory of that name."""
+    """null in the environment means none, as in the file."""
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", "null")
     monkeypatch.setenv("RSRV_RUNTIME__WATCHDOG_S", "null")
 
@@ -30,7 +30,7 @@ def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_written_reads_back_the_same() -> None:
-    """The effective settings beside the models say what was effective."""
+    """The settings written beside the models read back the same."""
     settings = load_settings(
         "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
         "runtime: {shared_host_weights: true}\nmeta: {transport: bls}"
@@ -40,7 +40,7 @@ def test_what_is_written_reads_back_the_same() -> None:
 
 
 def test_the_dump_documents_every_key() -> None:
-    """It doubles as the example file."""
+    """The dump has a comment for every key, so that it is the example file."""
     text = dump_settings(load_settings(""))
 
     for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "transport"):
@@ -76,7 +76,7 @@ def test_the_dump_documents_every_key() -> None:
     ],
 )
 def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
-    """The message names the file, the key and what to do."""
+    """A wrong file is refused with the file, the key and what to do."""
     with pytest.raises(SettingsError) as caught:
         load_settings(text)
 

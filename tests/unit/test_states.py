@@ -12,7 +12,7 @@ import state_diagrams as tool
 
 
 def test_the_page_is_current() -> None:
-    """If not, run make pages."""
+    """The diagrams equal the present tables; `make pages` draws them."""
     page = tool.PAGE.read_text(encoding="utf-8")
 
     assert tool.rewrite(page) == page

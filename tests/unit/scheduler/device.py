@@ -1,7 +1,7 @@
 """A device and a link in virtual time, for tests that need more than single steps.
 
-Executions end one after the other, each after what it costs (times `slower`); a load ends after its model's
-seconds; ticks come when the scheduler asks for them. Saturated models always have work.
+Executions run one after the other, each for its cost (times `slower`); a load takes its model's seconds;
+ticks come when the scheduler asks for them. Saturated models always have work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
-#: ticks at one moment that a scheduler may ask for; more are an endless loop.
+# : Ticks at one moment that a scheduler may ask for; more are an endless loop.
 _MOST_TICKS = 100
 
 
@@ -40,15 +40,15 @@ class Device(Driver):
     def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 10) -> None:
         super().__init__(settings, validate_every=validate_every)
         self.programs: dict[str, Program] = {}
-        #: model -> seconds that its loads take.
+        # : model -> seconds of its loads.
         self.load_seconds: dict[str, float] = {}
-        #: model -> device time that it got, how often it was loaded, and evicted.
+        # : model -> its device time, its loads, and its evictions.
         self.got: dict[str, float] = {}
         self.loads: Counter[str] = Counter()
         self.evictions: Counter[str] = Counter()
-        #: when each execution started and ended on the device.
+        # : The start and end of each execution on the device.
         self.executed: list[tuple[float, float, Execute]] = []
-        #: request -> when it ended.
+        # : request -> the time of its end.
         self.ended_at: dict[int, float] = {}
         self.slower: Callable[[Execute], float] = lambda execute: 1.0
         self.ticks = 0
@@ -56,7 +56,7 @@ class Device(Driver):
         self._clients: dict[str, float] = {}
         self._free = 0.0
         self._number = 0
-        #: (when, number, what)
+        # : (time, number, event)
         self._due: list[tuple[float, int, Event]] = []
 
     def model(
@@ -68,7 +68,7 @@ class Device(Driver):
         warm_up: bool = False,
         expected: float | None = None,
     ) -> None:
-        """Add it; a load takes `load` seconds, as the scheduler expects, unless said."""
+        """Add a model whose loads take `load` seconds, by default as the scheduler expects."""
         program = replace(program, load_seconds=load if expected is None else expected)
         self.programs[program.model] = program
         self.load_seconds[program.model] = load
@@ -76,17 +76,17 @@ class Device(Driver):
         self.add(program, resident=resident, warm_up=warm_up)
 
     def saturate(self, names: Iterable[str], *, priority: int = 0) -> None:
-        """From now on two requests of each of these wait at any time."""
+        """Keep two requests of each of these waiting at any time."""
         self._saturated |= dict.fromkeys(names, priority)
         self.arrive(*(self.request(name, priority=priority) for name in names for _ in range(2)))
 
     def clients(self, names: Iterable[str], think: float) -> None:
-        """One client for each of these sends its next request that long after the last answer."""
+        """Add a client for each, which sends its next request that long after the last answer."""
         self._clients |= dict.fromkeys(names, think)
         self.arrive(*(self.request(name) for name in names))
 
     def stop(self) -> None:
-        """No more requests."""
+        """Send no more requests."""
         self._saturated.clear()
         self._clients.clear()
 
@@ -131,7 +131,7 @@ class Device(Driver):
                 if refill is not None:
                     self.later(self.now, self._more(instruction, refill))
             case WarmUp():
-                # Beside the executions: how long it takes hardly matters to who comes next.
+                # Beside the executions, because its duration hardly affects the order.
                 costs = self.programs[instruction.model].costs
                 self.later(self.now + sum(costs.values()), WarmUpEnded(instruction.model, costs))
             case LoadWeights():
@@ -153,11 +153,11 @@ class Device(Driver):
         )
 
     def started(self, request: Request) -> float | None:
-        """When it started on the device; None if it did not."""
+        """Return the time at which the device started it, or None."""
         return next((start for start, _, execute in self.executed if request.id in execute.requests), None)
 
     def answered(self, request: Request) -> float | None:
-        """When it was answered; None if it was not."""
+        """Return the time of its answer, or None."""
         finish = self.ended.get(request.id)
         if finish is None or finish.outcome is not Outcome.ANSWERED:
             return None

@@ -1,8 +1,7 @@
-"""Drives a scheduler in virtual time, and watches what no test should have to repeat.
+"""Drive a scheduler in virtual time, and check its rules after each event.
 
-After each event the machine checks itself, and the driver checks what only an observer can: that each
-request ends once, that executions are made of requests that wait, in order, on resident weights, and
-within the depth.
+After each event the machine checks itself, and the driver checks from outside that each request ends once,
+that executions consist of waiting requests, in order, on resident weights, and within the depth.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
-#: one execution of a size costs this, unless a test says otherwise.
+# : The cost of one execution of a size, by default.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}
 
 
@@ -97,39 +96,40 @@ class Driver:
         self.events: list[tuple[Event, float]] = []
         self.instructions: list[list[Instruction]] = []
         self.requests: dict[int, Request] = {}
-        #: id -> how it ended; every request that arrived must get here.
+        # : id -> its outcome; every request that arrived must get one.
         self.ended: dict[int, Finish] = {}
-        #: id -> request, of those that neither ended nor execute.
+        # : id -> request, of those that wait.
         self.waiting: dict[int, Request] = {}
-        #: run of a meta -> its requests that wait, oldest first; and the order in which requests came, or became the oldest.
+        # : run of a meta -> its waiting requests, oldest first; and the order in which requests came, or
+        # became the oldest.
         self._runs: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
         self._latest = 0
-        #: runs that were asked for, those of them that wait and those under way; and how each stopped waiting.
+        # : The requested runs, those waiting and running, and how each stopped waiting.
         self.asked: dict[int, Run] = {}
         self.waiting_runs: dict[int, Run] = {}
         self.under_way: dict[int, Run] = {}
         self.left_waiting: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
-        #: models whose requests may be held back.
+        # : Models whose requests may be held back.
         self.patient: set[str] = set()
-        #: model -> how it is paused, and how many of its requests may wait.
+        # : model -> its pause, and how many of its requests may wait.
         self.paused: dict[str, Pause | None] = {}
         self.limits: dict[str, int] = {}
-        #: model -> runs that were under way when it was to drain.
+        # : model -> runs in progress when it was told to drain.
         self.finishing: dict[str, set[int]] = {}
-        #: models that are to be evicted, and may be resident still.
+        # : Models to be evicted, which may still be resident.
         self.leaving: set[str] = set()
-        #: model -> epoch of its load under way.
+        # : model -> epoch of its present load.
         self.loading: dict[str, int] = {}
-        #: models whose load is to be abandoned, that warm up, and whose load was given up.
+        # : Models whose load is to be abandoned, that warm up, and whose load was abandoned.
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
-        #: the latest model that was to be warmed up again.
+        # : The latest model to be warmed up again.
         self.warming_again = ""
-        #: requests whose execution found no memory.
+        # : Requests whose execution found no memory.
         self.again: set[int] = set()
         self._next_id = 0
 
@@ -203,7 +203,7 @@ class Driver:
             invariants.check(self.scheduler)
         for instruction in out:
             self._watch(instruction)
-        # No run waits beside a free place, or for longer than its deadline.
+        # No run waits beside a free place, or beyond its deadline.
         able = any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
         assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())
@@ -224,7 +224,7 @@ class Driver:
     def warm_up_ends(
         self, model: str, cost: float | None = 0.001, *, out_of_memory: bool = False
     ) -> list[Instruction]:
-        """Every size costs `cost`; None: it failed."""
+        """End a warm-up: every size costs `cost`; None means that it failed."""
         costs = self.scheduler.snapshot().models[model].costs
         new = None if cost is None or out_of_memory else dict.fromkeys(costs, cost)
         return self.send(WarmUpEnded(model, new, out_of_memory))
@@ -233,11 +233,11 @@ class Driver:
         return self.send(LoadAbandoned(model, self.loading[model]))
 
     def pause(self, mode: Pause | None, *models: str) -> list[Instruction]:
-        """None: they go on."""
+        """Pause models; None resumes them."""
         return self.send(Paused(models, mode))
 
     def change(self, **settings: Any) -> list[Instruction]:
-        """Some of the settings."""
+        """Change some of the settings."""
         return self.send(SettingsChanged(replace(self.settings, **settings)))
 
     def evict(self, *models: str) -> list[Instruction]:
@@ -256,7 +256,7 @@ class Driver:
         run: int = 0,
         priority: int = 0,
     ) -> Request:
-        """A request with a fresh id, not sent yet; `deadline` is absolute."""
+        """Return an unsent request with a fresh id; `deadline` is absolute."""
         self._next_id += 1
         return Request(self._next_id, model, variant, rows, deadline, priority, run)
 
@@ -269,7 +269,7 @@ class Driver:
         max_waiting: int = 1000,
         models: tuple[str, ...] = (),
     ) -> Run:
-        """A run with a fresh id, not asked for yet; `deadline` is absolute."""
+        """Return a new run with a fresh id; `deadline` is absolute."""
         self._next_id += 1
         return Run(self._next_id, meta, deadline, priority, max_waiting, models)
 
@@ -310,14 +310,14 @@ class Driver:
         return self.send(ExecutionFinished(dispatch, seconds, error, out_of_memory), after=seconds)
 
     def finish_all(self) -> list[Execute]:
-        """Run until the device is idle; the executions that were started on the way, oldest first."""
+        """Run until the device is idle, and return the executions started by then, oldest first."""
         started = [*self.executing.values()]
         while self.executing:
             started += executions(self.finish())
         return started
 
     def settle(self) -> None:
-        """Let loads and executions end, a hundred at most: more are one that undoes another."""
+        """Let loads and executions end, at most a hundred: more would mean that one undoes another."""
         for _ in range(100):
             if self.loading:
                 self.load(next(iter(self.loading)))
@@ -330,7 +330,7 @@ class Driver:
     # --- questions -----------------------------------------------------------------------------------
 
     def outcome(self, request: Request) -> Outcome | Reason | None:
-        """How it ended (the reason, if it was refused); None while in flight."""
+        """Return its outcome (the reason, if it was refused), or None while in flight."""
         finish = self.ended.get(request.id)
         if finish is None:
             return None
@@ -386,11 +386,11 @@ class Driver:
         return self.paused.get(model) is Pause.HOLD
 
     def _committed(self, request: Request) -> bool:
-        """Whether one that waits is the oldest of its run."""
+        """Return whether a waiting request is the oldest of its run."""
         return request.run != 0 and self._runs[request.run][0] == request.id
 
     def _queue(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
-        """Number those that did not end at once, after all that were due before: their runs' next are older."""
+        """Number those that did not end at once, after all that were due before: the next of their runs are older."""
         at_once = {one.request for one in out if isinstance(one, Finish)}
         due = [one for one in self.waiting.values() if one.deadline is not None and one.deadline <= self.now]
         for request in sorted(due, key=lambda one: (one.deadline, one.id)):
@@ -401,7 +401,7 @@ class Driver:
                 self._runs.setdefault(request.run, []).append(request.id)
 
     def _leave(self, *requests: Request) -> None:
-        """They do not wait any more; of each of their runs the oldest is another one, as if it came now."""
+        """Remove waiting requests; the next oldest of each of their runs counts as arriving now."""
         oldest = {
             request.run: self._runs[request.run][0] for request in requests if request.run in self._runs
         }
@@ -416,7 +416,7 @@ class Driver:
                 self._give_number(rest[0])
 
     def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
-        """Those that did not end at once were let in by the rules."""
+        """Check that those that did not end at once were admitted by the rules."""
         at_once = {one.request for one in out if isinstance(one, Finish)}
         for request in requests:
             if request.id in at_once:
@@ -436,7 +436,7 @@ class Driver:
         self._numbers[request] = self._latest = self._latest + 1
 
     def _order(self, request: Request) -> tuple[int, float, int]:
-        """Where it stands; requests are numbered as they came, or became the oldest of their run."""
+        """Return its position; requests are numbered as they came, or became the oldest of their run."""
         level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
         deadline = inf if request.deadline is None else request.deadline
         return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
@@ -446,7 +446,7 @@ class Driver:
         run = self.waiting_runs[id]
         assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
-        # As requests are numbered, so are runs.
+        # Runs are numbered like requests.
         able = [one for one in self.waiting_runs.values() if not self._stalled(one)]
         assert self._run_order(run) == min(map(self._run_order, able))
         assert id not in self.left_waiting
@@ -479,7 +479,7 @@ class Driver:
             assert (request.model, request.variant) == (execute.model, execute.variant)
             assert request.id in (self.again if execute.again else self.waiting)
             assert execute.again or request.deadline is None or request.deadline > self.now
-        # A second try began before.
+        # A second try began before this.
         assert execute.again or not self.held(execute.model)
         if execute.again:
             self.again.difference_update(execute.requests)
@@ -493,7 +493,7 @@ class Driver:
         ]
         assert requests == sorted(queue, key=self._order)[: len(requests)]
         if self.settings.discipline != "fair":
-            # The first in the order of all that could execute is in it, or was held back for company.
+            # The first of all executable requests is in it, or was held back for company.
             able = [
                 one
                 for one in self.waiting.values()

@@ -48,7 +48,7 @@ def test_a_lasting_change_is_learned_all_the_same() -> None:
 
 @pytest.mark.parametrize("sample", [0.0, -1.0, nan, inf])
 def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
-    """A clock too coarse, or a broken one, leaves the estimate alone."""
+    """A duration that is zero, negative or NaN does not change the estimate."""
     costs = VariantCosts({4: 0.010})
 
     costs.learn(4, sample)
@@ -57,7 +57,7 @@ def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
 
 
 def test_an_estimate_that_is_not_measured_sinks_to_its_seed() -> None:
-    """Size 8 was slow for a while. While only size 1 runs, as fast as ever, 8 gets its chance again.
+    """The estimate of a size that is not measured decays to its seed while another size runs as fast as ever.
 
     1 ms and 4 ms; 8 is at 20 ms. One more sample of size 1 takes 1 % of the excess of 16 ms: 19.84 ms.
     """

@@ -22,7 +22,7 @@ def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_a_lonely_request_starts_after_the_delay(discipline: str) -> None:
-    """No other request arrives: it starts 5 ms after it arrived, by a tick that the scheduler asked for."""
+    """Without another request, it starts 5 ms after its arrival, by a tick that the scheduler requested."""
     device = delayed(discipline)
     request = device.request()
     device.arrive(request)
@@ -55,7 +55,7 @@ def test_a_full_batch_does_not_wait(discipline: str) -> None:
 
 
 def test_the_delay_counts_from_the_first_arrival() -> None:
-    """Who comes 1 ms before its end shares that execution, or waits for a delay of its own."""
+    """A request that arrives 1 ms before the delay's end shares the execution; a later one gets its own delay."""
     device = delayed()
     first = device.request()
     device.arrive(first)
@@ -68,7 +68,7 @@ def test_the_delay_counts_from_the_first_arrival() -> None:
     assert device.started(second) in (0.005, pytest.approx(0.009))
 
 
-def test_others_use_the_device_meanwhile() -> None:
+def test_others_use_the_device_during_a_delay() -> None:
     """A model that holds its requests back delays no other model."""
     device = delayed()
     device.model(program("b"))

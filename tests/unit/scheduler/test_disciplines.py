@@ -18,12 +18,12 @@ def machine(discipline: str) -> Driver:
 
 
 def order(driver: Driver) -> str:
-    """The models of all further executions."""
+    """Return the models of all further executions."""
     return "".join(execute.model for execute in driver.finish_all()[1:])
 
 
 def test_fifo_goes_by_arrival() -> None:
-    """The oldest request's model goes."""
+    """Under fifo, the model with the oldest request executes."""
     driver = machine("fifo")
     for name in "bcab":
         driver.arrive(driver.request(name))
@@ -32,7 +32,7 @@ def test_fifo_goes_by_arrival() -> None:
 
 
 def test_edf_goes_by_deadline() -> None:
-    """The soonest deadline's model goes; requests without one go last, in order of arrival."""
+    """Under edf, the model with the soonest deadline executes; requests without one go last, by arrival."""
     driver = machine("edf")
     driver.arrive(driver.request("a"), driver.request("b", deadline=0.5), driver.request("c", deadline=0.2))
     driver.arrive(driver.request("b"), driver.request("a", deadline=0.3))
@@ -41,7 +41,7 @@ def test_edf_goes_by_deadline() -> None:
 
 
 def test_edf_serves_the_urgent_request_deep_in_a_queue() -> None:
-    """It pulls its model forward, and goes before the older requests of its model."""
+    """Under edf, an urgent request deep in a queue goes before the older requests of its model."""
     driver = machine("edf")
     relaxed = [driver.request("a", deadline=1.0) for _ in range(5)]
     urgent = driver.request("a", deadline=0.021)
@@ -66,7 +66,7 @@ def test_committed_requests_go_first(discipline: str) -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
 def test_priorities_go_in_order(discipline: str) -> None:
-    """1 before 4 before none before 9, within a model and between models that were not served yet."""
+    """Priority 1 goes before 4, no priority and 9, within a model and between unserved models."""
     driver = machine(discipline)
     priorities = (9, 0, 4, 1)
     for name in "abc":
@@ -84,7 +84,7 @@ def test_priorities_go_in_order(discipline: str) -> None:
 
 
 def test_disciplines_change_while_requests_wait() -> None:
-    """What waits is served in the new order from the next execution on; nothing is lost."""
+    """After a change of discipline, waiting requests are served in the new order, and none is lost."""
     from rsrv.scheduler.events import SettingsChanged
 
     driver = machine("fifo")

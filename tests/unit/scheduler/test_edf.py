@@ -1,4 +1,4 @@
-"""Earliest deadline first: which requests are shed, and no others."""
+"""Earliest deadline first: the requests that are shed, and only those."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import executions, ids, program
 
-#: rounding that the scheduler forgives, and what a test may forgive it.
+# : Rounding that the scheduler tolerates, and that a test may tolerate.
 SLACK = 4e-6
 
 
@@ -46,7 +46,7 @@ def test_what_runs_counts_against_a_deadline() -> None:
 
 
 def test_what_became_certain_to_be_late_ends_when_its_rival_starts() -> None:
-    """Two deadlines in 15 ms for 10 ms each: when one starts the other is over, not 5 ms later."""
+    """Of two deadlines in 15 ms for 10 ms each, one starts and the other ends at that moment."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     device.model(program("b", {(0, 1): 0.010}))
@@ -96,7 +96,7 @@ def test_a_full_batch_does_not_make_the_front_late() -> None:
 
 
 def test_the_urgent_request_deep_in_a_queue_is_not_shed() -> None:
-    """Behind 500 relaxed requests of its model and 500 of another one it is the next to execute."""
+    """An urgent request behind 500 others of its model and 500 of another is the next to execute."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     device.model(program("b", {(0, 1): 0.010}))
@@ -111,7 +111,7 @@ def test_the_urgent_request_deep_in_a_queue_is_not_shed() -> None:
 
 
 def test_committed_requests_are_never_shed() -> None:
-    """The sub-call of a running meta executes, however late it will be; it expires like all others."""
+    """The sub-call of a running meta model is never shed, and expires like all others."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
     late = device.request(deadline=0.005, run=1)
@@ -123,7 +123,7 @@ def test_committed_requests_are_never_shed() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_other_disciplines_do_not_shed(discipline: str) -> None:
-    """They try what is still ahead of its deadline."""
+    """Other disciplines execute every request before its deadline."""
     device = Device(SchedulerSettings(discipline=discipline))
     device.model(program("a", {(0, 1): 0.010}))
     late = device.request(deadline=0.005)
@@ -173,7 +173,7 @@ def test_shed_exactly_when_it_could_not_be_met(
             assert device.ended_at[request.id] <= request.deadline + SLACK
         else:
             then = device.ended_at[request.id]
-            # What was on the device when it ended, or was given to it in the same answer.
+            # Executions that the device had when the request ended, or got in the same answer.
             free = max((end for start, end, _ in device.executed if start <= then), default=then)
             cost = device.programs[request.model].costs[0, 1]
             assert max(then, free) + cost > request.deadline - SLACK

@@ -1,4 +1,4 @@
-"""Eviction: the policies' orders, and the room that they make."""
+"""Eviction: the orders of the policies, and the room that evictions make."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def asked(*times: float) -> Uses:
 
 
 def every(gap: float, *, until: float = NOW, count: int = 100) -> Uses:
-    """Asked for at regular times, the last of them `gap` before `until`."""
+    """Return regular requests, the last of them `gap` before `until`."""
     return asked(*(until - gap * number for number in range(count, 0, -1)))
 
 
 def own(size: int) -> SharedTensorGroup:
-    """Tensors on the device that no other model has."""
+    """Return device tensors that no other model has."""
     group = SharedTensorGroup({}, size, [])
     group.users = 1
     return group
@@ -49,7 +49,7 @@ def idle(name: str, uses: Uses, *, size: int = 100, load: float = 0.01, used: fl
 
 
 def order(*residents: Resident, now: float = NOW, policy: Eviction = "cost") -> str:
-    """Their names in order of eviction."""
+    """Return their names in order of eviction."""
     ranked = sorted(residents, key=lambda one: POLICIES[policy](one, now))
     return "".join(one.model for one in ranked)
 
@@ -58,20 +58,20 @@ def order(*residents: Resident, now: float = NOW, policy: Eviction = "cost") -> 
 
 
 def test_the_popular_stay_though_others_were_used_later() -> None:
-    """One asked for ten times a second outlives one asked for once, a moment ago; under lru it would go."""
+    """Under cost, a model with ten requests a second outlives one with a single recent request."""
     popular, once = idle("p", every(0.1, until=NOW - 0.2), used=1.0), idle("o", asked(NOW - 0.15), used=2.0)
 
     assert order(popular, once) == "op"
     assert order(popular, once, policy="lru") == "po"
 
 
-def test_a_newcomer_outlives_who_is_asked_for_less_often() -> None:
-    """Asked for once, 2 s ago: that is more than once every 20 s."""
+def test_a_newcomer_outlives_a_model_with_fewer_requests() -> None:
+    """One request 2 s ago counts more than one every 20 s."""
     assert order(idle("n", asked(NOW - 2.0)), idle("o", every(20.0))) == "on"
 
 
 def test_popularity_ages() -> None:
-    """Ten a second, an hour ago, is less than one every 100 s until now."""
+    """Ten requests a second an hour ago count less than one every 100 s until now."""
     yesterday = every(0.1, until=NOW)
 
     assert order(idle("y", yesterday), idle("n", every(100.0, until=NOW)), now=NOW) == "ny"
@@ -79,7 +79,7 @@ def test_popularity_ages() -> None:
 
 
 def test_a_long_silence_is_forgotten_after_few_requests() -> None:
-    """Once a day for years, and now once a second: eight requests later nothing else counts."""
+    """After years of one request a day, eight requests within seconds decide the rate."""
     uses = every(86400.0)
     for second in range(8):
         uses = remember(uses, 1, NOW + second)
@@ -88,7 +88,7 @@ def test_a_long_silence_is_forgotten_after_few_requests() -> None:
 
 
 def test_dear_loads_stay_and_large_weights_go() -> None:
-    """With equal requests the seconds of loading that a byte saves decide."""
+    """With equal requests, the load seconds that a byte saves decide."""
     uses = every(1.0)
 
     assert order(idle("d", uses, load=0.1), idle("c", uses, load=0.01)) == "cd"
@@ -96,7 +96,7 @@ def test_dear_loads_stay_and_large_weights_go() -> None:
 
 
 def test_equal_values_go_by_the_latest_use() -> None:
-    """Weights that load at once have no value, popular or not; nor have weights without any request."""
+    """Weights that load at once, or have no requests, have no value, and are ordered by their latest use."""
     free = idle("f", every(1.0), load=0.0, used=2.0), idle("g", asked(1.0), load=0.0, used=1.0)
     never = idle("n", (), used=4.0), idle("m", (), used=3.0)
 
@@ -118,7 +118,7 @@ _times = st.lists(st.floats(0.0, NOW), max_size=12).map(sorted)
 
 @given(_times, st.floats(1e-6, 100.0), st.floats(0.0, 1e6))
 def test_any_history_gives_a_rate(times: list[float], grain: float, later: float) -> None:
-    """It falls as time passes without requests, and is at most that of all requests within one grain."""
+    """For any history, the rate falls without requests, and is at most that of all requests within one grain."""
     uses = asked(*times)
 
     assert 0.0 <= rate(uses, NOW, grain) <= len(uses) / grain * 1.001
@@ -128,7 +128,7 @@ def test_any_history_gives_a_rate(times: list[float], grain: float, later: float
 
 @given(_times, _times, st.sampled_from([1e-3, 60.0, 1e4]))
 def test_time_has_no_unit(one: list[float], other: list[float], unit: float) -> None:
-    """Everything that many times as slow, loads too, gives rates as many times lower: the same order."""
+    """Slower requests and loads by the same factor leave the order unchanged."""
     for times in (one, other):
         slow = rate(asked(*(t * unit for t in times)), NOW * unit, 0.01 * unit)
         assert slow * unit == pytest.approx(rate(asked(*times), NOW, 0.01))
@@ -169,7 +169,7 @@ def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: E
 
 @given(_residents, st.integers(0, 600))
 def test_policies_order_only_idle_weights(residents: list[Resident], missing: int) -> None:
-    """Where all have work the discipline decides alone."""
+    """If all models have work, the discipline alone decides."""
     working = [one for one in residents if one.rank is not None]
 
     assert choose_victims(missing, working, (), NOW, cost) == choose_victims(missing, working, (), NOW, lru)
@@ -193,7 +193,7 @@ def test_the_choice_does_not_depend_on_the_order_of_asking(
 
 
 def popular_and_latest(eviction: Eviction) -> Device:
-    """Room for two of three: `p` was asked for ten times, after that `q` once."""
+    """Return a device with room for two of three: `p` had ten requests, and then `q` one."""
     device = Device(SchedulerSettings(weight_budget_bytes=200, eviction=eviction))
     for name in "pqr":
         one = program(name, {(0, 1): 0.01}, weight_bytes=100)
@@ -205,7 +205,7 @@ def popular_and_latest(eviction: Eviction) -> Device:
 
 
 def test_the_setting_decides() -> None:
-    """lru lets the popular model go, cost the one that was asked for once."""
+    """lru evicts the popular model, cost the one with a single request."""
     gone = {}
     for eviction in POLICIES:
         device = popular_and_latest(eviction)
@@ -225,7 +225,7 @@ def test_popularity_is_known_when_the_policy_changes() -> None:
 
 
 def test_popularity_outlives_eviction() -> None:
-    """A popular model that a large one pushed out comes back, and stays when the next one needs room."""
+    """A popular model that was evicted for a large one stays after its return."""
     device = popular_and_latest("cost")
     device.model(program("large", {(0, 1): 0.01}, weight_bytes=200), load=0.1, resident=False)
     for name in ("large", "p", "q"):
@@ -239,6 +239,6 @@ def test_popularity_outlives_eviction() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    """By name, with those that exist."""
+    """An unknown policy is refused by name with the known ones."""
     with pytest.raises(ValueError, match=r"eviction must be one of \['cost', 'lru'\], not 'random'"):
         SchedulerSettings(eviction="random")  # type: ignore[arg-type]

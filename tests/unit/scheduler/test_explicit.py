@@ -37,11 +37,11 @@ def bring(driver: Driver, *names: str) -> None:
         driver.load(name)
 
 
-# --- who is served -----------------------------------------------------------------------------------------
+# --- requests and residency --------------------------------------------------------------------------------
 
 
 def test_a_request_for_absent_weights_is_refused() -> None:
-    """No command asked for them, and nothing is loaded."""
+    """A request for absent weights is refused and loads none."""
     driver = explicit()
     driver.add(program("a"), resident=False)
     request = driver.request()
@@ -53,8 +53,8 @@ def test_a_request_for_absent_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wish", [Prefetch("a"), Pinned("a", True)])
-def test_requests_wait_for_weights_that_were_asked_for(wish: Prefetch | Pinned) -> None:
-    """In line for the link, on the way, and when they are there."""
+def test_requests_wait_for_prefetched_weights(wish: Prefetch | Pinned) -> None:
+    """Requests wait while prefetched weights are in line for the link or loading."""
     driver = explicit()
     driver.add(program("x"), program("a", SINGLE), resident=False)
     driver.send(Prefetch("x"))
@@ -70,8 +70,8 @@ def test_requests_wait_for_weights_that_were_asked_for(wish: Prefetch | Pinned) 
     assert [driver.outcome(one) for one in requests] == [Outcome.ANSWERED] * 3
 
 
-def test_what_does_not_get_there_is_not_waited_for() -> None:
-    """Its load fails: what waited fails with it, and new ones are refused until the next command."""
+def test_a_prefetch_that_fails_fails_its_requests() -> None:
+    """If the load fails, waiting requests fail, and new ones are refused until the next command."""
     driver = explicit()
     driver.add(program("a", pinned=True), resident=False)
     waiting, late, later = driver.requests_of(3)
@@ -86,8 +86,8 @@ def test_what_does_not_get_there_is_not_waited_for() -> None:
     assert driver.outcome(later) is Outcome.ANSWERED
 
 
-def test_requests_take_no_room_from_anybody() -> None:
-    """Two models share room for one: the resident one stays, despite requests for the other."""
+def test_requests_evict_no_model() -> None:
+    """Of two models in room for one, the resident one stays, despite requests for the other."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -99,7 +99,7 @@ def test_requests_take_no_room_from_anybody() -> None:
 
 
 def test_a_shed_request_brings_no_weights() -> None:
-    """Under edf a model is loaded on demand for the next request if its load cost one the deadline: not here."""
+    """A request that is shed for its load's time loads no weights in explicit mode."""
     driver = explicit(discipline="edf")
     driver.add(program("a"), resident=False)
     bring(driver, "a")
@@ -116,7 +116,7 @@ def test_a_shed_request_brings_no_weights() -> None:
 
 
 def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
-    """Models that were asked for are not evicted for it; requests that wait for it are refused."""
+    """A prefetch that does not fit evicts no prefetched model, and its waiting requests are refused."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -128,7 +128,7 @@ def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
 
 
 def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
-    """A model is to be evicted, and executes still; then the other is loaded, and its requests execute."""
+    """A prefetch waits for an eviction that waits for an execution, and then its requests execute."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("b", SINGLE), resident=False)
@@ -156,7 +156,7 @@ def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
 
 
 def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
-    """Of three that wait for the link the large one is turned down, and what waits for it refused."""
+    """Of three prefetches, the one that does not fit is refused, and the others load."""
     driver = explicit(300)
     driver.add(program("x"), resident=False)
     driver.add(program("large", weight_bytes=250), program("a"), program("b"), resident=False)
@@ -186,8 +186,8 @@ def test_a_prefetch_larger_than_the_budget_is_there_alone() -> None:
 # --- pinning -----------------------------------------------------------------------------------------------
 
 
-def test_pinned_weights_have_the_room_of_those_that_are_not() -> None:
-    """They are to be there for sure: the least recently used of the others leave, and their requests are refused."""
+def test_pinned_weights_evict_unpinned_ones() -> None:
+    """Pinned weights evict the least recently used of the others, whose requests are refused."""
     driver = explicit(200)
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.add(program("c"), resident=False)
@@ -201,7 +201,7 @@ def test_pinned_weights_have_the_room_of_those_that_are_not() -> None:
 
 
 def test_unpinning_frees_the_weights_at_once() -> None:
-    """They leave when nothing executes on them; what waits is refused then, what comes at once."""
+    """Unpinned weights leave after their executions; waiting requests are refused then, new ones at once."""
     driver = explicit()
     driver.add(program("a", SINGLE, pinned=True), program("idle", pinned=True))
     assert driver.send(Pinned("idle", False)) == [EvictWeights("idle", 2)]
@@ -219,7 +219,7 @@ def test_unpinning_frees_the_weights_at_once() -> None:
 
 
 def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
-    """Prefetched weights stay when their residency changes from one kind that is not on the device to another."""
+    """Changing the residency between kinds off the device leaves prefetched weights in place."""
     driver = explicit()
     driver.add(program("a"), resident=False)
     bring(driver, "a")
@@ -228,8 +228,8 @@ def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
     assert driver.resident == {"a"}
 
 
-def test_unpinning_what_is_on_its_way_gives_it_up() -> None:
-    """What waits for it is refused at once."""
+def test_unpinning_a_loading_model_abandons_its_load() -> None:
+    """Waiting requests are refused at once."""
     driver = explicit()
     driver.add(program("a", pinned=True), resident=False)
     request = driver.request()
@@ -244,7 +244,7 @@ def test_unpinning_what_is_on_its_way_gives_it_up() -> None:
 
 
 def test_what_waits_for_an_evicted_model_is_refused() -> None:
-    """What is committed is executed before, with those that share its execution."""
+    """Waiting requests of an evicted model are refused, except committed ones and those in their execution."""
     driver = explicit()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)
@@ -262,7 +262,7 @@ def test_what_waits_for_an_evicted_model_is_refused() -> None:
 
 
 def test_new_calls_do_not_keep_what_is_to_go() -> None:
-    """Those of running meta models, too, are refused from the eviction on: else it could last for ever."""
+    """New calls of running meta models are refused after an eviction, which could otherwise last for ever."""
     driver = explicit()
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request())
@@ -273,8 +273,8 @@ def test_new_calls_do_not_keep_what_is_to_go() -> None:
     assert driver.outcome(call) is Reason.NOT_RESIDENT
 
 
-def test_evicting_what_is_on_its_way_refuses_what_waits() -> None:
-    """The control plane owns the weights: requests do not bring them."""
+def test_evicting_a_loading_model_refuses_its_requests() -> None:
+    """An eviction during the load refuses the waiting requests."""
     driver = explicit()
     driver.add(program("a"), resident=False)
     driver.send(Prefetch("a"))
@@ -287,8 +287,8 @@ def test_evicting_what_is_on_its_way_refuses_what_waits() -> None:
     assert driver.load("a") == [EvictWeights("a", 1)]
 
 
-def test_evicting_what_waits_for_the_link_refuses_what_waits() -> None:
-    """It is not loaded when its turn comes."""
+def test_evicting_a_queued_model_refuses_its_requests() -> None:
+    """An eviction in line for the link withdraws the load and refuses the requests."""
     driver = explicit()
     driver.add(program("x"), program("a"), resident=False)
     driver.send(Prefetch("x"))
@@ -314,7 +314,7 @@ def test_a_held_model_that_is_evicted_refuses_what_it_held() -> None:
 
 
 def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
-    """There is no room for all; their requests are refused, and they do not come back by themselves."""
+    """A smaller budget evicts unpinned models, refuses their requests, and does not load them again."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.pause(Pause.HOLD, "a")
@@ -329,7 +329,7 @@ def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
 
 
 def test_what_came_for_requests_goes_before_these_execute() -> None:
-    """They are not served at any price: the control plane has the last word, and they are told."""
+    """A model that came for requests and is evicted refuses them before they execute."""
     driver = explicit()
     driver.add(program("b", SINGLE))
     driver.add(program("a", SINGLE), resident=False)
@@ -345,7 +345,7 @@ def test_what_came_for_requests_goes_before_these_execute() -> None:
 
 
 def test_what_is_to_go_does_not_come_back_from_a_compaction() -> None:
-    """All others do."""
+    """A model to be evicted does not come back from a compaction; all others do."""
     driver = explicit()
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.arrive(driver.request("a"))
@@ -361,7 +361,7 @@ def test_what_is_to_go_does_not_come_back_from_a_compaction() -> None:
 
 
 def test_a_new_model_is_warmed_up_and_leaves() -> None:
-    """Its costs are known then, and it is up to the control plane to bring it."""
+    """A new model is warmed up for its costs and then leaves."""
     driver = explicit()
     driver.add(program("a"), resident=False, warm_up=True)
     assert driver.load("a") == [WarmUp("a")]
@@ -373,7 +373,7 @@ def test_a_new_model_is_warmed_up_and_leaves() -> None:
 
 
 def test_a_new_model_that_is_pinned_stays_after_its_warm_up() -> None:
-    """It is where it shall be."""
+    """A new pinned model stays after its warm-up."""
     driver = explicit()
     driver.add(program("a", pinned=True), resident=False, warm_up=True)
     driver.load("a")
@@ -408,7 +408,7 @@ def _pin_and_unpin(driver: Driver) -> None:
 def test_what_is_wished_during_a_warm_up_holds_after_it(
     wish: Callable[[Driver], None], stays: bool, loaded: bool
 ) -> None:
-    """Whether it stays is decided when it is over, wherever its weights were when it was said."""
+    """A command given during a warm-up applies when it is over."""
     driver = explicit()
     driver.add(program("a"), resident=False, warm_up=True)
     if loaded:
@@ -423,7 +423,7 @@ def test_what_is_wished_during_a_warm_up_holds_after_it(
 
 
 def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
-    """It was prefetched already, and the only evictable model executes: it loads after that."""
+    """A prefetched model that must warm up waits for room and is not refused."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.arrive(driver.request("a"))
@@ -442,8 +442,8 @@ def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
     assert driver.given_up == ["a"]
 
 
-def test_who_makes_room_for_a_warm_up_comes_back() -> None:
-    """There is no other way to add a model to a full device; requests wait for its end."""
+def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
+    """On a full device, a warm-up evicts a model, which comes back; its requests wait."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("new"), resident=False, warm_up=True)
@@ -463,7 +463,7 @@ def test_who_makes_room_for_a_warm_up_comes_back() -> None:
 
 
 def test_compaction_brings_all_back() -> None:
-    """The latest used first; they need no second command, and no request is refused meanwhile."""
+    """After a compaction all models come back, the latest used first, and no request is refused."""
     driver = explicit()
     driver.add(program("a"), program("b"), program("c", SINGLE))
     driver.arrive(driver.request("c"))
@@ -479,7 +479,7 @@ def test_compaction_brings_all_back() -> None:
 
 
 def test_what_leaves_because_memory_ran_out_comes_back() -> None:
-    """On demand it would come when it is asked for; here it was asked for."""
+    """Models evicted for lack of memory come back, because a command had loaded them."""
     driver = explicit()
     driver.add(program("a", SINGLE), program("b", SINGLE))
     request = driver.request("a")
@@ -496,7 +496,7 @@ def test_what_leaves_because_memory_ran_out_comes_back() -> None:
 
 
 def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
-    """Its requests are served, and so are those for what is on its way; what waits for others is refused."""
+    """If the mode becomes explicit, resident and loading models keep their requests, and the others' are refused."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=200))
     driver.add(program("a"))
     driver.add(program("b"), program("c"), resident=False)
@@ -514,7 +514,7 @@ def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
 
 
 def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
-    """It is there for the warm-up only, as if it had been added later."""
+    """A model that warms up when the mode becomes explicit leaves after it."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False, warm_up=True)
     driver.load("a")
@@ -527,7 +527,7 @@ def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
 
 
 def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
-    """What is committed is executed before, and what waits besides is refused."""
+    """A model to be evicted when the mode becomes explicit executes its committed requests and refuses the rest."""
     driver = Driver()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)
@@ -543,7 +543,7 @@ def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
 
 
 def test_what_would_come_for_the_next_request_does_not_when_a_control_plane_takes_over() -> None:
-    """Under edf a request was shed for its model's load, which is in line, and of no use any more."""
+    """A load in line for the next request is withdrawn when the mode becomes explicit."""
     driver = Driver(SchedulerSettings(discipline="edf", weight_budget_bytes=100, residency_factor=4.0))
     driver.add(program("a"), program("b"), resident=False)
     for name in "ab":
@@ -561,7 +561,7 @@ def test_what_would_come_for_the_next_request_does_not_when_a_control_plane_take
 
 
 def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
-    """On demand it would come if there was room; the change finds it gone for a moment only."""
+    """A model that a compaction removed comes back although the mode becomes explicit."""
     driver = Driver()
     driver.add(program("a"), program("b"), program("c"))
     driver.send(Compact())
@@ -572,7 +572,7 @@ def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
 
 
 def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() -> None:
-    """It is needed again: a request waits for it by then."""
+    """A load that is being abandoned when the mode becomes explicit is repeated for a waiting request."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False)
     gone, other = driver.request("a"), driver.request("b")
@@ -591,7 +591,7 @@ def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() 
 
 
 def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None:
-    """What was refused before is loaded, at the expense of what was asked for."""
+    """When the mode is no longer explicit, requests load weights and evict others."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -601,7 +601,7 @@ def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None
 
 
 def test_nothing_of_what_is_to_go_starts() -> None:
-    """The device has a second place, which stays empty while the first execution ends."""
+    """No execution of a model to be evicted starts, although the device has a free place."""
     driver = explicit(depth=2, launch_ahead_ms=0.0)
     driver.add(program("a", SINGLE))
     driver.arrive(*driver.requests_of(2))

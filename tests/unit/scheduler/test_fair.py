@@ -1,6 +1,6 @@
-"""Fair shares of device time: what they are, how exact, and how long anybody waits.
+"""Fair shares of device time: their definition, their exactness, and the bound on waiting.
 
-Saturated models always have requests waiting. Executions take exactly what they cost, unless said.
+Saturated models always have requests waiting. Executions take exactly what they cost, by default.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Fleet:
     costs: list[float]
     weights: list[float]
     now: float = 0.0
-    #: model -> device time that it got.
+    # : model -> its device time.
     got: dict[str, float] = field(default_factory=dict)
-    #: model -> since when it has work and was not served.
+    # : model -> the time since which it has work and was not served.
     waiting: dict[str, float] = field(default_factory=dict)
     #: (model, waited) for each execution.
     waits: list[tuple[str, float]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Fleet:
             self._send(ModelAdded(program, resident=True))
 
     def saturate(self, *names: str) -> None:
-        """From now on these always have work."""
+        """Keep work for these at all times."""
         self.saturated |= set(names)
         self.request(*names)
 
@@ -68,7 +68,7 @@ class Fleet:
         self._send(RequestsArrived(tuple(requests)))
 
     def step(self, slower: float = 1.0) -> str | None:
-        """Let the running execution end; whose it was."""
+        """End the running execution, and return its model."""
         running = self._running
         if running is None:
             return None
@@ -136,7 +136,7 @@ def test_idle_models_take_no_share(active: int) -> None:
 
 
 def test_idle_models_save_no_credit() -> None:
-    """A model that was idle for long shares equally from when it comes; it takes over nothing."""
+    """A model that was idle for long gets an equal share from its return on."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -147,8 +147,8 @@ def test_idle_models_save_no_credit() -> None:
     assert fleet.got["m0"] - before["m0"] == pytest.approx(0.5, abs=0.011)
 
 
-def test_time_taken_while_no_other_model_wanted_it_is_not_held_against_a_model() -> None:
-    """A model that had the device for itself is not locked out when others come."""
+def test_time_taken_while_alone_is_not_held_against_a_model() -> None:
+    """A model that had the device alone is not locked out when others come."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -181,7 +181,7 @@ def test_models_over_their_share_are_not_ordered_by_cost() -> None:
 
 
 def test_wrong_estimates_do_not_bend_shares() -> None:
-    """What counts is what an execution took: a model that takes thrice its cost gets no more time for it."""
+    """Shares follow measured times: a model that takes thrice its cost gets no more time for it."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0", "m1")
     name = fleet._running.model if fleet._running else None

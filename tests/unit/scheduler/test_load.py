@@ -1,4 +1,4 @@
-"""What is asked for often is the same as what the whole snapshot says."""
+"""The load, which is read often, agrees with the whole snapshot."""
 
 from rsrv.scheduler.events import (
     ExecutionFinished,

@@ -24,7 +24,7 @@ def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0, dept
 
 
 def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: float = 1.0) -> None:
-    """Models of 100 bytes; the first `fits` are resident."""
+    """Add models of 100 bytes; the first `fits` are resident."""
     for number, name in enumerate(names):
         one = program(name, COST, weight_bytes=100, weight=weight)
         device.model(one, load=load, resident=number < fits)
@@ -48,8 +48,8 @@ def test_a_model_larger_than_the_budget_is_served_alone() -> None:
     assert device.resident == {"a"}
 
 
-def test_the_least_recently_used_gives_way_first() -> None:
-    """Of three idle models the one whose last execution is the longest ago is evicted."""
+def test_the_least_recently_used_is_evicted_first() -> None:
+    """Of three idle models, the one with the oldest last execution is evicted."""
     device = budgeted(300)
     add(device, "abcd", fits=3)
     for name in "bca":
@@ -70,7 +70,7 @@ def test_no_model_is_evicted_in_vain() -> None:
     assert device.resident == {"small"}
 
 
-def test_idle_models_give_way_before_those_with_work() -> None:
+def test_idle_models_are_evicted_before_those_with_work() -> None:
     """A model with waiting requests stays while an idle one, used more recently, can go."""
     device = budgeted(300)
     add(device, "abcd", fits=3)
@@ -195,8 +195,8 @@ def test_everything_is_answered_when_load_ends(budget: int) -> None:
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-def test_one_that_always_has_work_gives_way(discipline: str) -> None:
-    """Two saturated models share room for one: each is served, though the other one executes all the time."""
+def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> None:
+    """Two saturated models share room for one, and each is served."""
     device = budgeted(100, discipline)
     add(device, "ab", fits=1)
     device.saturate("ab")
@@ -206,7 +206,7 @@ def test_one_that_always_has_work_gives_way(discipline: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_those_that_go_next_give_way_in_the_end(depth: int) -> None:
+def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
     """Room for one model more than the device executes at once does not lock the others out."""
     settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
     device = Device(settings)
@@ -264,7 +264,7 @@ def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
     assert sum(device.loads.values()) * 0.1 <= 2 * 0.21 * device.now
 
 
-# --- found by others ---------------------------------------------------------------------------------------
+# --- found by random tests ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -376,8 +376,8 @@ def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
     assert sum(device.loads.values()) - before <= 1.25 * before
 
 
-def test_who_waited_for_room_may_be_shed_while_executions_are_launched() -> None:
-    """At depth 3 the second launch makes the deadline unreachable for whom the third would have been held back."""
+def test_a_model_that_waited_for_room_may_be_shed_while_executions_are_launched() -> None:
+    """At depth 3, the second launch makes a deadline unreachable for a request that waited for room."""
     device = Device(
         SchedulerSettings(discipline="edf", weight_budget_bytes=300, depth=3, launch_ahead_ms=10_000.0)
     )

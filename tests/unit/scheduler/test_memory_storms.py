@@ -13,7 +13,7 @@ from tests.unit.scheduler.driver import program
 
 
 class _Storm(Device):
-    """Executions of `bad` find no memory; the second time, too, unless `alone` is enough for it."""
+    """Makes executions of `bad` find no memory; also the second time, unless `alone` is enough for it."""
 
     bad = "bad"
     alone = False
@@ -42,7 +42,7 @@ def storm_of(discipline: str = "fair", depth: int = 1) -> _Storm:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: str, depth: int) -> None:
-    """All have work all the time; those who gave way execute for four times as long as they took to come back."""
+    """Models evicted for a retry execute for four times their reload time before the next retry."""
     device = storm_of(discipline, depth)
     device.saturate(["bad", "a", "b", "c"])
     device.run(6.0)
@@ -64,7 +64,7 @@ def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
 
 
 def test_a_model_whose_second_try_evicted_nothing_does_not_wait() -> None:
-    """Those who gave way had no work."""
+    """If a second try evicted only idle models, the next one does not wait."""
     device = storm_of()
     device.alone = True
     device.clients(["bad"], think=0.0)

@@ -1,4 +1,4 @@
-"""Runs of meta models: how many are under way at once, who waits, and who does not get in."""
+"""Runs of meta models: how many run at once, which wait, and which are refused."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def admitted(instructions: Iterable[Instruction]) -> list[int]:
 
 
 def order(driver: Driver) -> list[int]:
-    """Who is admitted from now on, when each run ends before the next begins."""
+    """Return the order of admission, if each run ends before the next begins."""
     order = []
     while driver.under_way:
         order += admitted(driver.end(min(driver.under_way.values(), key=lambda run: run.id)))
     return order
 
 
-# --- who gets in -------------------------------------------------------------------------------------------
+# --- admission
+# -----------------------------------------------------------------------------------------------
 
 
 @every_discipline
@@ -75,7 +76,7 @@ def test_two_are_admitted_unless_the_settings_say_otherwise() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
-    """1 before 4 before none before 9, of whichever meta, and however soon a deadline is."""
+    """Priority 1 begins before 4, none and 9, for any meta model and deadline."""
     driver = admission(discipline)
     driver.ask(driver.run_of())
     runs = [driver.run_of(f"m{p}", priority=p, deadline=100.0 - n) for n, p in enumerate((9, 0, 4, 1, 0))]
@@ -124,7 +125,7 @@ def test_a_change_of_discipline_changes_who_is_next() -> None:
 
 @every_discipline
 def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
-    """However many come with sooner deadlines, one that waits begins, or ends at its own."""
+    """For any later arrivals with sooner deadlines, a waiting run begins or ends at its own deadline."""
     driver = admission(discipline)
     driver.ask(driver.run_of())
     patient = driver.run_of(deadline=50.0)
@@ -219,12 +220,12 @@ def test_a_limit_below_one_is_refused() -> None:
         SchedulerSettings(meta_concurrency=0)
 
 
-# --- who does not get in -----------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deadline", [-1.0, 0.0, nan])
 def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
-    """Though there is a place: its deadline is now, has passed, or is no number."""
+    """A run whose deadline is now, has passed, or is NaN does not begin, although there is a place."""
     driver = admission()
     late = Run(1, "m", deadline)
 
@@ -289,8 +290,8 @@ def test_those_that_begin_at_once_do_not_wait() -> None:
     ]
 
 
-def test_who_is_due_gives_its_place_in_line_to_who_comes() -> None:
-    """The only one that may wait ends at the moment at which the next one asks."""
+def test_an_expired_run_frees_its_place_in_line() -> None:
+    """If the only waiting run expires when the next one asks, that one waits in its place."""
     driver = admission()
     driver.ask(driver.run_of())
     driver.ask(due := driver.run_of(deadline=1.0, max_waiting=1))
@@ -311,7 +312,7 @@ def test_a_run_that_waits_can_be_withdrawn() -> None:
 
 
 def test_the_end_of_an_unknown_run_is_ignored() -> None:
-    """It ended already, was refused, or never existed; no place becomes free."""
+    """The end of a run that ended, was refused or never existed frees no place."""
     driver = admission()
     driver.ask(first := driver.run_of(), second := driver.run_of(max_waiting=5))
     driver.end(first)
@@ -341,7 +342,7 @@ def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
 
 
 def test_a_run_is_no_request() -> None:
-    """To cancel its id as a request does nothing."""
+    """Cancelling a run's id as a request does nothing."""
     driver = admission()
     driver.ask(driver.run_of(), waits := driver.run_of())
     driver.send(RequestsCancelled((waits.id,)))
@@ -350,7 +351,7 @@ def test_a_run_is_no_request() -> None:
 
 
 def test_runs_and_requests_share_their_ids() -> None:
-    """One that is in use, by either, is refused, and so is one given twice; nothing has changed by it."""
+    """An id in use by a run or a request is refused, as is one given twice, and nothing changes."""
     driver = admission()
     driver.add(program("a"))
     driver.arrive(request := driver.request(deadline=10.0))
@@ -385,7 +386,7 @@ def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
 
 
 def test_what_became_of_runs_is_counted() -> None:
-    """By meta, and for ever: two under way, one waits, and one each expired, was refused and withdrawn."""
+    """Outcomes are counted by meta model, without a reset."""
     driver = admission(concurrency=2)
     driver.ask(over := driver.run_of(), driver.run_of(), driver.run_of("n"))
     driver.ask(driver.run_of(deadline=1.0), gone := driver.run_of())

@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: estimates, statistics, stories, errors."""
+"""The scheduler's estimates, statistics, stories and errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_learned_cost_changes_the_plan(machine: Driver) -> None:
     assert last == 1
 
 
-# --- what can be seen from outside -------------------------------------------------------------------------
+# --- the view from outside ---------------------------------------------------------------------------------
 
 
 def test_snapshot_counts(machine: Driver) -> None:
@@ -186,7 +186,7 @@ def test_story_of_a_busy_model(machine: Driver) -> None:
 
 
 def test_story_is_bounded() -> None:
-    """Old records make room for new ones, and long lists of ids are cut."""
+    """Old records are dropped, and long lists of ids are cut."""
     machine = Driver()
     machine.add(program("a"))
     for _ in range(LENGTH):

@@ -1,4 +1,4 @@
-"""Lack of device memory, compactions, and loads that are not needed any more."""
+"""Lack of device memory, compactions, and loads that have become useless."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_execution_without_memory_is_tried_again_alone() -> None:
 
 
 def test_the_second_time_its_requests_fail_and_no_others() -> None:
-    """The next execution of the same model has two tries again."""
+    """If the second try fails, its requests fail, and the model's next execution has two tries again."""
     driver = driver_of()
     driver.add(program("a"), program("b"))
     first, other = driver.request("a"), driver.request("b")
@@ -269,7 +269,7 @@ def no_memory_for(driver: Driver, name: str) -> None:
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand: bool) -> None:
-    """A second later, then two, and so on up to a minute; without a command, until it is loaded."""
+    """A pinned model is retried after one second, then two, and so on up to a minute, until it is loaded."""
     driver = driver_of()
     driver.change(on_demand=on_demand)
     driver.add(program("a", pinned=True), resident=False)
@@ -307,7 +307,7 @@ def test_a_pinned_model_is_tried_again_when_another_leaves(how: str, on_demand: 
 
 
 def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
-    """Nor one that left while it rested."""
+    """An unpinned model is not retried by itself, nor is one that left during its back-off."""
     driver = driver_of()
     for name in "ab":
         driver.add(program(name, pinned=True), resident=False)
@@ -321,7 +321,7 @@ def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
 
 
 def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
-    """What an operator may do about others that ends the rest of `large`."""
+    """Events by which an operator makes room, which end the back-off of `large`."""
     return {
         "removed": lambda: driver.remove("other"),
         "unpinned": lambda: driver.send(Pinned("other", False)),
@@ -330,8 +330,8 @@ def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("how", ["removed", "unpinned", "evicted"])
-def test_an_operator_who_makes_room_ends_a_rest(how: str) -> None:
-    """Requests cause a load again; if that fails, too, the next rest is twice as long all the same."""
+def test_an_operator_who_makes_room_ends_a_back_off(how: str) -> None:
+    """Requests cause a load again; if it fails, the next back-off is still twice as long."""
     driver = driver_of()
     driver.add(program("other", pinned=True))
     waiting_for(driver, "large", "idle")
@@ -357,7 +357,7 @@ def test_an_operator_who_makes_room_ends_a_rest(how: str) -> None:
 
 @pytest.mark.parametrize("wish", [Prefetch("large"), Pinned("large", True)])
 def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) -> None:
-    """An operator has it loaded while it rests, and the link is busy."""
+    """Requests wait if an operator has loaded the model during its back-off and the link is busy."""
     driver = driver_of()
     waiting_for(driver, "large", "other")
     driver.arrive(driver.request("large"))
@@ -371,8 +371,8 @@ def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) ->
     assert driver.outcome(request) is Outcome.ANSWERED
 
 
-def test_weights_that_leave_after_a_warm_up_end_no_rest() -> None:
-    """They came later than the lack of memory, so there is no more of it than before."""
+def test_weights_that_leave_after_a_warm_up_end_no_back_off() -> None:
+    """Weights that came after the lack of memory make no new room when they leave."""
     driver = driver_of()
     driver.change(on_demand=False)
     driver.add(program("large", pinned=True), resident=False)
@@ -397,7 +397,7 @@ def test_the_second_load_waits_for_what_executes() -> None:
 
 
 def test_a_load_for_a_warm_up_has_two_tries() -> None:
-    """Then the model is given up."""
+    """If the second load for a warm-up fails, the model is given up."""
     driver = driver_of()
     driver.add(program("a"), resident=False, warm_up=True)
     assert driver.fail_load("a", out_of_memory=True) == [LoadWeights("a", 2)]
@@ -407,7 +407,7 @@ def test_a_load_for_a_warm_up_has_two_tries() -> None:
 
 
 def test_the_second_load_is_not_in_vain() -> None:
-    """Its client has gone and others wait, but what was evicted for it was not evicted for nothing."""
+    """A second load continues without its client, because the evictions for it have been made."""
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
     request = driver.request("a")
@@ -451,7 +451,7 @@ def test_a_second_compaction_forgets_none_of_the_first() -> None:
 
 
 def test_those_with_work_come_back_first() -> None:
-    """A request that waits goes before what only was there."""
+    """After a compaction, models with waiting requests come back first."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c"))
     driver.arrive(driver.request("a"))
@@ -464,7 +464,7 @@ def test_those_with_work_come_back_first() -> None:
 
 
 def test_no_weights_are_evicted_for_restored_ones() -> None:
-    """A model that took the room meanwhile keeps it."""
+    """A model that took the room during a compaction keeps it."""
     driver = driver_of(budget=200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -619,7 +619,7 @@ def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
 
 
 def test_ends_of_loads_that_are_over_change_nothing() -> None:
-    """In any way, and in any state of the weights."""
+    """The end of a load that is over changes no state of the weights."""
     driver = driver_of()
     waiting_for(driver, "a")
     request = driver.request("a")
@@ -684,7 +684,7 @@ def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
 
 
 def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
-    """What happened once is forgotten when the weights are there."""
+    """When the weights have arrived, the count of tries starts again."""
     driver = driver_of(budget=100)
     waiting_for(driver, "a", "b")
     for name in "ab":
@@ -729,7 +729,7 @@ def test_weights_loaded_for_no_request_count_as_used_at_their_load() -> None:
 
 
 def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
-    """There is nothing to try again."""
+    """The end of a load without memory does nothing if its model is gone."""
     driver = driver_of()
     driver.add(program("a"))
     waiting_for(driver, "b")

@@ -1,4 +1,4 @@
-"""Models that an operator pauses: what becomes of the requests that wait, and of those that come."""
+"""Models that an operator pauses: their waiting and later requests."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(ma
 
 
 def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
-    """Its load found no memory before; when it goes on, that is forgotten."""
+    """When a held model goes on, its earlier lack of memory is forgotten."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     request = machine.request("a")
@@ -263,7 +263,7 @@ def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
 
 
 def test_what_is_held_is_no_backlog(machine: Driver) -> None:
-    """The device has nothing to do for it, and tells others so."""
+    """Requests of a held model do not count as backlog."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.HOLD, "a")
     machine.arrive(*machine.requests_of(10))
@@ -275,7 +275,7 @@ def test_what_is_held_is_no_backlog(machine: Driver) -> None:
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> None:
-    """It waits on, and is served when it goes on."""
+    """A change of discipline leaves held requests waiting."""
     driver = Driver()
     driver.add(program("a", SINGLE), program("b", SINGLE))
     driver.pause(Pause.HOLD, "a")
@@ -404,7 +404,7 @@ def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> No
 
 
 def test_a_model_that_was_held_drains(machine: Driver) -> None:
-    """What waited is executed then."""
+    """A held model that is told to drain executes what waits."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.HOLD, "a")
     held, late = machine.request(), machine.request()
@@ -420,7 +420,7 @@ def test_a_model_that_was_held_drains(machine: Driver) -> None:
 
 
 def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver) -> None:
-    """What waits, what comes, and what running meta models call; what executes is answered."""
+    """A rejecting model refuses waiting and new requests and calls; executing ones are answered."""
     machine.add(program("a", SINGLE))
     first, second, call = machine.request(), machine.request(), machine.request(run=3)
     machine.arrive(first)
@@ -435,7 +435,7 @@ def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver)
 
 
 def test_a_held_model_that_rejects_refuses_what_it_held(machine: Driver) -> None:
-    """Nothing is left to wait; when it goes on it serves what comes."""
+    """A held model that rejects refuses its waiting requests, and serves new ones when it goes on."""
     machine.add(program("a", SINGLE, paused=Pause.HOLD))
     held = machine.request()
     machine.arrive(held)
@@ -454,7 +454,7 @@ def test_a_held_model_that_rejects_refuses_what_it_held(machine: Driver) -> None
 
 @pytest.mark.parametrize("mode", list(Pause))
 def test_a_warm_up_does_not_care_for_a_pause(mode: Pause) -> None:
-    """A model that is paused from the start is loaded and warmed up all the same."""
+    """A model that is paused from the start is loaded and warmed up."""
     driver = Driver()
     driver.add(program("a", paused=mode), resident=False, warm_up=True)
     assert paused(driver) is mode
@@ -465,7 +465,7 @@ def test_a_warm_up_does_not_care_for_a_pause(mode: Pause) -> None:
 
 @pytest.mark.parametrize("mode", list(Pause))
 def test_a_pause_leaves_pinning_and_prefetching_alone(mode: Pause) -> None:
-    """Weights that an operator asks for come to the device."""
+    """Pinned and prefetched weights of a paused model are loaded."""
     driver = Driver()
     driver.add(program("a", paused=mode), program("b", paused=mode), resident=False)
     driver.send(Pinned("a", True))
@@ -476,7 +476,7 @@ def test_a_pause_leaves_pinning_and_prefetching_alone(mode: Pause) -> None:
 
 
 def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) -> None:
-    """A request that no model could serve, or that is due, is told so rather than that the model is paused."""
+    """A request that is impossible or due gets that reason, and not the pause."""
     machine.add(program("a", paused=Pause.REJECT))
     wrong = [machine.request(variant=9), machine.request(rows=33), machine.request(deadline=0.0)]
     machine.arrive(*wrong)
@@ -501,7 +501,7 @@ def test_a_paused_model_can_be_removed(machine: Driver) -> None:
 
 
 def test_pausing_is_told_in_the_story(machine: Driver) -> None:
-    """Each change once, in words."""
+    """Each change of a pause is one line of the story."""
     machine.add(program("a"))
     for mode in (Pause.HOLD, Pause.HOLD, Pause.DRAIN, None):
         machine.pause(mode, "a")
@@ -511,7 +511,7 @@ def test_pausing_is_told_in_the_story(machine: Driver) -> None:
 
 
 def test_pauses_of_unknown_models_are_refused(machine: Driver) -> None:
-    """Nothing changes for the known ones among them."""
+    """A pause with an unknown model is refused, and changes nothing for the known ones."""
     machine.add(program("a"))
     with pytest.raises(CallerError, match="there is no model 'b'"):
         machine.scheduler.handle(Paused(("a", "b"), Pause.HOLD), 0.0)

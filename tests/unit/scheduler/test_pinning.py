@@ -1,4 +1,4 @@
-"""Weights that stay on the device, beyond the budget if need be; and what the budget means for all others."""
+"""Pinned weights, also beyond the budget, and the budget's meaning for the others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def budgeted(budget: int, *, depth: int = 1) -> Driver:
 
 
 def held(driver: Driver) -> tuple[int, int]:
-    """Bytes on the device or on their way, and pinned ones."""
+    """Return the bytes on the device or loading, and the pinned ones."""
     snapshot = driver.scheduler.snapshot()
     return snapshot.weight_bytes, snapshot.pinned_bytes
 
 
-def test_a_pinned_model_is_loaded_before_anybody_asks_for_it() -> None:
-    """Its weights come when it is added, and stay when another model needs room."""
+def test_a_pinned_model_is_loaded_before_its_first_request() -> None:
+    """Pinned weights load when the model is added, and stay when another model needs room."""
     driver = budgeted(200)
     driver.add(program("a", pinned=True), resident=False)
     assert driver.loading.keys() == {"a"}
@@ -110,8 +110,8 @@ def test_what_is_pinned_while_it_is_there_stays() -> None:
     assert driver.arrive(driver.request("c")) == [EvictWeights("b", 2), LoadWeights("c", 3)]
 
 
-def test_what_is_unpinned_gives_way_again() -> None:
-    """The least recently used goes, pinned before or not."""
+def test_an_unpinned_model_is_evicted_again() -> None:
+    """After unpinning, the least recently used model is evicted, pinned before or not."""
     driver = budgeted(200)
     driver.add(program("a", pinned=True), program("b"))
     driver.add(program("c"), resident=False)
@@ -121,7 +121,7 @@ def test_what_is_unpinned_gives_way_again() -> None:
 
 
 def test_unpinning_what_is_above_the_budget_evicts_a_model() -> None:
-    """Two pinned models in room for one: when both are unpinned one of them leaves at once."""
+    """If two pinned models in room for one are unpinned, one leaves at once."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b", pinned=True))
 
@@ -186,7 +186,7 @@ def test_unpinning_while_the_load_is_under_way_lets_it_go() -> None:
 
 
 def test_unpinning_what_still_waits_for_room_withdraws_the_wish() -> None:
-    """A load that was to come for the pin's sake does not come when the pin is gone."""
+    """A load that waits for room because of a pin is withdrawn with the pin."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -353,7 +353,7 @@ def test_a_smaller_budget_holds_at_once() -> None:
 
 
 def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
-    """Meanwhile the others do."""
+    """A smaller budget evicts an executing model when its execution ends, and others before."""
     driver = budgeted(300)
     driver.add(program("a"), program("b", weight_bytes=200))
     driver.arrive(driver.request("b"))
@@ -380,8 +380,8 @@ def test_a_smaller_budget_spares_those_with_work() -> None:
     assert driver.resident == {"a", "c"}
 
 
-def test_a_smaller_budget_evicts_none_in_vain() -> None:
-    """Who shares all with another one frees nothing by going, and stays, though it was used longest ago."""
+def test_a_smaller_budget_evicts_only_models_that_free_bytes() -> None:
+    """A model whose tensors are all shared stays, although it was used longest ago."""
     driver = budgeted(200)
     driver.add(program("a", tensors={"t": 100}), program("b", weight_bytes=100))
     driver.add(program("c", tensors={"t": 100}))
@@ -391,8 +391,8 @@ def test_a_smaller_budget_evicts_none_in_vain() -> None:
     assert driver.resident == {"a", "c"}
 
 
-def test_who_has_to_leave_with_work_comes_back_at_once() -> None:
-    """A newcomer is too much beside a model that stays only while it is alone: both go, the one with work loads."""
+def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
+    """If a newcomer and a model larger than the budget both leave, the one with work loads again."""
     driver = budgeted(100)
     driver.add(program("small", weight_bytes=0), program("large", weight_bytes=300))
     driver.arrive(driver.request("small"))
@@ -404,7 +404,7 @@ def test_who_has_to_leave_with_work_comes_back_at_once() -> None:
 
 
 def test_what_a_newcomer_pins_makes_room() -> None:
-    """All bytes beyond the budget are those of a tensor that is pinned now: who waited for room loads at once."""
+    """If a newcomer's pin covers the excess over the budget, a waiting model loads at once."""
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}))
     driver.add(program("b", weight_bytes=0), resident=False)

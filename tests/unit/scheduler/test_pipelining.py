@@ -1,4 +1,4 @@
-"""More than one execution given to the device: when the next one is, and what it costs."""
+"""More than one execution on the device: the times of launches, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator changes about one model while it serves."""
+"""Changes of one model's policy while it serves."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
 
 
 def test_what_is_not_named_stays(machine: Driver) -> None:
-    """Each value is changed alone, and the story has them."""
+    """Each value changes alone, and the story records it."""
     machine.add(program("a", max_queue_depth=1, weight=2.0))
     machine.send(PolicyChanged("a", max_delay=0.5))
     requests = machine.requests_of(2)
@@ -107,7 +107,7 @@ def test_what_is_not_named_stays(machine: Driver) -> None:
     ],
 )
 def test_impossible_policies_are_refused(machine: Driver, changed: PolicyChanged, words: str) -> None:
-    """The message says what is wrong, and nothing has changed."""
+    """An impossible value is refused with a reason, and nothing changes."""
     machine.add(program("a"))
     story = machine.scheduler.story("a")
     with pytest.raises(CallerError, match=words):

@@ -1,4 +1,4 @@
-"""Weights that come and go because an operator says so, while those of others come and go on demand."""
+"""Prefetches and evictions by command, beside loads on demand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def budgeted(budget: int, **settings: int | str) -> Driver:
 
 
 def test_prefetched_weights_load_without_requests(machine: Driver) -> None:
-    """Once they are on their way, or there, asking again changes nothing."""
+    """A prefetch loads weights without requests, and a repeated one changes nothing."""
     machine.add(program("a"), resident=False)
     assert machine.send(Prefetch("a")) == [LoadWeights("a", 1)]
     assert machine.send(Prefetch("a")) == []
@@ -46,8 +46,8 @@ def test_prefetched_weights_load_without_requests(machine: Driver) -> None:
     assert machine.resident == {"a"}
 
 
-def test_who_waits_comes_before_what_is_prefetched(machine: Driver) -> None:
-    """Of two that want the link next, the one with a request has it, though it came later."""
+def test_waiting_requests_come_before_prefetches(machine: Driver) -> None:
+    """Of two models that need the link, the one with a request loads first, although it came later."""
     machine.add(program("x"), program("a"), program("b"), resident=False)
     machine.arrive(machine.request("x"))
     machine.send(Prefetch("a"))
@@ -60,7 +60,7 @@ def test_who_waits_comes_before_what_is_prefetched(machine: Driver) -> None:
 
 
 def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
-    """It comes when the one that it shares room with has nothing to do any more."""
+    """A prefetch waits until the model in its place has no work."""
     device = Device(SchedulerSettings(weight_budget_bytes=100))
     device.model(program("a", COST), load=0.001)
     device.model(program("b", COST), load=0.001, resident=False)
@@ -86,8 +86,8 @@ def test_prefetching_in_turns_does_not_thrash() -> None:
     assert device.loads["a"] + device.loads["b"] == pytest.approx(10.0 / 0.5, abs=2)
 
 
-def test_what_was_prefetched_gives_way_to_who_waits() -> None:
-    """At once: it was never used."""
+def test_prefetched_weights_are_evicted_for_waiting_requests() -> None:
+    """Prefetched weights that were never used are evicted at once for a request."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), resident=False)
     driver.send(Prefetch("a"))
@@ -97,7 +97,7 @@ def test_what_was_prefetched_gives_way_to_who_waits() -> None:
 
 
 def test_what_was_prefetched_counts_as_used_when_it_came() -> None:
-    """The model that was used before that is evicted first."""
+    """Prefetched weights count as used when they arrived."""
     driver = budgeted(200)
     driver.add(program("a"))
     driver.add(program("b"), program("c"), resident=False)
@@ -119,7 +119,7 @@ def test_a_prefetch_under_way_is_not_given_up(machine: Driver) -> None:
 
 
 def test_a_prefetch_that_fails_is_told_and_not_tried_again(machine: Driver) -> None:
-    """The next command or request asks for it again."""
+    """A failed prefetch is not retried; the next command or request loads the model."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.fail_load("a") == [GiveUp("a", "no such file")]
@@ -129,7 +129,7 @@ def test_a_prefetch_that_fails_is_told_and_not_tried_again(machine: Driver) -> N
 
 
 def test_a_prefetch_that_finds_no_memory_is_tried_once_more(machine: Driver) -> None:
-    """After that it is given up."""
+    """A prefetch without memory is retried once."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.send(Prefetch("a"))
@@ -171,7 +171,7 @@ def test_a_prefetch_is_forgotten_with_its_model() -> None:
 
 
 def test_a_prefetch_waits_for_a_larger_budget() -> None:
-    """It comes as soon as there is room, without anybody asking again."""
+    """A prefetch without room loads when the budget grows."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True))
     driver.arrive(driver.request("a"))
@@ -187,8 +187,8 @@ def test_a_prefetch_waits_for_a_larger_budget() -> None:
 # --- evicting ----------------------------------------------------------------------------------------------
 
 
-def test_weights_are_evicted_when_an_operator_says_so(machine: Driver) -> None:
-    """Those that are there and not pinned; the others are left alone."""
+def test_weights_are_evicted_on_command(machine: Driver) -> None:
+    """An eviction removes resident weights that are not pinned, and no others."""
     machine.add(program("a"), program("b"), program("pinned", pinned=True))
     machine.add(program("absent"), resident=False)
 
@@ -198,7 +198,7 @@ def test_weights_are_evicted_when_an_operator_says_so(machine: Driver) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
-    """Nothing else of it starts meanwhile, though more waits: that is executed when the weights are back."""
+    """An executing model is evicted at its end, and its waiting requests execute after a reload."""
     driver = Driver(SchedulerSettings(depth=depth))
     driver.add(program("a", SINGLE))
     requests = driver.requests_of(4)
@@ -216,7 +216,7 @@ def test_what_executes_is_evicted_when_it_is_over(depth: int) -> None:
 
 
 def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> None:
-    """The call of a running meta model is not made to wait for a load; another request is."""
+    """A committed request executes before the eviction, and other requests wait for a load."""
     machine.add(program("a", SINGLE))
     first, other, call = machine.request(), machine.request(), machine.request(run=3)
     machine.arrive(first)
@@ -230,7 +230,7 @@ def test_a_committed_request_executes_before_the_weights_go(machine: Driver) -> 
 
 
 def test_a_model_that_is_evicted_again_and_again_is_served() -> None:
-    """What came for its requests executes once before it goes, so that many operators only make it slow."""
+    """A model that is evicted repeatedly still executes once for each load."""
     device = Device(validate_every=3)
     device.model(program("a", COST), load=0.005)
     device.model(program("b", COST), load=0.005)
@@ -243,8 +243,8 @@ def test_a_model_that_is_evicted_again_and_again_is_served() -> None:
     assert device.got["b"] > 0.4
 
 
-def test_a_load_without_requests_is_given_up_when_it_is_to_leave(machine: Driver) -> None:
-    """Also if a command had asked for it before."""
+def test_a_load_without_requests_is_abandoned_by_an_eviction(machine: Driver) -> None:
+    """An eviction abandons a load without requests, also one that a command requested."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     assert machine.evict("a") == [AbandonLoad("a", 1)]
@@ -255,7 +255,7 @@ def test_a_load_without_requests_is_given_up_when_it_is_to_leave(machine: Driver
 
 
 def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> None:
-    """It was to be given up, and comes all the same."""
+    """A load that completes while it is being abandoned is evicted at its end."""
     machine.add(program("a"), resident=False)
     machine.send(Prefetch("a"))
     machine.evict("a")
@@ -264,7 +264,7 @@ def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> No
 
 
 def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
-    """It would only begin again; the weights go when these requests have been executed."""
+    """A load with waiting requests continues, and the eviction follows these."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     assert machine.evict("a") == []
@@ -274,7 +274,7 @@ def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
 
 
 def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: Driver) -> None:
-    """If the load ends well after all it executes before they go; if not they are loaded again."""
+    """A request that arrives during an abandoned load executes if that completes, or else after another load."""
     for well in (True, False):
         machine.add(program("a"), resident=False)
         machine.send(Prefetch("a"))
@@ -289,7 +289,7 @@ def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: 
 
 
 def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
-    """What is held does not count as waiting."""
+    """An eviction abandons a load for a held model, whose requests do not count."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     machine.pause(Pause.HOLD, "a")
@@ -298,7 +298,7 @@ def test_a_load_for_a_held_model_is_given_up_too(machine: Driver) -> None:
 
 
 def test_asking_again_for_what_is_given_up_brings_it() -> None:
-    """Prefetched or pinned while its load is being abandoned, it is loaded again."""
+    """A prefetch or pin during an abandoned load loads the model again."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     for wish in wishes:
         driver = Driver()
@@ -313,7 +313,7 @@ def test_asking_again_for_what_is_given_up_brings_it() -> None:
 
 
 def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
-    """While an execution keeps it there, a command keeps it."""
+    """A prefetch or pin of a model that waits for its eviction keeps it."""
     wishes: list[Event] = [Prefetch("a"), Pinned("a", True)]
     machine.add(program("a", SINGLE))
     for wish in wishes:
@@ -326,7 +326,7 @@ def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
 
 
 def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driver) -> None:
-    """One waits for its turn on the link, one was compacted away: neither comes."""
+    """An eviction withdraws a queued prefetch and a restore after a compaction."""
     machine.add(program("a"), program("b"), resident=False)
     machine.add(program("c"))
     machine.send(Prefetch("a"))
@@ -340,7 +340,7 @@ def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driv
 
 
 def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> None:
-    """The device is cleared in the moment in which it goes, and of those that come back it is none."""
+    """A model to be evicted does not come back from a compaction."""
     machine.add(program("a", SINGLE), program("b", SINGLE))
     machine.arrive(machine.request("a"))
     machine.evict("a")
@@ -352,7 +352,7 @@ def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> 
 
 
 def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:
-    """Neither its load nor its warm-up is disturbed."""
+    """A new model is evicted only after its warm-up."""
     machine.add(program("a"), resident=False, warm_up=True)
     assert machine.evict("a") == []
     assert machine.load("a") == [WarmUp("a")]
@@ -361,7 +361,7 @@ def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:
 
 
 def test_a_second_try_keeps_its_weights(machine: Driver) -> None:
-    """An execution found no memory, and its model is to go: it executes once more before."""
+    """An execution that is retried for memory completes before its model's eviction."""
     machine.add(program("a", SINGLE))
     request = machine.request()
     machine.arrive(request)
@@ -373,7 +373,7 @@ def test_a_second_try_keeps_its_weights(machine: Driver) -> None:
 
 
 def test_wishes_for_unknown_models_are_refused(machine: Driver) -> None:
-    """The message names the model, and nothing happens to the known one."""
+    """A command with an unknown model is refused with its name, and does nothing for the known one."""
     machine.add(program("a"))
     for event in (Prefetch("b"), Evict(("a", "b"))):
         with pytest.raises(CallerError, match="there is no model 'b'"):
@@ -384,7 +384,7 @@ def test_wishes_for_unknown_models_are_refused(machine: Driver) -> None:
 
 
 def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
-    """Only if weights do not load on demand is a request for absent ones refused."""
+    """If weights load on demand, requests wait for an evicted model."""
     machine.add(program("a"))
     machine.evict("a")
     request = machine.request()

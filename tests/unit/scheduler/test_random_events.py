@@ -1,4 +1,4 @@
-"""Any events in any order: what must hold for all of them."""
+"""Invariants for any events in any order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.builders import FEW_EXAMPLES
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")
-#: bytes of the tensors that models may have in common.
+# : Bytes of the tensors that models may share.
 TENSORS = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
 
 programs = st.builds(
@@ -89,8 +89,8 @@ asked = st.lists(
         st.sampled_from(["m", "n"]),
         st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
-        st.sampled_from([0, 1, 3, 40]),  # that may wait
-        st.sets(st.sampled_from((*MODELS, "nobody"))),  # that it calls
+        st.sampled_from([0, 1, 3, 40]),  # how many may wait
+        st.sets(st.sampled_from((*MODELS, "nobody"))),  # its callees
     ),
     min_size=1,
     max_size=4,
@@ -512,7 +512,7 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
 
 
 def _drain_and_replay(driver: Driver) -> None:
-    """Let everything end; then the recorded events, given to a fresh scheduler, lead to the same."""
+    """Let all requests end; then a fresh scheduler gives the same instructions for the recorded events."""
     loaded = [name for name, one in driver.scheduler.snapshot().models.items() if not one.draining]
     driver.pause(None, *loaded)
     for _ in range(10_000):
@@ -531,7 +531,7 @@ def _drain_and_replay(driver: Driver) -> None:
     invariants.check(driver.scheduler)
 
     assert driver.ended.keys() == driver.requests.keys()
-    # Each run that was asked for stopped waiting, once: admitted, finished or withdrawn. None is there any more.
+    # Each requested run stopped waiting once: admitted, finished or withdrawn, and none is left.
     assert driver.left_waiting.keys() == driver.asked.keys()
     metas = driver.scheduler.snapshot().metas.values()
     ways = [(sum(one.admitted for one in metas), Admit), (sum(one.withdrawn for one in metas), RunEnded)]

@@ -9,7 +9,7 @@ from rsrv.scheduler.ranking import Ranking
 
 
 def test_an_empty_ranking_has_no_first_name() -> None:
-    """There is nothing to choose."""
+    """An empty ranking has no first name."""
     assert Ranking[str]().first() is None
 
 
@@ -26,7 +26,7 @@ def test_a_changed_rank_counts_at_once() -> None:
 
 
 def test_a_deleted_name_is_not_first() -> None:
-    """Its entry in the heap is stale."""
+    """A deleted name is skipped, although its entry is still in the heap."""
     ranking: Ranking[str] = Ranking()
     ranking.set("a", 1)
     ranking.set("b", 2)

@@ -1,4 +1,4 @@
-"""Requests of runs of meta models: of each run one goes first, and who takes its place."""
+"""Requests of meta models' runs: one of each run goes first, and its successor takes its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"]
 
 
 def busy(discipline: str, names: str = "ab") -> Driver:
-    """Models that take one row at a time, and a device that is busy with one of `a`."""
+    """Return models that take one row at a time, and a device that is busy with one of `a`."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(*(program(name, {(0, 1): 0.001}) for name in names))
     driver.arrive(driver.request("a", deadline=10.0))
@@ -21,7 +21,7 @@ def busy(discipline: str, names: str = "ab") -> Driver:
 
 
 def order(driver: Driver) -> list[int]:
-    """The requests from the next execution on, one an execution."""
+    """Return the requests in the order of the next executions, one each."""
     return [execute.requests[0] for execute in driver.finish_all()[1:]]
 
 
@@ -178,8 +178,8 @@ def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
 
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
-def test_the_link_is_used_at_once_for_who_is_committed_now(discipline: str) -> None:
-    """The second call needs weights that evicted none before: it may evict weights with work."""
+def test_the_link_is_used_at_once_for_a_request_that_is_committed_now(discipline: str) -> None:
+    """A second call that becomes committed may evict weights with work for its load."""
     driver = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=200))
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)

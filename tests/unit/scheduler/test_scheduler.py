@@ -189,7 +189,7 @@ def test_tick_expires_what_is_due(machine: Driver) -> None:
 
 
 def test_no_wakeup_without_deadlines(machine: Driver) -> None:
-    """Requests that execute, or wait for ever, need no tick."""
+    """Executing requests, and waiting ones without deadlines, need no tick."""
     machine.add(program("a"))
     machine.arrive(machine.request(deadline=9.0))
     machine.arrive(machine.request(), machine.request(deadline=float("inf")))
@@ -222,7 +222,7 @@ def test_expired_at_the_moment_of_dispatch(machine: Driver) -> None:
 
 
 def test_cancelled_while_queued(machine: Driver) -> None:
-    """It ends at once and never executes; those around it keep their order."""
+    """A cancelled waiting request ends at once, and the others keep their order."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     requests = machine.requests_of(5)
@@ -235,7 +235,7 @@ def test_cancelled_while_queued(machine: Driver) -> None:
 
 
 def test_cancel_of_anything_but_a_queued_request_is_ignored(machine: Driver) -> None:
-    """Executing, finished and unknown requests: no instruction, and the executing one is answered."""
+    """Cancelling an executing, finished or unknown request does nothing, and the executing one is answered."""
     machine.add(program("a"))
     done, running = machine.request(), machine.request()
     machine.arrive(done)
@@ -249,7 +249,7 @@ def test_cancel_of_anything_but_a_queued_request_is_ignored(machine: Driver) -> 
 
 
 def test_deadline_that_is_no_number_expires(machine: Driver) -> None:
-    """NaN compares with nothing; it must not wait for ever, nor upset the heap."""
+    """A deadline of NaN, which compares with no time, counts as expired."""
     machine.add(program("a"))
     request = machine.request(deadline=float("nan"))
 

@@ -1,4 +1,4 @@
-"""Models that have equal tensors: these are on the device once, and evictions depend on the bytes that they free."""
+"""Models with equal tensors: these are on the device once, and evictions count the bytes that they free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASE = {"base": 100}
 
 
 def tuned(name: str, own: int = 10) -> Program:
-    """A model of the base's 100 bytes and some of its own."""
+    """Return a model of the base's 100 bytes and some of its own."""
     return program(name, COST, tensors={**BASE, name: own})
 
 
@@ -72,7 +72,7 @@ def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
     assert physical(driver) == 120
 
 
-def test_who_comes_keeps_what_it_shares_with_whom_it_replaces() -> None:
+def test_a_newcomer_keeps_the_tensors_that_it_shares_with_the_evicted_model() -> None:
     """The relative is evicted for the 10 bytes that differ; the base stays, and is counted for the newcomer."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=110))
     driver.add(tuned("a"))
@@ -146,7 +146,7 @@ def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> Non
 
 
 def test_a_load_of_what_differs_tells_nothing_of_a_whole_one() -> None:
-    """10 of 110 bytes took 1 s: the expected duration of a whole load stays as it was; one of all bytes changes it."""
+    """A partial load does not change the expected duration of a whole one; a full load does."""
     driver = Driver()
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -244,7 +244,7 @@ ranks = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Resident], set[int]]:
-    """Sizes of tensors, who has which, the evictable ones, and the tensors that stay for the newcomer."""
+    """Draw sizes of tensors, their owners, the evictable models, and the tensors that the newcomer keeps."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     tensors = st.sets(st.integers(0, len(sizes) - 1))
     models = draw(st.lists(tensors, min_size=1, max_size=6))
@@ -265,7 +265,7 @@ def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Reside
 
 
 def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str], keep: set[int]) -> int:
-    """Counted tensor by tensor."""
+    """Return the freed bytes, counted tensor by tensor."""
     gone = set(gone)
     stay = set().union(keep, *(tensors for name, tensors in models.items() if name not in gone))
     went = set().union(*(models[name] for name in gone))
@@ -309,7 +309,7 @@ models_of_tensors = st.dictionaries(
 def test_groups_are_the_tensors_that_the_same_models_have(
     models: dict[str, set[str]], data: st.DataObject
 ) -> None:
-    """However models come and go: bytes on the device are those of the union of what is resident."""
+    """For any arrivals and departures, the bytes on the device are those of the union of resident models' tensors."""
     size = {key: 2**number for number, key in enumerate("tuvwxyz")}
     weights = WeightAccounts(None)
     here = {}
@@ -358,8 +358,8 @@ def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> 
     assert sum(device.got.values()) > 0.8 * 5.0
 
 
-def test_who_only_ever_loaded_what_differs_knows_how_long_all_would_take() -> None:
-    """The program did not say; it is as long as its relative's bytes took, each."""
+def test_a_model_that_only_loaded_the_difference_estimates_a_whole_load() -> None:
+    """Without a program's figure, a whole load is estimated by a relative's seconds per byte."""
     device = _Paced(SchedulerSettings(weight_budget_bytes=1000))
     for name in "ab":
         device.model(tuned(name), load=0.0, resident=False)

@@ -1,4 +1,4 @@
-"""What is counted of a model: where deadlines were missed, why weights left, how long requests waited."""
+"""Totals of a model: missed deadlines by place, evictions by cause, and waiting times."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def totals(device: Driver, name: str = "a") -> Totals:
 
 
 def test_a_wait_is_from_arrival_to_execution() -> None:
-    """Three requests of a model that runs one at a time, 10 ms each."""
+    """The wait is counted from arrival to execution: here of three requests, one at a time."""
     device = Device()
     device.model(program("a", ONE))
     device.arrive(*(device.request() for _ in range(3)))
@@ -35,7 +35,7 @@ def test_a_wait_is_from_arrival_to_execution() -> None:
 
 
 def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
-    """On arrival, behind another's execution, before its weights were there, and while it executed."""
+    """A missed deadline is counted by the request's place: arrival, queue, load or execution."""
     device = Device(SchedulerSettings(discipline="fifo"))
     device.model(program("a", {(0, 1): 0.100}))
     device.model(program("b", ONE), load=1.0, resident=False)
@@ -53,7 +53,7 @@ def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
 
 
 def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
-    """Under edf: for its weights, and for the device."""
+    """Under edf, a shed request counts as missed for its weights or for the device."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", ONE), load=1.0, resident=False)
     device.model(program("b", {(0, 1): 0.1}))
@@ -66,7 +66,7 @@ def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
 
 
 def test_weights_that_leave_say_why() -> None:
-    """For another's load, for an operator, for a smaller budget, for a compaction."""
+    """Evictions are counted by cause: a load, an operator, a smaller budget, a compaction."""
     device = budgeted(200)
     for name in "abc":
         device.model(program(name, ONE, weight_bytes=100), load=0.1, resident=name != "c")
@@ -88,7 +88,7 @@ def test_weights_that_leave_say_why() -> None:
 
 
 def test_versions_of_one_model_count_together() -> None:
-    """Until the last of them is gone; then nothing is left of the name."""
+    """Versions of one model are counted together, until the last of them is gone."""
     device = Driver()
     for key in ("m@1", "m@2"):
         device.add(replace(program(key), name="m"))

@@ -1,4 +1,4 @@
-"""What is said of a worker that starts. Time is a number."""
+"""The lines about a worker that starts; time is a number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKER = NodeWorker(
 
 
 def told(ready: Sequence[int], of: int, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """With so many models ready second by second; it serves in the last of them."""
+    """Return the lines for so many ready models second by second; the server is ready in the last."""
     now = 0.0
 
     async def rest(seconds: float) -> None:
@@ -42,7 +42,7 @@ def told(ready: Sequence[int], of: int, caplog: pytest.LogCaptureFixture) -> lis
 
 
 def test_a_line_for_each_second_with_more_models(caplog: pytest.LogCaptureFixture) -> None:
-    """And one at the end, with those that have failed to load missing from it."""
+    """Each second with more ready models has a line, and the end has one without the failed models."""
     assert told([0, 2, 2, 5, 5, 5], 6, caplog) == [
         "worker0: 2 of 6 models are ready (2.0 s)",
         "worker0: 5 of 6 models are ready (4.0 s)",
@@ -51,12 +51,12 @@ def test_a_line_for_each_second_with_more_models(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_worker_without_models_has_no_start(caplog: pytest.LogCaptureFixture) -> None:
-    """It is started again when there are some."""
+    """A worker without models has no start; it is started again when there are some."""
     assert told([0, 0], 0, caplog) == []
 
 
 def test_without_a_runtime_none_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models are the repository's directories; one that is not there has none."""
+    """Without a runtime no model is ready; the total is the number of the repository's directories."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path / "nobody"))
     for name in "ab":
         (tmp_path / "models" / name).mkdir(parents=True)
@@ -69,8 +69,8 @@ def test_without_a_runtime_none_is_ready(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(scenario())
 
 
-def test_who_listens_serves() -> None:
-    """A closed port is a server that starts, or ends."""
+def test_a_listening_port_serves() -> None:
+    """A port that accepts connections serves; a closed one belongs to a server that starts or ends."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:

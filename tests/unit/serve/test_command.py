@@ -1,4 +1,4 @@
-"""Which tritonserver `rsrv serve` starts."""
+"""The tritonserver that `rsrv serve` starts."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def never(question: str) -> bool:
 
 
 def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: Path) -> None:
-    """The order is that of the documentation, and nothing is asked while there is a server."""
+    """The order is the documented one, and no question is asked while there is a server."""
     container = put_program(tmp_path / "opt" / "tritonserver")
     assert find_tritonserver(None, never) == container
     on_path = put_program(tmp_path / "bin" / "tritonserver")

@@ -1,4 +1,4 @@
-"""Which cores each worker runs on: fair, close to its device, and within what a container may take."""
+"""The cores of each worker: fair, close to its device, and within a container's limits."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ def cores(shares: list[CoreShare]) -> list[tuple[int, ...]]:
 
 
 def test_cores_are_shared_out_in_equal_parts() -> None:
-    """Neighbours stay together, and threads are as many as cores."""
+    """Each worker gets adjacent cores, and as many threads."""
     assert share(EIGHT, [ANY, ANY]) == [CoreShare((0, 1, 2, 3), 4), CoreShare((4, 5, 6, 7), 4)]
 
 
 def test_a_share_has_both_halves_of_a_physical_core() -> None:
-    """The order in which the cores are given, siblings side by side, is that in which they are shared out."""
+    """Cores are shared out in the given order, in which siblings are adjacent."""
     assert cores(share(Cores((0, 4, 1, 5, 2, 6, 3, 7)), [ANY, ANY])) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
 def test_workers_get_cores_close_to_their_devices() -> None:
-    """The first device is on the right."""
+    """Each worker gets cores close to its device; the first device is on the right."""
     assert cores(share(EIGHT, [RIGHT, LEFT, LEFT])) == [(4, 5, 6, 7), (0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize("near", [[LEFT, frozenset(range(2, 6))], [LEFT, ANY]])
-def test_sides_that_overlap_are_no_sides(near: list[frozenset[int]]) -> None:
-    """Then no core would be one worker's alone."""
+def test_overlapping_sides_are_ignored(near: list[frozenset[int]]) -> None:
+    """If the sides of devices overlap, cores are shared without them."""
     assert cores(share(EIGHT, near)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
-def test_a_side_that_this_process_may_not_use_is_none() -> None:
-    """The node runs on some cores only, and the device is close to others."""
+def test_a_side_outside_the_allowed_cores_is_ignored() -> None:
+    """A device whose close cores this process may not use has no side."""
     assert cores(share(Cores((0, 1)), [RIGHT, RIGHT])) == [(0,), (1,)]
 
 
 def test_more_workers_than_cores_take_turns() -> None:
-    """Each has one core, and cores have several workers."""
+    """With more workers than cores, each has one core and cores have several workers."""
     assert cores(share(Cores((3, 4)), [ANY] * 3)) == [(3,), (4,), (3,)]
 
 
 def test_a_container_with_a_limit_on_time_is_not_pinned() -> None:
-    """It may use any core, but not for long: threads are what is shared out."""
+    """A container with a limit on CPU time gets threads and no pinned cores."""
     limited = Cores(tuple(range(64)), quota=6.5)
 
     assert share(limited, [ANY] * 2) == [CoreShare((), 3)] * 2
@@ -78,7 +78,7 @@ def test_shares_are_fair(numbers: list[int], near: list[frozenset[int]]) -> None
 
 
 def test_this_machine_has_cores() -> None:
-    """Of a real kernel: those that this process may run on, each once."""
+    """The real kernel reports the allowed cores, each once."""
     found = look()
 
     assert found.numbers
@@ -96,7 +96,7 @@ def test_this_machine_has_cores() -> None:
     ],
 )
 def test_the_limit_of_a_container_is_read(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    """From control groups of either version."""
+    """The CPU limit is read from control groups of either version."""
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The models that `rsrv serve --demo` has: complete, small, and copied once."""
+"""The models of `rsrv serve --demo` are complete, small, and copied once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.cli import main as rsrv_bundle
 from rsrv_gen.sources import read_sources
 
-#: bytes that the demo may add to the wheel
+# : Bytes that the demo may add to the wheel.
 MAX_BYTES = 500_000
 
 
@@ -63,7 +63,7 @@ def test_a_second_start_keeps_what_the_user_changed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--demo", "bundles"]])
 def test_serve_takes_bundles_or_the_demo(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither, or both, is a wrong command line that names the two."""
+    """`rsrv serve` needs either bundles or the demo; the error names both."""
     with pytest.raises(SystemExit) as ended:
         command_line.main(["serve", *arguments])
     assert ended.value.code == 2

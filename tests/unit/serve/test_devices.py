@@ -1,4 +1,4 @@
-"""Which devices a node uses: the setting, CUDA_VISIBLE_DEVICES, NVML, in that order."""
+"""The devices of a node: from the setting, CUDA_VISIBLE_DEVICES or NVML, in order of precedence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rsrv.serve.errors import NodeError
 TWO = GpuInventory(
     (Gpu("GPU-aa11", "H100", frozenset({0, 1})), Gpu("GPU-bb22", "H100", frozenset({2, 3}))),
 )
-#: the first GPU is partitioned
+# : The first GPU is partitioned.
 PARTED = GpuInventory((Gpu("GPU-aa11", "H100", instances=("MIG-1", "MIG-2")), Gpu("GPU-bb22", "H100")))
 NONE = GpuInventory(trouble="NVML says no driver")
 
@@ -24,7 +24,7 @@ Wanted = Sequence[int | str] | int | None
 def selectors(
     wanted: Wanted = None, visible: str | None = None, found: GpuInventory = TWO, cpu_workers: int = 0
 ) -> list[str]:
-    """What the workers get as CUDA_VISIBLE_DEVICES."""
+    """Return the workers' values of CUDA_VISIBLE_DEVICES."""
     return [device.selector for device in choose(wanted, visible, lambda: found, cpu_workers)]
 
 
@@ -33,12 +33,12 @@ def nobody_looks() -> GpuInventory:
 
 
 def test_workers_on_the_cpu_look_for_no_gpu() -> None:
-    """NVML is not asked where the answer does not matter."""
+    """Workers on the CPU do not ask NVML."""
     assert choose(None, "0", nobody_looks, 3) == [WorkerDevice("", "CPU")] * 3
 
 
 def test_a_device_says_what_it_is_and_which_cores_are_close() -> None:
-    """The selector is the UUID, which means the same in every order."""
+    """A device has its name, its UUID as selector, and its close cores."""
     assert choose(None, None, lambda: TWO, 0)[1] == WorkerDevice(
         "GPU-bb22", "H100 (GPU-bb22)", frozenset({2, 3})
     )
@@ -60,20 +60,20 @@ def test_a_device_says_what_it_is_and_which_cores_are_close() -> None:
         (None, "0", PARTED, ["MIG-1", "MIG-2"]),
         (None, "GPU-aa11", PARTED, ["MIG-1", "MIG-2"]),
         (None, "MIG-GPU-aa11/1/0", PARTED, ["MIG-GPU-aa11/1/0"]),
-        # what CUDA takes for the end of the list
+        # The end of the list for CUDA.
         (None, "1,-1,0", TWO, ["GPU-bb22"]),
-        # a number, of the first
+        # The number of an instance.
         (1, None, TWO, ["GPU-aa11"]),
         (2, None, PARTED, ["MIG-1", "MIG-2"]),
         (1, "1,0", TWO, ["GPU-bb22"]),
-        # a list counts what is visible, as CUDA does
+        # A list counts visible devices, as CUDA does.
         ([1], None, TWO, ["GPU-bb22"]),
         (["1"], None, TWO, ["GPU-bb22"]),
         ([0], "1", TWO, ["GPU-bb22"]),
         ([0], None, PARTED, ["MIG-1", "MIG-2"]),
         (["MIG-2", 1], None, PARTED, ["MIG-2", "GPU-bb22"]),
         (["GPU-bb"], None, TWO, ["GPU-bb22"]),
-        # without NVML the setting is believed
+        # Without NVML the setting is taken as it is.
         ([0, "GPU-aa"], None, NONE, ["0", "GPU-aa"]),
         (2, None, NONE, ["0", "1"]),
         (None, "2,GPU-x", NONE, ["2", "GPU-x"]),
@@ -126,7 +126,7 @@ def test_devices_are_chosen(
 def test_a_wrong_choice_is_refused(
     wanted: Wanted, visible: str | None, found: GpuInventory, cpu_workers: int, message: str
 ) -> None:
-    """The message names the setting and says what to do."""
+    """A wrong choice is refused with the setting and what to do."""
     with pytest.raises(NodeError) as caught:
         selectors(wanted, visible, found, cpu_workers)
 
@@ -148,7 +148,7 @@ def test_a_wrong_choice_is_refused(
 def test_devices_are_some_and_none_twice(
     wanted: Wanted, visible: str | None, found: GpuInventory, cpu_workers: int
 ) -> None:
-    """Whatever is said, there is a device for each worker and each has its own, or a reason why not."""
+    """For any settings, each worker has a device of its own, or there is a reason why not."""
     try:
         devices = choose(wanted, visible, lambda: found, cpu_workers)
     except NodeError:

@@ -1,4 +1,4 @@
-"""Whether a process hangs, with real sockets."""
+"""The probe for hanging processes, with real sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rsrv.serve.child_probes import wait_for_hang
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-#: seconds that nobody needs for answering
+# : Seconds that no answer takes.
 SHORT = 0.3
 
 
@@ -21,7 +21,7 @@ async def serving(answer: Answer) -> tuple[asyncio.Server, Address]:
 
 
 def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
-    """As one does that was stopped: the kernel takes the connections."""
+    """A server that accepts connections without answering, as a stopped one, hangs."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -31,7 +31,7 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
 
 def test_any_answer_is_one() -> None:
-    """Also a refusal, and the end of the connection; and one in time makes up for those that did not come."""
+    """Any answer counts, also a refusal or a closed connection, and resets the count of missing ones."""
 
     async def scenario() -> None:
         asked: list[bytes] = []
@@ -60,7 +60,7 @@ def test_any_answer_is_one() -> None:
 
 
 def test_a_server_that_takes_no_connections_does_not_hang() -> None:
-    """It loads its models, or it has just ended, which is noticed otherwise."""
+    """A server that accepts no connection is loading or has ended, and does not hang."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""The children's lines, each with its author's name."""
+"""The children's log lines, each with its process's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv.serve.child_process import LinePrefixer
 
 
 def test_lines_come_when_they_are_whole() -> None:
-    """A part waits for its end."""
+    """An incomplete line waits for its end."""
     lines = LinePrefixer("worker0")
 
     assert lines.feed(b"one\ntw") == b"[worker0] one\n"
@@ -21,7 +21,7 @@ def test_lines_come_when_they_are_whole() -> None:
 
 
 def test_what_is_json_stays_json() -> None:
-    """As with logs.format: json; Triton's own lines between are as they are otherwise."""
+    """JSON lines get the name as a field; other lines are prefixed."""
     lines = LinePrefixer("worker0")
 
     assert lines.feed(b'{"level": "info"}\nI1122 ...\n{}\n') == (
@@ -30,7 +30,7 @@ def test_what_is_json_stays_json() -> None:
 
 
 def test_a_last_line_without_an_end_is_kept() -> None:
-    """What a process says just before it is killed often has none."""
+    """A last line without a newline, as before a kill, is printed."""
     lines = LinePrefixer("gateway")
 
     assert lines.feed(b"I am ab") == b""
@@ -39,14 +39,14 @@ def test_a_last_line_without_an_end_is_kept() -> None:
 
 
 def test_a_line_without_an_end_is_cut_somewhere() -> None:
-    """It would fill the memory otherwise."""
+    """A very long line is cut, because it would fill the memory."""
     lines = LinePrefixer("w")
 
     assert lines.feed(b"x" * 2_000_000) == b"[w] " + b"x" * 2_000_000 + b"\n"
 
 
-def test_what_only_begins_like_json_is_text() -> None:
-    """A piece of a line that was cut, or a set that a hook prints, is no object: a field would not make it one."""
+def test_text_that_only_begins_like_json_is_text() -> None:
+    """A cut piece of JSON, or a printed set, is prefixed as text."""
     lines = LinePrefixer("w")
     assert lines.feed(b'{"a", "b"}\n') == b'[w] {"a", "b"}\n'
     assert lines.feed(b'{"deep": ' + b"[" * 100_000 + b"\n").startswith(b'[w] {"deep"')
@@ -58,9 +58,9 @@ def test_what_only_begins_like_json_is_text() -> None:
 
 @given(text=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5))
 def test_it_does_not_matter_how_the_text_arrives(text: bytes, cuts: list[int]) -> None:
-    """Nothing is lost, and every line has its name."""
+    """For any pieces of text, no character is lost and every line has its name."""
     lines = LinePrefixer("w")
-    assume(b'{"' not in text)  # else some of it may be JSON
+    assume(b'{"' not in text)  # Otherwise some of it may be JSON.
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out = b"".join(lines.feed(text[a:b]) for a, b in pairwise(edges)) + lines.end()
 

@@ -1,4 +1,4 @@
-"""The command rsrv-node: what it says, and what it refuses before anything is started."""
+"""The command rsrv-node: its output, and its refusals before a start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> int:
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What the command says when it does not start."""
+    """Return the message of a refused start."""
     assert run(*arguments) == 1
     return capfd.readouterr().err
 
@@ -33,7 +33,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 def test_a_dry_run_says_what_it_would_run(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And does nothing: there is not even a directory."""
+    """A dry run prints the processes and makes no directory."""
     assert run(bundles, *CPU, "--directory", tmp_path / "node", "--dry-run") == 0
 
     said = capfd.readouterr().out
@@ -45,7 +45,7 @@ def test_a_dry_run_says_what_it_would_run(
 def test_the_command_line_wins_over_the_file(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs in the file are not meant when the CPU is asked for; nor the other way round."""
+    """The command line's CPU or GPUs replace those of the file."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("node: {gpus: [7]}")
     assert run(bundles, *CPU, "--config", config, "--dry-run") == 0
@@ -72,7 +72,7 @@ def test_the_command_line_wins_over_the_file(
 def test_a_wrong_setting_is_refused(
     bundles: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    """In a line that names it."""
+    """A wrong setting is refused in a line that names it."""
     said = refused(capfd, bundles, *arguments)
 
     assert said.startswith("rsrv-node: ")
@@ -83,13 +83,13 @@ def test_a_wrong_setting_is_refused(
     "arguments", [("--cpu-workers", "0"), ("--gpus", ","), ("--gpus", "0", "--cpu-workers", "1")]
 )
 def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...]) -> None:
-    """As any command does."""
+    """A wrong command line exits 2."""
     with pytest.raises(SystemExit, match="2"):
         run("bundles", *arguments)
 
 
 def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where there is no folder, and where nobody would watch for the first one."""
+    """A node without a bundle folder, or without watching for a first bundle, is refused."""
     said = refused(capfd, tmp_path / "missing", *CPU, "--directory", tmp_path / "node")
     assert said.endswith(
         f"{tmp_path}/missing: No such file or directory\nthere is no such directory: name a directory of bundles, or a bundle\n"
@@ -106,7 +106,7 @@ def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.Capture
 def test_two_nodes_do_not_share_a_directory(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each would write the other's repositories."""
+    """Two nodes cannot share a directory, because each would write the other's repositories."""
     with node.alone(tmp_path / "node"):
         said = refused(capfd, bundles, *CPU, "--directory", tmp_path / "node")
     assert f"another node uses {tmp_path}/node: end it, or set another node.directory" in said

@@ -1,4 +1,4 @@
-"""The GPUs of a machine, as NVML's Python functions have them."""
+"""The GPUs of a machine, as reported by NVML's Python functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rsrv.serve.nvml import look
 
 
 class Library:
-    """NVML on a machine with two GPUs, of which the second one is partitioned."""
+    """Fake NVML on a machine with two GPUs, the second partitioned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = 0
@@ -37,7 +37,7 @@ class Library:
         return handle
 
     def nvmlDeviceGetName(self, handle: str) -> bytes:
-        return b"NVIDIA H100"  # as older releases of nvidia-ml-py have it
+        return b"NVIDIA H100"  # As in older releases of nvidia-ml-py.
 
     def nvmlDeviceGetCpuAffinity(self, handle: str, words: int) -> list[int]:
         assert words * 64 >= (os.cpu_count() or 1)
@@ -60,7 +60,7 @@ class Library:
 
 
 def test_gpus_and_their_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the cores that are close, where that is known; places without an instance are left out."""
+    """GPUs and instances are found with their close cores; slots without an instance are left out."""
     library = Library(monkeypatch)
 
     assert look() == GpuInventory(
@@ -74,7 +74,7 @@ def test_gpus_and_their_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"])
 def test_a_library_that_fails_is_trouble(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """There is no driver, or a GPU has fallen off its bus."""
+    """A missing driver or lost GPU is reported as trouble."""
     Library(monkeypatch)
 
     def fail(*_: Any) -> None:

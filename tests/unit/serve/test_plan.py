@@ -1,4 +1,4 @@
-"""What a node runs: the servers, the gateway or none, their ports, and what they are told."""
+"""The plan of a node: its servers, its gateway, their ports and their arguments."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def planned(
 
 
 def addresses(plan: NodePlan) -> list[str]:
-    """Of each worker: HTTP, gRPC, metrics."""
+    """Return each worker's addresses: HTTP, gRPC, metrics."""
     return [f"{worker.ports.http} {worker.ports.grpc} {worker.ports.metrics}" for worker in plan.workers]
 
 
 def test_two_workers_are_behind_a_gateway() -> None:
-    """They listen for this machine only, each on ports of its own, and own a repository each."""
+    """Two workers listen on local ports of their own, with a repository each, behind a gateway."""
     found = planned()
 
     assert addresses(found) == [
@@ -57,7 +57,7 @@ def test_two_workers_are_behind_a_gateway() -> None:
 
 
 def test_the_gateway_reads_where_the_workers_are() -> None:
-    """Its settings are the node's, with the list that the node keeps."""
+    """The gateway has the node's settings, with the node's workers file."""
     settings = load_settings(planned("gateway: {mode: lpt_packing}").files[Path("/node/rsrv.yaml")])
 
     assert settings.gateway.mode == "lpt_packing"
@@ -65,7 +65,7 @@ def test_the_gateway_reads_where_the_workers_are() -> None:
 
 
 def test_the_list_without_those_that_are_to_end() -> None:
-    """Also without anybody it is a list: an empty file would be one that is being written."""
+    """The file of no workers is an empty list, not an empty file."""
     entries = parse_yaml(workers_file(planned(), {}, {"worker0"}))
     assert isinstance(entries, list)
     assert [entry["name"] for entry in entries] == ["worker1"]
@@ -73,7 +73,7 @@ def test_the_list_without_those_that_are_to_end() -> None:
 
 
 def test_the_list_of_workers_is_one_that_settings_take() -> None:
-    """Those that have not started yet have no control service."""
+    """The workers file fits the settings; workers that have not started have no control service."""
     entries = read_yaml(
         "workers:\n" + workers_file(planned(), {"worker1": "unix:/run/1/control.sock"}), of="workers"
     )["workers"]
@@ -99,7 +99,7 @@ def test_the_list_of_workers_is_one_that_settings_take() -> None:
 
 
 def test_one_worker_has_the_public_ports_and_no_gateway() -> None:
-    """The same ports as two with a gateway."""
+    """One worker without a gateway has the public ports."""
     found = planned(devices=[CPU])
 
     assert found.gateway is None
@@ -116,7 +116,7 @@ def test_one_worker_has_the_public_ports_and_no_gateway() -> None:
     ],
 )
 def test_one_worker_listens_where_the_gateway_would(text: str, expected: str) -> None:
-    """What the gateway would not listen on is for this machine alone."""
+    """One worker listens where the gateway would; all else is local."""
     assert addresses(planned(text, [CPU])) == [expected]
 
 
@@ -127,20 +127,20 @@ def test_one_worker_listens_where_the_gateway_would(text: str, expected: str) ->
         ("", 2, True),
         ("gateway: {workers: [{host: other}]}", 1, True),
         ("gateway: {workers_dns: other}", 1, True),
-        # what Triton can't do at its door, or not at all of its doors
+        # What Triton cannot do at its ports, or not at all of them.
         ("gateway: {tls_certificate: c, tls_key: k}", 1, True),
         ("gateway: {token_file: t}", 1, True),
-        # the workers are for a gateway elsewhere
+        # The workers are for a gateway elsewhere.
         ("gateway: {grpc: null, http: null}", 2, False),
     ],
 )
-def test_there_is_a_gateway_where_it_does_something(text: str, workers: int, expected: bool) -> None:
-    """Choosing among servers, or guarding one."""
+def test_there_is_a_gateway_where_it_is_needed(text: str, workers: int, expected: bool) -> None:
+    """A gateway is planned to choose among servers or to guard one."""
     assert needs_gateway(load_settings(text), workers) is expected
 
 
 def test_servers_without_a_gateway_keep_their_own_ports() -> None:
-    """Also when there is one only."""
+    """Servers without a gateway have ports of their own, also a single one."""
     text = "gateway: {grpc: null, http: null}"
 
     assert addresses(planned(text)) == addresses(planned())
@@ -148,7 +148,7 @@ def test_servers_without_a_gateway_keep_their_own_ports() -> None:
 
 
 def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
-    """What the lifecycle and the stubs want of tritonserver, and what the operator adds comes last."""
+    """tritonserver gets the flags that lifecycle and stubs need, and then the operator's."""
     worker = planned("node: {drain_s: 7, arguments: [--log-verbose=1]}").workers[1]
 
     assert worker.child.argv[0] == "/bin/tritonserver"
@@ -168,7 +168,7 @@ def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
 
 
 def test_a_worker_sees_its_own_device_only() -> None:
-    """Numbers mean what nvidia-smi means by them, and a missing GPU is no reason to go on without."""
+    """A worker sees its own device only, by PCI order, and fails without its GPU."""
     on_gpu = planned(devices=[GPU, CPU]).workers[0].child.environment
     on_cpu = planned().workers[0].child.environment
 
@@ -178,7 +178,7 @@ def test_a_worker_sees_its_own_device_only() -> None:
 
 
 def test_a_worker_has_its_cores_and_as_many_threads() -> None:
-    """Unless the operator says how many."""
+    """A worker has its cores and as many threads, unless the operator sets them."""
     first, second = (worker.child for worker in planned(environment={"OMP_NUM_THREADS": "9"}).workers)
 
     assert (first.cores, second.cores) == ((0, 1), (2, 3))
@@ -187,7 +187,7 @@ def test_a_worker_has_its_cores_and_as_many_threads() -> None:
 
 
 def test_each_control_service_has_a_port_of_its_own() -> None:
-    """control.listen is the first worker's."""
+    """control.listen is the first worker's port, and the others follow."""
     found = planned("control: {listen: '0.0.0.0:9100', token_file: t}")
 
     assert [worker.child.environment["RSRV_CONTROL__LISTEN"] for worker in found.workers] == [
@@ -198,7 +198,7 @@ def test_each_control_service_has_a_port_of_its_own() -> None:
 
 
 def test_metrics_have_one_port_behind_a_gateway_and_else_one_each() -> None:
-    """The gateway serves those of all workers; metrics.listen is the first worker's."""
+    """Behind a gateway there is one port for metrics; otherwise each worker has one, from metrics.listen on."""
     two = planned("metrics: {listen: '0.0.0.0:9200'}")
     assert {worker.child.environment["RSRV_METRICS__LISTEN"] for worker in two.workers} == {"null"}
 
@@ -233,7 +233,7 @@ def test_metrics_have_one_port_behind_a_gateway_and_else_one_each() -> None:
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(text: str, devices: Sequence[WorkerDevice], message: str) -> None:
-    """Before anything is started."""
+    """An impossible plan is refused before any start."""
     with pytest.raises(NodeError) as caught:
         planned(text, devices)
 
@@ -241,7 +241,7 @@ def test_a_plan_that_cannot_work_is_refused(text: str, devices: Sequence[WorkerD
 
 
 def test_the_operator_is_told_what_several_workers_cost() -> None:
-    """Each has a copy of the weights unless they share one."""
+    """The operator is warned that each worker has its copy of the weights unless they share one."""
     (note,) = planned().notes
 
     assert "runtime.shared_host_weights" in note
@@ -250,7 +250,7 @@ def test_the_operator_is_told_what_several_workers_cost() -> None:
 
 
 def test_a_description_is_for_people_and_for_a_shell() -> None:
-    """Each process with its device, its ports, and a command line that could be run by hand."""
+    """The description has each process with its device, its ports and a command line for a shell."""
     text = describe(planned(devices=[GPU, CPU]))
 
     assert "worker0 on H100 (GPU-aa11): HTTP 127.0.0.1:18000, gRPC 127.0.0.1:18001" in text
@@ -259,8 +259,8 @@ def test_a_description_is_for_people_and_for_a_shell() -> None:
     assert "'--load-model=*'" in text
 
 
-def test_a_client_on_this_machine_finds_who_listens_everywhere() -> None:
-    """0.0.0.0 is no address to go to."""
+def test_an_address_for_all_interfaces_is_shown_as_localhost() -> None:
+    """A server on 0.0.0.0 is shown as localhost."""
     anywhere = [Address(host, 1).local for host in ("0.0.0.0", "::", "10.0.0.7")]
 
     assert anywhere == ["127.0.0.1", "::1", "10.0.0.7"]
@@ -289,7 +289,7 @@ def test_a_client_on_this_machine_finds_who_listens_everywhere() -> None:
 def test_the_node_knows_where_its_live_page_is(
     text: str, devices: Sequence[WorkerDevice], pages: tuple[str, ...]
 ) -> None:
-    """The gateway's, or one worker's own; it is in the dry run, too."""
+    """The live page's address is the gateway's or the one worker's, in the dry run, too."""
     found = planned(text, devices)
 
     assert found.pages == pages

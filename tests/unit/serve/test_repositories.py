@@ -1,4 +1,4 @@
-"""The workers' repositories: each is what rsrv-gen would make of the bundles."""
+"""The workers' repositories equal those that rsrv-gen makes of the bundles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bundles(tmp_path: Path) -> Path:
 
 
 def made(repository: Path, *bundles: Path) -> list[str]:
-    """Makes it, as a node that starts does; the models that could not be written."""
+    """Make it as a starting node does, and return the models that could not be written."""
     return generate(repository, find(bundles)[0], watched(load_settings(""), bundles))
 
 
@@ -31,7 +31,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> None:
-    """Down to the settings, which say what the server's control process is to watch."""
+    """A repository equals rsrv-gen's, with the settings for the control process."""
     assert made(tmp_path / "a" / "models", bundles) == []
 
     assert rsrv_gen.main([str(bundles), "-o", str(tmp_path / "gen")]) == 0
@@ -39,15 +39,15 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:
-    """Inside of a container bundles may lie elsewhere."""
+    """Bundle folders of the settings are watched, as inside a container."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
 
     assert watched(settings, [bundles]).lifecycle.bundles == [Path("/elsewhere")]
     assert watched(load_settings(""), [bundles]).lifecycle.bundles == [bundles]
 
 
-def test_what_left_while_nobody_looked_is_not_served(bundles: Path, tmp_path: Path) -> None:
-    """A bundle was removed between two lives of the node."""
+def test_a_bundle_removed_while_the_node_was_down_is_not_served(bundles: Path, tmp_path: Path) -> None:
+    """A bundle that was removed between two runs of the node is not served."""
     made(tmp_path / "models", bundles)
     shutil.rmtree(bundles / "one")
     made(tmp_path / "models", bundles)
@@ -57,7 +57,7 @@ def test_what_left_while_nobody_looked_is_not_served(bundles: Path, tmp_path: Pa
 
 
 def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path: Path) -> None:
-    """One of two folders of bundles is empty."""
+    """An empty one of two bundle folders removes no model: its disk may be missing."""
     (tmp_path / "disk").mkdir()
     write_bundle(tmp_path / "disk" / "three")
     made(tmp_path / "models", bundles, tmp_path / "disk")
@@ -68,7 +68,7 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
 
 
 def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tmp_path: Path) -> None:
-    """What was made of it before it broke stays."""
+    """A broken bundle is reported and its earlier version kept, and the others are served."""
     made(tmp_path / "models", bundles)
     (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
 
@@ -78,7 +78,7 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
     assert (tmp_path / "models" / "one").is_dir()
 
 
-def test_somebody_elses_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
+def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
     """It is not overwritten, and the others are written."""
     (tmp_path / "models" / "one").mkdir(parents=True)
 
@@ -89,7 +89,7 @@ def test_somebody_elses_model_is_left_alone(bundles: Path, tmp_path: Path) -> No
 
 
 def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) -> None:
-    """It is enough that one of the folders is there; until then a repository has no models."""
+    """A node starts with a folder that has no bundles yet."""
     check([tmp_path / "missing", tmp_path], load_settings(""))
     made(tmp_path / "models", tmp_path / "missing")
     assert is_empty(tmp_path / "models")
@@ -99,6 +99,6 @@ def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) ->
 
 
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
-    """Nobody waits for it."""
+    """A missing folder is an error."""
     with pytest.raises(NodeError, match="missing: No such file or directory\nthere is no such directory"):
         check([tmp_path / "missing"], load_settings(""))

@@ -1,4 +1,4 @@
-"""Processes are kept running, their lines kept apart, and ended in their order: with small real ones."""
+"""Supervised processes are restarted, logged by name and ended in order: here small real ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rsrv.serve.plan import ChildSpec
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.wire.paths import start_time
 
-#: says who it is, waits to be told to end, and says that it does. Nobody ever writes to the fifo.
+# : Prints a line, waits to be ended, and prints another. The fifo is never written to.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
-#: has to be killed
+# : Has to be killed.
 STUBBORN = "trap '' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
 
 
 class Scene:
-    """What the children say and what the node is told, while it runs."""
+    """The children's lines and the node's messages, while it runs."""
 
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "fifo"
@@ -35,16 +35,16 @@ class Scene:
         self.starts: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
-        #: by child: to be set when it is to be started again
+        # : By child: set when it is to be started again.
         self.anew: dict[str, asyncio.Future[RestartReason]] = {}
-        #: those that were to end, and when the node may go on with that
+        # : The children that were to end, and the event on which the node waits before.
         self.left: list[str] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
         self._more = asyncio.Event()
 
     def child(self, name: str, script: str, **more: Any) -> ChildSpec:
-        """Run by a shell."""
+        """Return a child that a shell runs."""
         return ChildSpec(name, ("/bin/sh", "-c", script.format(fifo=self.fifo)), {}, **more)
 
     def run(
@@ -60,14 +60,14 @@ class Scene:
         return asyncio.create_task(supervise(workers, gateway, hooks, self.orders, lambda: Restarts(most)))
 
     async def line(self, start: str, count: int = 1) -> str:
-        """The line that begins so, or the so manyth of them, when it is there."""
+        """Wait for the line with this beginning, or for the given number of them, and return it."""
         while len(found := [line for line in self.lines if line.startswith(start)]) < count:
             self._more.clear()
             await self._more.wait()
         return found[count - 1]
 
     async def pid(self, name: str, count: int = 1) -> int:
-        """Of a child that says it."""
+        """Return the pid that a child has printed."""
         return int((await self.line(f"[{name}] up ", count)).split()[-1])
 
     def _write(self, data: bytes) -> None:
@@ -78,7 +78,7 @@ class Scene:
     def _started(self, child: ChildSpec, pid: int) -> None:
         self.starts.append(child.name)
         self.pids.append(pid)
-        # On a busy machine it may have ended, but it is not reaped.
+        # On a busy machine it may have ended without being reaped.
         os.kill(pid, 0)
 
     async def _rest(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Scene:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     return start_time(pid) != 0
 
 
@@ -103,7 +103,7 @@ Play = Callable[[Scene], Coroutine[Any, Any, None]]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[[Play], None]:
-    """Runs a scene, which must end."""
+    """Run a scene, which must end."""
 
     async def whole(scenario: Play) -> None:
         async with asyncio.timeout(60):
@@ -113,7 +113,7 @@ def play(tmp_path: Path) -> Callable[[Play], None]:
 
 
 def test_a_child_that_is_killed_is_started_again(play: Callable[[Play], None]) -> None:
-    """The other one is left alone, and both end when the node is told to."""
+    """A killed child is restarted, the other one keeps running, and both end with the node."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", POLITE), scene.child("b", POLITE))
@@ -134,7 +134,7 @@ def test_a_child_that_is_killed_is_started_again(play: Callable[[Play], None]) -
 
 
 def test_a_child_that_hangs_is_killed_and_started_again(play: Callable[[Play], None]) -> None:
-    """It may ignore all else; and that counts as a failure."""
+    """A hanging child that ignores signals is killed and restarted, which counts as a failure."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", STUBBORN, drain_s=60))
@@ -154,7 +154,7 @@ def test_a_child_that_hangs_is_killed_and_started_again(play: Callable[[Play], N
 
 
 def test_a_child_is_started_again_though_it_works(play: Callable[[Play], None]) -> None:
-    """That is no failure, and its successor does not wait."""
+    """A requested restart is no failure and has no pause."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", POLITE, drain_s=60), most=1)
@@ -171,8 +171,8 @@ def test_a_child_is_started_again_though_it_works(play: Callable[[Play], None]) 
     play(scenario)
 
 
-def test_who_sends_requests_to_a_child_is_told_before_it_ends(play: Callable[[Play], None]) -> None:
-    """It gets no signal before that is done, unless there is hurry."""
+def test_a_child_ends_after_its_requests_were_redirected(play: Callable[[Play], None]) -> None:
+    """A child gets its signal after the gateway was told, unless there is a second one."""
 
     async def scenario(scene: Scene) -> None:
         scene.may_end.clear()
@@ -191,7 +191,7 @@ def test_who_sends_requests_to_a_child_is_told_before_it_ends(play: Callable[[Pl
 
 
 def test_a_child_that_always_ends_is_given_up(play: Callable[[Play], None]) -> None:
-    """After its restarts the node ends, and takes the others along. An orderly end is an end, too."""
+    """A child that always ends, also orderly, is given up after its restarts, and the node ends."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", "exit 0"), scene.child("b", POLITE), most=3)
@@ -205,7 +205,7 @@ def test_a_child_that_always_ends_is_given_up(play: Callable[[Play], None]) -> N
 
 
 def test_a_program_that_is_not_there_is_given_up(play: Callable[[Play], None]) -> None:
-    """The reason is in the log."""
+    """A missing program is given up with the reason in the log."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(ChildSpec("a", ("/no/such/program",), {}), most=1)
@@ -217,7 +217,7 @@ def test_a_program_that_is_not_there_is_given_up(play: Callable[[Play], None]) -
 
 
 def test_the_gateway_ends_before_the_workers(play: Callable[[Play], None]) -> None:
-    """It has requests under way at them."""
+    """The gateway ends before the workers, because its requests are with them."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", POLITE), gateway=scene.child("gateway", POLITE, drain_s=60))
@@ -234,7 +234,7 @@ def test_the_gateway_ends_before_the_workers(play: Callable[[Play], None]) -> No
 
 
 def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) -> None:
-    """Nobody waits for the minute that the child may take."""
+    """A second signal kills a child that would take a minute."""
 
     async def scenario(scene: Scene) -> None:
         node = scene.run(scene.child("a", STUBBORN, drain_s=60))
@@ -252,7 +252,7 @@ def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) 
 
 
 def test_what_a_child_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:
-    """Before it is started again, and also what is in another session, as a server's runtime is."""
+    """Descendants of a child, in other sessions, too, are killed before its restart."""
 
     async def scenario(scene: Scene) -> None:
         (tmp_path / "stays").write_text(STUBBORN.format(fifo=scene.fifo))
@@ -270,7 +270,7 @@ def test_what_a_child_leaves_is_cleared_away(play: Callable[[Play], None], tmp_p
 
 
 def test_a_node_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """The kernel ends its children, whatever they do with signals."""
+    """When the node is killed, the kernel ends its children, also those that ignore signals."""
     script = f"""
 import asyncio
 from rsrv.serve.plan import ChildSpec
@@ -301,7 +301,7 @@ asyncio.run(supervise([child], None, hooks, StopSignals.none(), lambda: Restarts
 
 
 def test_a_child_runs_on_its_cores_and_with_its_environment(play: Callable[[Play], None]) -> None:
-    """From its first instruction on."""
+    """A child has its cores and environment from its first instruction on."""
     core = max(os.sched_getaffinity(0))
 
     async def scenario(scene: Scene) -> None:
@@ -315,7 +315,7 @@ def test_a_child_runs_on_its_cores_and_with_its_environment(play: Callable[[Play
 
 
 def test_a_last_line_without_an_end_is_in_the_log(play: Callable[[Play], None]) -> None:
-    """It is often the one that says why."""
+    """A last line without a newline, often the reason, is logged."""
 
     async def scenario(scene: Scene) -> None:
         assert await scene.run(scene.child("a", "printf 'one\\nno mem'; kill -9 $$"), most=1) == 1
@@ -325,7 +325,7 @@ def test_a_last_line_without_an_end_is_in_the_log(play: Callable[[Play], None]) 
 
 
 def test_a_pause_ends_with_the_node(play: Callable[[Play], None]) -> None:
-    """A child that waits to be started again is not waited for."""
+    """The node does not wait for a child's restart pause when it ends."""
 
     async def scenario(scene: Scene) -> None:
         resting = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Installing tritonserver for a user: what is refused, and that what is fetched fits the package."""
+"""Installing tritonserver for a user: the refusals, and that the pinned packages fit."""
 
 import platform
 import tomllib

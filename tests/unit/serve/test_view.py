@@ -1,4 +1,4 @@
-"""What `rsrv serve` prints when the state of a model changes."""
+"""The lines that `rsrv serve` prints when a model's state changes."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from rsrv.settings import load_settings
 
 
 def status(*, failures: dict[str, str] | None = None, **models: tuple[str, int]) -> pb.GetStatusResponse:
-    """A status with these models, each with the key and the state of its version."""
+    """Return a status with these models, each with the key and the state of its version."""
     return pb.GetStatusResponse(
         models=[
             pb.ModelStatus(name=name, versions=[pb.Version(key=key, state=state, error="no memory")])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The list of workers, as they start and end."""
+"""The list of workers as they start and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def names(file: Path) -> list[str]:
 
 
 def test_a_worker_leaves_the_list_before_it_is_told_to_end(tmp_path: Path) -> None:
-    """And is back with its next start; the gateway is in nobody's list."""
+    """A worker leaves the list before its end and returns with its start; the gateway is in no list."""
     plan, file = planned(), tmp_path / "workers.yaml"
     roll = WorkersFile(plan, file, controls=True, elsewhere=False)
     first, second = (worker.child for worker in plan.workers)

@@ -19,7 +19,7 @@ def arrivals(text: str, folder: Path = Path()) -> list[Arrival]:
 
 
 def test_poisson_keeps_rate_and_shares() -> None:
-    """4000 expected: within 4 standard deviations, as are the shares."""
+    """Of 4000 expected requests, number and shares are within 4 standard deviations."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 3, b: 1}}}")
 
     assert abs(len(sent) - 4000) < 4 * 4000**0.5
@@ -29,7 +29,7 @@ def test_poisson_keeps_rate_and_shares() -> None:
 
 
 def test_a_group_divides_its_share() -> None:
-    """Eight models of one entry have together what the entry was given."""
+    """The eight models of one entry share its rate."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 1, c: 1}}}")
 
     counts = Counter(one.model for one in sent)
@@ -38,7 +38,7 @@ def test_a_group_divides_its_share() -> None:
 
 
 def test_start_and_stop_bound_a_source() -> None:
-    """With a stop of its own it needs no duration."""
+    """A source with a stop of its own needs no duration."""
     sent = arrivals("arrivals: {poisson: {rate: 100, start: 2, stop: 3}}")
 
     assert sent
@@ -56,7 +56,7 @@ def test_zipf_falls_with_rank() -> None:
 
 
 def test_zipf_may_be_shuffled() -> None:
-    """The most popular is not always the first one listed."""
+    """With shuffling, the most popular model need not be the first listed."""
     text = "seed: {}\nduration: 3\narrivals: {{zipf: {{rate: 100, exponent: 3, models: [c], shuffle: true}}}}"
 
     most = {
@@ -67,7 +67,7 @@ def test_zipf_may_be_shuffled() -> None:
 
 
 def test_bursts_come_at_regular_times() -> None:
-    """Each model gets `size` requests at each."""
+    """In each burst, each model gets `size` requests."""
     sent = arrivals("duration: 1\narrivals: {bursts: {models: [a, b], every_s: 0.4, size: 2, start: 0.1}}")
 
     assert [(one.t, one.model) for one in sent] == [
@@ -76,7 +76,7 @@ def test_bursts_come_at_regular_times() -> None:
 
 
 def test_jitter_delays_bursts() -> None:
-    """Each by less than the jitter, and in order still."""
+    """Jitter delays bursts by less than its value and keeps their order."""
     sent = arrivals("duration: 10\narrivals: {bursts: {models: [a], every_s: 1, size: 1, jitter_s: 1.5}}")
 
     times = [one.t for one in sent]
@@ -85,7 +85,7 @@ def test_jitter_delays_bursts() -> None:
 
 
 def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """With a byte-order mark, and blanks around what it says."""
+    """A CSV file with a byte-order mark and blanks is read."""
     (tmp_path / "traffic.csv").write_text("\ufefft, model \n0.1, a \n", encoding="utf-8")
     [sent] = arrivals("arrivals: {trace: traffic.csv}", tmp_path)
 
@@ -93,7 +93,7 @@ def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
-    """Empty cells mean the default; the path is relative to the scenario."""
+    """Empty cells mean the default, and the path is relative to the scenario."""
     (tmp_path / "traffic.csv").write_text(
         "t,model,rows,deadline_s,priority\n0.2,b,,,\n0.1,a,3,0.5,1\n", encoding="utf-8"
     )
@@ -104,7 +104,7 @@ def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
     assert arrivals("arrivals: {trace: traffic.csv}", tmp_path)[0].t == 0.1
 
 
-def test_what_is_listed_after_the_duration_is_ignored() -> None:
+def test_requests_after_the_duration_are_ignored() -> None:
     """Requests at the duration itself still arrive."""
     sent = arrivals("duration: 1\narrivals: [{t: 2, model: a}, {t: 1, model: a}, {t: 0, model: b}]")
 

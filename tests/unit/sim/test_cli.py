@@ -26,7 +26,7 @@ def scenario(tmp_path: Path) -> Path:
 
 
 def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And no files."""
+    """Without options, a table is printed and no file written."""
     assert main([str(scenario)]) == 0
 
     out = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_decisions_alone_on_stdout(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table goes to stderr."""
+    """Decisions go to stdout alone, and the table to stderr."""
     assert main([str(scenario), "--decisions"]) == 0
 
     captured = capsys.readouterr()
@@ -47,7 +47,7 @@ def test_decisions_alone_on_stdout(scenario: Path, capsys: pytest.CaptureFixture
 
 
 def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path) -> None:
-    """Byte for byte, pictures included."""
+    """Files of one scenario are equal byte for byte, pictures included."""
     for out in ("one", "two"):
         assert main([str(scenario), "--out", str(tmp_path / "deep" / out)]) == 0
 
@@ -58,7 +58,7 @@ def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path
 
 
 def test_a_wrong_scenario_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line of stderr says what is wrong; no traceback."""
+    """A wrong scenario exits 2 with a line for each problem."""
     scenario.write_text(GOOD.replace("model: b", "model: c"), encoding="utf-8")
 
     assert main([str(scenario)]) == 2
@@ -69,7 +69,7 @@ def test_a_wrong_scenario_is_2(scenario: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_no_scenario_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is not there, and a directory."""
+    """A missing file or a directory exits 2."""
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert main([str(tmp_path)]) == 2
 
@@ -78,7 +78,7 @@ def test_no_scenario_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("window", ["1", "2:1", "a:b", "-1:1", "0:inf"])
 def test_a_wrong_window_is_2(window: str, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As any wrong option."""
+    """A wrong window exits 2."""
     with pytest.raises(SystemExit) as caught:
         main([str(scenario), f"--window={window}"])
 
@@ -87,7 +87,7 @@ def test_a_wrong_window_is_2(window: str, scenario: Path, capsys: pytest.Capture
 
 
 def test_a_folder_that_cannot_be_written_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here it is a file."""
+    """An unwritable folder, here a file, exits 2."""
     assert main([str(scenario), "--out", str(scenario)]) == 2
 
     assert "cannot write: --out" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_2(scenario: Path, capsys: pytest.Cap
 def test_without_matplotlib_there_are_metrics(
     scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says how to get the pictures."""
+    """Without matplotlib, metrics are written, and one line says how to get pictures."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rsrv.sim.plots", raising=False)

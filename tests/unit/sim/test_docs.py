@@ -1,4 +1,4 @@
-"""The pages about the simulator say what the code does."""
+"""The pages about the simulator agree with the code."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.builders import FEW_EXAMPLES
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 
-#: two busy models that begin on one device of two, and two idle ones on the other; all fit anywhere
+# : Two busy models that begin on one of two devices, and two idle ones on the other; all fit anywhere.
 CROWDED = """
     discipline: fifo
     duration: 20
@@ -46,7 +46,7 @@ def fleet(text: str, mode: Mode | None = None) -> FleetRecord:
 
 
 def test_a_busy_model_moves_with_its_weights_first() -> None:
-    """Its weights are fetched, then its requests go to the new home, and the old home frees its own."""
+    """The weights of a busy model load at its new home, then requests go there, then the old home frees its own."""
     record = fleet(CROWDED)
     names = list(record.devices)
     acts = [(step.act, step.model) for _, step in record.steps]
@@ -67,7 +67,7 @@ def test_a_busy_model_moves_with_its_weights_first() -> None:
 
 
 def test_packing_balances_devices() -> None:
-    """What one of them had to do alone is on both in the end."""
+    """Packing spreads the work of one device over both."""
     record = fleet(CROWDED)
     late = [one for one in record.requests if one.arrived > 12]
     shares = [sum(one.device == index for one in late) / len(late) for index in range(2)]
@@ -77,7 +77,7 @@ def test_packing_balances_devices() -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    """Requests of one model go to all devices one after the other."""
+    """Requests of one model go to all devices in turn."""
     record = fleet(
         """
         devices: 3
@@ -93,7 +93,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
-    """To the last decision: the gateway is in nobody's way."""
+    """One device behind a gateway decides exactly as it does alone."""
     text = (SCENARIOS / "bursts.yaml").read_text(encoding="utf-8")
     alone = simulate(parse_scenario(text))
     behind = simulate_fleet(parse_scenario(text + "gateway: {mode: round_robin}\n"))
@@ -114,7 +114,7 @@ def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
 def test_every_request_ends_once_and_runs_agree(
     mode: Mode, devices: int, models: int, room: int, discipline: str
 ) -> None:
-    """Whatever the fleet: a request ends on the device that it went to, and figures of devices add up."""
+    """For any fleet, each request ends once, on its device, and the devices' figures add up."""
     text = f"""
         discipline: {discipline}
         duration: 5
@@ -144,7 +144,7 @@ def test_every_request_ends_once_and_runs_agree(
 
 
 def test_settings_of_single_models_may_name_a_group() -> None:
-    """As arrivals may."""
+    """Settings of single models may name a group, as arrivals may."""
     scenario = parse_scenario(
         "devices: 2\ngateway: {models: {m: {replicas: all}}}\n"
         "models: {m: {count: 2, cost: {1: 0.1}}}\narrivals: []"
@@ -166,8 +166,8 @@ def test_settings_of_single_models_may_name_a_group() -> None:
         ("{hysteresis: -1}", "gateway.hysteresis: "),
     ],
 )
-def test_a_wrong_gateway_is_told_by_key(section: str, message: str) -> None:
-    """With the gateway's own rules."""
+def test_a_wrong_gateway_is_refused_by_key(section: str, message: str) -> None:
+    """The gateway's own rules apply."""
     with pytest.raises(ScenarioError, match=r"^scenario: ") as caught:
         parse_scenario(f"gateway: {section}\nmodels: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: []")
 
@@ -175,7 +175,7 @@ def test_a_wrong_gateway_is_told_by_key(section: str, message: str) -> None:
 
 
 def test_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each, and files with all figures and a picture, the same every time."""
+    """Modes are compared in a table, and in reproducible files with figures and a picture."""
     path = tmp_path / "scenario.yaml"
     path.write_text(dedent(CROWDED), encoding="utf-8")
     for out in ("one", "two"):
@@ -189,8 +189,10 @@ def test_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert list(json.loads(one[0].read_text())["modes"]) == ["round_robin", "lpt_packing"]
 
 
-def test_decisions_of_several_devices_say_whose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what the gateway asked of them."""
+def test_decisions_of_several_devices_name_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decisions have their device, and the gateway's steps are among them."""
     path = tmp_path / "scenario.yaml"
     path.write_text(dedent(CROWDED), encoding="utf-8")
     assert main([str(path), "--decisions"]) == 0
@@ -201,7 +203,7 @@ def test_decisions_of_several_devices_say_whose(tmp_path: Path, capsys: pytest.C
 
 
 def test_modes_need_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One device has no gateway whose modes could be compared."""
+    """Comparing modes needs several devices."""
     path = tmp_path / "scenario.yaml"
     path.write_text("models: {a: {cost: {1: 0.1}}}\narrivals: []", encoding="utf-8")
 
@@ -214,7 +216,7 @@ def test_modes_need_several_devices(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("mode", "events", "loads"), [("round_robin", 450_000, 150_000), ("lpt_packing", 300_000, 500)]
 )
 def test_a_thousand_devices(mode: Mode, events: int, loads: int) -> None:
-    """With ten thousand models; as many events and loads as the manual says, or fewer."""
+    """A thousand devices with ten thousand models need no more events and loads than documented."""
     record = simulate_fleet(with_mode(load_scenario(SCENARIOS / "thousand.yaml"), mode))
     total = summarize_fleet(record)["total"]
 

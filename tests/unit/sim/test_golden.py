@@ -1,4 +1,4 @@
-"""The scheduler decides as it did when somebody last looked."""
+"""The scheduler's decisions equal the reviewed ones."""
 
 from __future__ import annotations
 
@@ -11,5 +11,8 @@ from tests.unit.sim.golden.__main__ import SCENARIOS, decide
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.stem)
 def test_golden_decisions(scenario: Path) -> None:
-    """If they are meant to differ: python -m tests.unit.sim.golden, and read what changed."""
+    """The decisions of each scenario equal its file.
+
+    If they are meant to differ, run python -m tests.unit.sim.golden and read the changes.
+    """
     assert decide(scenario) == scenario.with_suffix(".txt").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the numbers mean."""
+"""The meaning of the metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ arrivals:
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
-    """Metrics and decisions."""
+    """The same seed gives equal bytes of metrics and decisions."""
     text = MIXED.format(seed=7)
 
     assert json.dumps(metrics(text)) == json.dumps(metrics(text))
@@ -34,12 +34,12 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
 
 
 def test_another_seed_gives_other_traffic() -> None:
-    """It reaches arrivals and costs."""
+    """Another seed changes arrivals and costs."""
     assert decisions(MIXED.format(seed=7)) != decisions(MIXED.format(seed=8))
 
 
 def test_every_request_that_arrived_is_in_one_place() -> None:
-    """By model and in total, ends add up to arrivals; so do device time and rows."""
+    """Ends add up to arrivals, by model and in total; so do device time and rows."""
     result = metrics(MIXED.format(seed=7))
 
     total, models = result["total"], result["models"].values()
@@ -53,7 +53,7 @@ def test_every_request_that_arrived_is_in_one_place() -> None:
 
 
 def test_nothing_arrived() -> None:
-    """null where there is no value."""
+    """Without arrivals, metrics without a value are null."""
     result = metrics("models: {a: {cost: {1: 0.1}}}\narrivals: []")
 
     total = result["total"]
@@ -65,7 +65,7 @@ def test_nothing_arrived() -> None:
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    """Nearest rank."""
+    """Percentiles are of the nearest rank, so they are values that occurred."""
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
     assert percentile([1.0], 0.5) == 1.0
@@ -73,7 +73,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_jains_index() -> None:
-    """1 among equals, 1 / n if one has all."""
+    """Jain's index is 1 among equals, and 1 / n if one has all."""
     assert jain([2.0, 2.0, 2.0]) == 1.0
     assert jain([3.0, 0.0, 0.0]) == pytest.approx(1 / 3)
     assert jain([0.0]) is None
@@ -98,7 +98,7 @@ def test_fairness_is_judged_while_all_want_the_device() -> None:
 
 
 def test_without_contention_fairness_is_that_of_the_traffic() -> None:
-    """Two requests far apart never want the device at once; all models that had requests count."""
+    """Without contention, all models with requests count for fairness."""
     total = metrics(
         """
         models: {a: {cost: {1: 0.001}}, b: {cost: {1: 0.001}}, c: {cost: {1: 0.001}}}
@@ -111,7 +111,7 @@ def test_without_contention_fairness_is_that_of_the_traffic() -> None:
 
 
 def test_the_scenario_is_echoed() -> None:
-    """The file says what it is of."""
+    """The metrics file contains its scenario."""
     result = metrics("discipline: fifo\nseed: 4\nduration: 3\nmodels: {a: {cost: {1: 1}}}\narrivals: []")
 
     assert (result["discipline"], result["seed"], result["duration"]) == ("fifo", 4, 3.0)

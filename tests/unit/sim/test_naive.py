@@ -1,4 +1,4 @@
-"""The baselines do what their names say, and what is wrong with that shows."""
+"""The baselines do what their names say, with the known weaknesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ arrivals: {{closed: {{clients: 4}}}}
 
 
 def test_round_robin_takes_turns() -> None:
-    """One execution of each, whatever it costs: the dear model gets most of the device."""
+    """Round robin gives most of the device to the model with dear executions."""
     text = THREE.format(discipline="round_robin")
 
     executions = [one.execute.model for one in run(text).executions]
@@ -29,14 +29,14 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_static_priority_starves() -> None:
-    """While the greatest weight has work, nobody else gets anything."""
+    """While the greatest weight has work, static priority serves no other model."""
     executions = [one.execute.model for one in run(THREE.format(discipline="static_priority")).executions]
 
     assert set(executions[:400]) == {"first"}
 
 
 def test_fair_shares_follow_weights() -> None:
-    """What the scheduler does instead, and how Jain's index tells them apart."""
+    """The scheduler's shares follow the weights, and Jain's index shows the difference."""
     models = metrics(THREE.format(discipline="fair"))["models"]
     assert models["first"]["share"] == pytest.approx(3 / 5, abs=0.02)
 

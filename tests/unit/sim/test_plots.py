@@ -20,7 +20,7 @@ from tests.unit.sim.helpers import run
     ],
 )
 def test_pictures_show_something(models: int, sources: str, smallest: int, tmp_path: Path) -> None:
-    """Whatever the number of models, and if nothing happened at all."""
+    """Pictures of any number of models, and without events, are not empty."""
     record = run(
         f"""
         discipline: fifo
@@ -40,7 +40,7 @@ def test_pictures_show_something(models: int, sources: str, smallest: int, tmp_p
 
 
 def test_a_window_of_the_timeline(tmp_path: Path) -> None:
-    """It shows something else than the start does."""
+    """A window of the timeline differs from its start."""
     record = run("duration: 1\nmodels: {a: {cost: {1: 0.01}}}\narrivals: {poisson: {rate: 30}}")
     (tmp_path / "later").mkdir()
 

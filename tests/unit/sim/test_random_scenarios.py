@@ -1,4 +1,4 @@
-"""Whatever the scenario: every request ends once, and device and link do one thing at a time."""
+"""For any scenario, every request ends once, and device and link do one thing at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _scenario = st.fixed_dictionaries(
 
 @given(_scenario)
 def test_random_scenarios(scenario: dict[str, Any]) -> None:
-    """From the file's text to metrics and decisions."""
+    """A random scenario goes from text to metrics and decisions."""
     text = StringIO()
     YAML(typ="safe", pure=True).dump(scenario, text)
 

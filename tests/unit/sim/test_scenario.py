@@ -1,4 +1,4 @@
-"""What is wrong with a scenario is said by key, with what to do."""
+"""Errors of a scenario are reported by key, with what to do."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def problem(text: str, folder: Path = Path()) -> str:
     ],
 )
 def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
-    """As it stands in the file."""
+    """A wrong value is refused by its key in the file."""
     assert message in problem(text)
 
 
@@ -112,14 +112,14 @@ def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
     ],
 )
 def test_a_wrong_trace_is_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
-    """With the file and what is known."""
+    """A wrong trace is refused by file and line, with the known values."""
     (tmp_path / "traffic.csv").write_text(text, encoding="utf-8")
 
     assert message in problem(GOOD + "arrivals: {trace: traffic.csv}", tmp_path)
 
 
 def test_all_problems_are_named_at_once() -> None:
-    """One run of the command tells all that there is to repair."""
+    """All problems of a scenario are reported together."""
     lines = problem(GOOD + "discipline: lifo\narrivals: {poisson: {rate: 1, models: [x, y]}}").splitlines()
 
     assert len(lines) == 4
@@ -127,13 +127,13 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_a_scenario_that_is_not_there(tmp_path: Path) -> None:
-    """The message names the file."""
+    """A missing scenario is an error with the file's name."""
     with pytest.raises(ScenarioError, match=r"none\.yaml: cannot be read"):
         load_scenario(tmp_path / "none.yaml")
 
 
 def test_a_scenario_written_as_json() -> None:
-    """JSON has no numbers as keys: compiled sizes in quotes are sizes, and texts that are no numbers are not."""
+    """JSON has no numbers as keys, so quoted compiled sizes count; other texts are refused."""
     models = {"a": {"cost": {1: 0.001, 16: 0.002}}}
     scenario = parse_scenario(json.dumps({"models": models, "arrivals": []}))
 
@@ -147,7 +147,7 @@ def test_a_scenario_written_as_json() -> None:
 
 
 def test_equal_models_are_numbered() -> None:
-    """A catalogue is one entry."""
+    """One entry with a count makes numbered models."""
     scenario = parse_scenario("models: {m: {cost: {1: 1}, count: 3, weight_bytes: 7}}\narrivals: []")
 
     assert list(scenario.programs) == ["m-0", "m-1", "m-2"]
@@ -155,7 +155,7 @@ def test_equal_models_are_numbered() -> None:
 
 
 def test_settings_are_those_of_the_runtime() -> None:
-    """The section of rsrv.yaml, and the device's budgets."""
+    """Settings are those of rsrv.yaml's section, and the device's budgets."""
     scenario = parse_scenario(
         SILENT + "settings: {depth: 2, launch_ahead_ms: 0.5}\ndevice: {weight_budget_bytes: 9}"
     )

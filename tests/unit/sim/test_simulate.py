@@ -10,7 +10,7 @@ from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import ScenarioError
 from tests.unit.sim.helpers import decisions, metrics, run
 
-#: warm, so that nothing waits for weights.
+# : Warm, so that no request waits for weights.
 ONE = """
 discipline: fifo
 device: {warm: true}
@@ -69,7 +69,7 @@ def test_a_late_answer_is_served_but_not_good() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    """One executes, two wait, the fourth is one too many."""
+    """While one executes and two wait, the fourth request is refused."""
     text = """
         discipline: fifo
         device: {warm: true}
@@ -82,14 +82,14 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_the_sections_queue_depth_is_the_models_default() -> None:
-    """As in rsrv.yaml."""
+    """The section's queue depth is the models' default, as in rsrv.yaml."""
     text = ONE + "settings: {max_queue_depth: 1}\narrivals: [{t: 0, model: a}, {t: 0, model: a}]"
 
     assert metrics(text)["total"]["refused"] == 1
 
 
 def test_a_request_that_no_size_holds() -> None:
-    """The scheduler refuses it; the scenario is not at fault."""
+    """A request that fits no compiled size is refused by the scheduler."""
     assert decisions(ONE + "arrivals: [{t: 0.5, model: a, rows: 33}]") == [
         "t=0.500000 REFUSE a request=1 reason=too_many_rows"
     ]
@@ -165,7 +165,7 @@ def test_loads_take_bytes_over_rate_beside_executions() -> None:
 
 
 def test_a_warm_device_loads_nothing_that_fits() -> None:
-    """In listing order, as far as the budget goes."""
+    """A warm device starts with the models in listing order, as far as the budget goes."""
     record = run(
         """
         device: {weight_budget_bytes: 250, warm: true}
@@ -257,7 +257,7 @@ def test_variants_have_costs_of_their_own() -> None:
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_committed_requests_go_first(committed: bool) -> None:
-    """The scenario's flags reach the scheduler."""
+    """Committed requests of the scenario go first."""
     record = run(
         f"""
         discipline: fifo
@@ -270,8 +270,8 @@ def test_committed_requests_go_first(committed: bool) -> None:
     assert (record.executions[0].execute.requests == (3,)) is committed
 
 
-def test_a_budget_evicts_who_was_used_longest_ago() -> None:
-    """Room for two of three; a model that fits nowhere comes alone."""
+def test_a_budget_evicts_the_least_recently_used() -> None:
+    """With room for two of three, the model used longest ago is evicted; one that fits nowhere runs alone."""
     text = """
         discipline: fifo
         device: {weight_budget_bytes: 200, h2d_bytes_per_s: 1000}
@@ -334,7 +334,7 @@ def test_relatives_in_a_swap_move_only_what_differs() -> None:
 
 
 def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
-    """Nobody asks for it at first, and what does not fit beside it takes turns."""
+    """A pinned model loads without a request and stays; models that do not fit beside it take turns."""
     text = """
         device: {weight_budget_bytes: 200, h2d_bytes_per_s: 100}
         models:
@@ -350,7 +350,7 @@ def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
 
 
 def test_more_shared_bytes_than_bytes_are_refused() -> None:
-    """By key."""
+    """More shared bytes than bytes are refused by key."""
     with pytest.raises(ScenarioError, match="shared_bytes: 2 is more than weight_bytes"):
         run("models: {a: {cost: {1: 1}, weight_bytes: 1, shared_bytes: 2}}\narrivals: []")
 
@@ -368,7 +368,7 @@ def test_edf_sheds_what_would_be_late() -> None:
 
 
 def test_requests_that_never_end_are_the_simulators_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler that forgets a request, or lets time stand still, is a bug and no result."""
+    """A scheduler that forgets a request, or lets time stand still, is reported as a bug."""
     monkeypatch.setattr(Scheduler, "handle", lambda self, event, now: [])
     with pytest.raises(SimulationError, match="1 requests never end"):
         run(ONE + "arrivals: [{t: 0, model: a}]")

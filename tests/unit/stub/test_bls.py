@@ -18,7 +18,7 @@ from tests.fakes import FakePbUtils, FakeTensor
 
 Arrays = dict[str, Array]
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
-#: seconds; for what should happen at once
+# : Seconds for events that should happen at once.
 SOON = 30.0
 
 
@@ -77,7 +77,7 @@ class FakeBls(FakePbUtils):
 
 
 class Held:
-    """A model that answers when the test says so; counts the calls inside."""
+    """A model that answers when the test allows it, and counts the calls inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ def held(triton: FakeBls) -> Iterator[Held]:
 
 @pytest.fixture
 def make(triton: FakeBls) -> Iterator[Callable[..., Bls]]:
-    """Objects under test, closed in the end."""
+    """Make objects under test, which are closed in the end."""
     made = []
 
     def one(concurrency: int = 2, timeout: float = SOON) -> Bls:
@@ -140,7 +140,7 @@ def in_ns(seconds: float) -> int:
 
 
 def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """In that order; all that there are if none were named."""
+    """A call returns the requested outputs in order, or all outputs."""
     triton.models["two"] = lambda call: {"y": X, "z": -X}
 
     asked = make().start("two", {"x": X}, outputs=["z", "y"]).result()
@@ -152,7 +152,7 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Cal
 
 
 def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """The run's token as text, since integers there are signed; the time left; where answers belong."""
+    """A call has the run's token as text, the remaining time, and the destination of answers."""
     seen: list[dict[str, Any]] = []
 
     def note(call: FakeCall) -> Arrays:
@@ -173,7 +173,7 @@ def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -
 
 
 def test_an_output_that_does_not_come_is_an_error(make: Callable[..., Bls]) -> None:
-    """Triton does not check the names of a model's outputs."""
+    """A missing output is an error, because Triton does not check the names of a model's outputs."""
     error = failure(make().start("echo", {"x": X}, outputs=["x", "missing"]))
 
     assert error.status is Status.INTERNAL
@@ -181,7 +181,7 @@ def test_an_output_that_does_not_come_is_an_error(make: Callable[..., Bls]) -> N
 
 
 def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls]) -> None:
-    """By name, and before anything is sent."""
+    """An input of a type that Triton lacks is refused by name before it is sent."""
     error = failure(make().start("echo", {"x": X, "words": np.array(["a", "b"])}))
 
     assert error.status is Status.INVALID
@@ -191,7 +191,7 @@ def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls
 def test_a_call_that_raises_tells_the_log_why(
     triton: FakeBls, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client does not get it."""
+    """The reason of a call that raises is logged, and not sent to the client."""
 
     def broken(call: FakeCall) -> Arrays:
         raise RuntimeError("of no concern to clients")
@@ -205,7 +205,7 @@ def test_a_call_that_raises_tells_the_log_why(
 
 
 def test_calls_can_be_awaited(make: Callable[..., Bls]) -> None:
-    """Several at once."""
+    """Several calls can be awaited at once."""
     bls = make()
 
     async def both() -> Sequence[Arrays]:
@@ -235,7 +235,7 @@ def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[
 
 
 def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable[..., Bls]) -> None:
-    """Futures that are not awaited any more are cancelled by asyncio."""
+    """A call that is cancelled while it waits is never made."""
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)
@@ -251,7 +251,7 @@ def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable
 
 
 def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[..., Bls]) -> None:
-    """A pool of one thread would be blocked by any call."""
+    """A pool of one thread is refused, because any call would block it."""
     with pytest.raises(ValueError, match="thread-pool-size=2"):
         make(concurrency=limit(1))
 
@@ -260,7 +260,7 @@ def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[...
 
 
 def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
-    """While the model goes on; its answer changes nothing any more."""
+    """A call ends at its deadline while the model goes on; the later answer is ignored."""
     bls = make(concurrency=1)
     call = bls.start("held", {"x": X}, deadline_ns=in_ns(0.02))
 
@@ -274,13 +274,13 @@ def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> No
 
 
 def test_a_deadline_in_the_past_makes_no_call(held: Held, make: Callable[..., Bls]) -> None:
-    """The model would work for nothing."""
+    """A deadline in the past makes no call."""
     assert failure(make().start("held", {"x": X}, deadline_ns=in_ns(-1))).status is Status.DEADLINE
     assert not held.entered.acquire(blocking=False)
 
 
 def test_a_call_without_a_deadline_ends_all_the_same(held: Held, make: Callable[..., Bls]) -> None:
-    """After the time that no call may exceed."""
+    """A call without a deadline ends after the general limit."""
     error = failure(make(timeout=0.02).start("held", {"x": X}))
 
     assert error.status in (Status.DEADLINE, Status.QUEUE_FULL)
@@ -353,7 +353,8 @@ def test_closing_ends_all_calls_and_waits_for_none(held: Held, make: Callable[..
         assert failure(call).status is Status.RUNTIME_DOWN
 
 
-# --- what Triton says ---------------------------------------------------------------------------------------------
+# --- Triton's messages
+# --------------------------------------------------------------------------------------------
 
 _PREFIX = "Model m - Error when running inference: "
 _REQUEST = "[request id: <id_unknown>] "
@@ -397,14 +398,14 @@ _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
     ],
 )
 def test_triton_messages_become_statuses(message: str, status: Status, text: str) -> None:
-    """There is no code beside them; and clients learn nothing of files and lines."""
+    """Triton's messages, which have no code, become statuses without files and lines."""
     found = failure_of("m", message)
 
     assert (found.status, found.text) == (status, text)
 
 
 def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """Code and text of a model of ours come through."""
+    """The code and the text of one of our models pass through unchanged."""
     triton.models["full"] = lambda call: tag_failure(Status.QUEUE_FULL, "retry after 5 ms")
 
     error = failure(make().start("full", {"x": X}))
@@ -429,5 +430,5 @@ def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeBls, make: Call
     ],
 )
 def test_the_size_of_the_pool_is_read_from_the_command_line(arguments: list[str], size: int) -> None:
-    """The server reads either form, also cut short; the last one wins, and only the Python backend's counts."""
+    """Either form of the option is read, also abbreviated; the last one of the Python backend counts."""
     assert pool_size(["tritonserver", *arguments]) == size

@@ -28,7 +28,7 @@ class Holder:
 
 @pytest.mark.parametrize("token", DTYPES)
 def test_numpy_understands_our_capsules(token: str) -> None:
-    """Every dtype arrives with its values and shape."""
+    """numpy reads our capsules of each dtype with values and shape."""
     array: np.typing.NDArray[Any] = (np.arange(24).reshape(2, 3, 4) % 7).astype(DTYPES[token])
 
     back = np.from_dlpack(Holder(make_capsule(array.ctypes.data, token, array.shape)))
@@ -49,7 +49,7 @@ def test_a_capsule_outlives_the_array_that_it_was_made_of() -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3), (1, 1), (4, 3)])
 def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
-    """Scalars and empty tensors included."""
+    """We read numpy's capsules, scalars and empty tensors included."""
     array = np.ones(shape, np.float32)
 
     _, found, nbytes, dtype = read_capsule(array.__dlpack__())
@@ -58,13 +58,13 @@ def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:
-    """Its bytes are not what its shape says."""
+    """A tensor with gaps is refused, because its bytes do not follow its shape."""
     with pytest.raises(ValueError, match="row-major"):
         read_capsule(np.ones((4, 6), np.float32)[:, ::2].__dlpack__())
 
 
 class Numpy2UnderOldTriton(FakeTensor):
-    """Release 24.10's fault: every element reads as the first one, and what is sent is empty."""
+    """The fault of release 24.10: every element reads as the first one, and sent tensors are empty."""
 
     def as_numpy(self) -> Any:
         return np.full_like(self._array, self._array.flat[0])
@@ -94,7 +94,7 @@ def pb_utils(tensor: type) -> Any:
     return type("PbUtils", (FakePbUtils,), {"Tensor": tensor})
 
 
-def test_a_broken_pairing_is_noticed_and_gone_around() -> None:
+def test_a_broken_pairing_is_noticed_and_worked_around() -> None:
     """Tensors are right although the stub's numpy bridge is not."""
     tensors = Tensors(pb_utils(Numpy2UnderOldTriton))
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
@@ -106,14 +106,14 @@ def test_a_broken_pairing_is_noticed_and_gone_around() -> None:
     np.testing.assert_array_equal(tensors.read(arrived, "i64"), array)
 
 
-def test_a_pairing_that_nothing_helps_is_refused_with_what_to_do() -> None:
-    """Wrong answers would be worse than none."""
+def test_a_pairing_without_a_workaround_is_refused_with_what_to_do() -> None:
+    """A model is refused rather than served with wrong answers."""
     with pytest.raises(BrokenPairing, match="numpy<2"):
         Tensors(pb_utils(NothingWorks))
 
 
 def test_a_working_pairing_uses_numpy() -> None:
-    """No copy of ours is made then."""
+    """With a working pairing, no copy is made."""
     tensors = Tensors(FakePbUtils)
     tensor = FakeTensor("x", np.arange(3))
 
@@ -121,7 +121,7 @@ def test_a_working_pairing_uses_numpy() -> None:
 
 
 class Bf16Tensor(FakeTensor):
-    """Numpy has no such type, and Triton says so."""
+    """A tensor of a type that numpy lacks, as Triton reports it."""
 
     def as_numpy(self) -> Any:
         raise RuntimeError("Tensor dtype is BF16 and cannot be converted to NumPy.")
@@ -133,7 +133,7 @@ class Bf16Tensor(FakeTensor):
 @pytest.mark.parametrize("token", DTYPES)
 @pytest.mark.parametrize("tensor", [FakeTensor, Numpy2UnderOldTriton])
 def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], token: str) -> None:
-    """With numpy and Triton that work together, and with those that do not."""
+    """A tensor's dtype is found with working and broken pairings of numpy and Triton."""
     tensors = Tensors(pb_utils(tensor))
     array: np.typing.NDArray[Any] = (np.arange(6).reshape(2, 3) % 2).astype(DTYPES[token])
 
@@ -145,7 +145,7 @@ def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], t
 
 
 def test_a_bf16_tensor_is_taken_as_its_bits() -> None:
-    """The elements are a copy: the tensor may go."""
+    """A bf16 tensor is copied as its bits."""
     bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
     tensor = Bf16Tensor("x", bits)
 
@@ -161,12 +161,12 @@ def test_a_bf16_tensor_is_taken_as_its_bits() -> None:
     "array", [np.array([b"a"], object), np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "c8")]
 )
 def test_elements_that_a_capsule_cannot_hold_are_refused(array: Any) -> None:
-    """Strings, other byte orders, complex numbers."""
+    """Strings, other byte orders and complex numbers are refused."""
     with pytest.raises(ValueError, match="cannot be handed"):
         Tensors(pb_utils(Numpy2UnderOldTriton)).make("x", array)
 
 
 def test_a_capsule_of_an_unknown_type_is_refused() -> None:
-    """Complex numbers, which no tensor of Triton's has."""
+    """A capsule of complex numbers, which Triton does not have, is refused."""
     with pytest.raises(ValueError, match="unknown here"):
         read_capsule(np.zeros(2, np.complex64).__dlpack__())

@@ -1,4 +1,4 @@
-"""The end of a process that cannot go on: its requests are answered before."""
+"""The end of a process that cannot go on: its requests are answered first."""
 
 import threading
 from typing import Any
@@ -9,12 +9,12 @@ from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
 
 
 def test_waiting_requests_are_answered_before_the_process_ends() -> None:
-    """After requests are kept away; those that were answered hear nothing more."""
+    """New requests are kept away, and each waiting one is answered once."""
     responses = Responses(FakePbUtils)
     requests = [FakeRequest({}) for _ in range(4)]
     replies = [Reply(request.get_response_sender(), responses) for request in requests]
     replies[0].send("an answer")
-    replies.pop(1)  # dropped
+    replies.pop(1)  # Dropped.
     order: list[object] = []
 
     DrainAndExit(lambda: order.append("stop"), responses, order.append, FakeBackstop())("it hangs")
@@ -30,7 +30,7 @@ def test_waiting_requests_are_answered_before_the_process_ends() -> None:
 
 
 def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() -> None:
-    """Nor the process from its end."""
+    """An answer that cannot be sent delays neither the others nor the end."""
 
     class Full:
         def send(self, response: Any = None, flags: int = 0) -> None:
@@ -49,7 +49,7 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
 
 
 def test_of_several_threads_one_ends_the_process() -> None:
-    """The others go on until it has."""
+    """One of several threads ends the process, and the others do nothing."""
     inside, go = threading.Event(), threading.Event()
     left: list[int] = []
 

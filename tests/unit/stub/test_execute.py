@@ -68,7 +68,7 @@ def test_a_batch_that_fails_half_way_is_answered_through_replies(replied: tuple[
 
 
 def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_again() -> None:
-    """The other ones fail."""
+    """A batch that fails after one answer fails only the other requests."""
     requests = [FakeRequest({}) for _ in range(2)]
 
     def answer(arrived: list[ClientRequest]) -> None:
@@ -89,7 +89,7 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
         (replies_to(0, then=lambda: None), FakeError.INTERNAL),
         (replies_to(0, 1, then=lambda: [WELL] * 2), FakeError.INTERNAL),
         (lambda _: [WELL] * 2, "well"),
-        (replies_to(0, 1, then=lambda: None), ""),  # they come later
+        (replies_to(0, 1, then=lambda: None), ""),  # These come later.
     ],
 )
 def test_requests_that_the_engine_leaves_out_are_answered(

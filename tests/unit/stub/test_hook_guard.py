@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung
 from tests.fakes import FakeBackstop
 
-#: seconds; for what should happen at once
+# : Seconds for events that should happen at once.
 SOON = 30.0
 
 
@@ -54,7 +54,7 @@ def guard(backstop: FakeBackstop) -> Iterator[HookGuard]:
 def test_a_hook_that_hangs_is_told_with_where_it_is(
     guard: HookGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the hook, its request and the stack of its thread; the clients get the hook's name."""
+    """A hanging hook is logged with its request and stack, and clients get the hook's name."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -73,8 +73,8 @@ def test_a_hook_that_hangs_is_told_with_where_it_is(
     assert "in hangs_here" in caplog.text
 
 
-def test_waiting_for_a_call_does_not_count(guard: HookGuard) -> None:
-    """While one run waits for a call without end, and one makes call after call, a third one hangs; that one is told."""
+def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
+    """Of three runs, only the one that hangs outside of a call is reported."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -110,7 +110,7 @@ def test_waiting_for_a_call_does_not_count(guard: HookGuard) -> None:
 def test_the_backstop_stands_ready_only_while_there_are_hooks(
     guard: HookGuard, backstop: FakeBackstop
 ) -> None:
-    """A process that is stopped while it has nothing to do must not end when it goes on."""
+    """The backstop is armed only while hooks run, so that a stopped idle process does not end."""
     guard.watch(0.1, lambda text: None)
     for _ in range(2):
         with guard.within("preprocess", "r"):

@@ -11,7 +11,7 @@ from rsrv.stub.connection import LaunchError, greet
 from rsrv.stub.session import Launcher, Session
 from rsrv.wire.socket import connect, listen
 
-#: the interpreter of the runtime; "$0.starts" gets a line at each start
+# : The interpreter of the runtime; "$0.starts" gets a line at each start.
 _SCRIPT = """#!/bin/sh
 echo started >> "$0.starts"
 case $(wc -l < "$0.starts") in
@@ -28,7 +28,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     python.write_text(_SCRIPT)
     python.chmod(0o700)
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
-    # Not below tmp_path: the name of a socket has room for 107 characters.
+    # Not below tmp_path, because a socket's path is limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home:
         monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
         yield python

@@ -1,4 +1,4 @@
-"""How much memory there is, as the kernel's files say it."""
+"""The available memory, read from the kernel's files."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
 def test_a_control_group_may_have_less_than_the_machine(
     tmp_path: Path, cgroup: str, files: dict[str, str], total: int, spare: int
 ) -> None:
-    """Whichever has the least counts; what is only cached is free."""
+    """The smallest of the machine's and the control groups' limits counts, and caches are free."""
     root = machine(tmp_path, cgroup, files)
 
     assert total_memory(root) == total
@@ -67,6 +67,6 @@ def test_a_control_group_may_have_less_than_the_machine(
 
 
 def test_this_machine_has_memory() -> None:
-    """Its own files can be read."""
+    """The files of this machine can be read."""
     assert total_memory() >= spare_memory() > 0
     assert private_bytes() > 0

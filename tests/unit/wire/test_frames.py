@@ -1,4 +1,4 @@
-"""Frames survive the way there, and nothing malformed gets through."""
+"""Frames survive packing, and malformed ones are refused."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ completions = st.builds(
 
 @given(st.lists(submissions, max_size=20))
 def test_submissions_survive(sent: list[Submission]) -> None:
-    """What a stub packs, the runtime unpacks."""
+    """The runtime unpacks the submissions that a stub packs."""
     frame = frames.pack_submissions(sent)
 
     assert frames.read_header(frame) == (Kind.SUBMIT, len(sent))
@@ -42,7 +42,7 @@ def test_submissions_survive(sent: list[Submission]) -> None:
 
 @given(st.lists(completions, max_size=20))
 def test_completions_survive(sent: list[Completion]) -> None:
-    """What the runtime packs, a stub unpacks, texts included."""
+    """A stub unpacks the completions that the runtime packs, texts included."""
     received: list[Completion] = []
     for frame in frames.pack_completions(sent):
         kind, count = frames.read_header(frame)
@@ -73,7 +73,7 @@ def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
 
 @given(st.text(st.characters()))
 def test_a_tag_stands_for_an_id(id: str) -> None:
-    """Any text has one that fits its field, the same each time; only no id has none."""
+    """Any id has a stable tag that fits its field; only an empty id has none."""
     tag = frames.request_tag(id)
 
     assert 0 <= tag < 2**64
@@ -83,13 +83,13 @@ def test_a_tag_stands_for_an_id(id: str) -> None:
 
 @pytest.mark.parametrize(("id", "tag"), [("", 0), ("request-17", 14926567910488006288)])
 def test_tags_are_the_documents(id: str, tag: int) -> None:
-    """Another language finds the same ones: these numbers are the specification's."""
+    """Tags equal the numbers in the specification, for other languages."""
     assert frames.request_tag(id) == tag
 
 
 @given(st.binary(max_size=64))
 def test_garbage_is_a_protocol_error_or_a_frame(raw: bytes) -> None:
-    """No bytes make the decoder fail in any other way than by ProtocolError."""
+    """Any bytes are decoded, or raise ProtocolError."""
     try:
         kind, count = frames.read_header(raw)
         match kind:
@@ -125,17 +125,17 @@ def test_ids_survive(ids: list[int]) -> None:
     ],
 )
 def test_a_wrong_greeting_is_refused_with_its_reason(body: dict[str, int], expected: str) -> None:
-    """The first frame tells a stranger and another version apart."""
+    """A wrong first frame is refused as a stranger's, or as another version's."""
     with pytest.raises(ProtocolError, match=expected):
         frames.check_hello(frames.pack_json(Kind.HELLO, body))
 
 
 def test_a_matching_greeting_passes() -> None:
-    """Both sides of one installation understand each other."""
+    """A matching greeting is accepted."""
     frames.check_hello(frames.hello())
 
 
 def test_an_overlong_json_is_refused_before_it_is_sent() -> None:
-    """A frame that the peer could not receive is an error here, not there."""
+    """A JSON text that exceeds a frame is an error for its sender."""
     with pytest.raises(ProtocolError, match="exceeds a frame"):
         frames.pack_json(Kind.REGISTER, {"bundle": "x" * frames.MAX_FRAME})

@@ -1,4 +1,4 @@
-"""No bytes bring a reader of frames to do anything but understand them or raise ProtocolError."""
+"""Any bytes are understood by the frame readers, or raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
 def test_entries_are_as_many_as_said(
     reader: Callable[[bytes, int], Iterable[Any]], count: int, body: bytes
 ) -> None:
-    """Nothing is read that was not sent, however many are announced."""
+    """No more entries are read than were sent, for any announced number."""
     try:
         entries = list(reader(HEADER.pack(Kind.SUBMIT, 0, 0) + body, count))
     except ProtocolError:
@@ -45,13 +45,13 @@ def test_entries_are_as_many_as_said(
     "body", [b"[" * 100_000, b'{"a":' * 20_000, b'{"a":' + b"9" * 5000 + b"}", b"\xff", b"1"]
 )  # fmt: skip
 def test_json_that_is_none_is_a_protocol_error(body: bytes) -> None:
-    """However much of it there is."""
+    """Invalid JSON of any length is a ProtocolError."""
     with pytest.raises(ProtocolError):
         frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body)
 
 
 @given(st.binary(max_size=200))
 def test_any_json_is_an_object_or_a_protocol_error(body: bytes) -> None:
-    """Whatever the encoding that Python guesses."""
+    """Any JSON in any encoding is an object or a ProtocolError."""
     with suppress(ProtocolError):
         assert isinstance(frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body), dict)

@@ -37,7 +37,7 @@ def descriptors() -> int:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=60))
 def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -> None:
-    """Random takes and gives: what is out is disjoint and aligned, and an idle arena is whole again."""
+    """For random takes and gives, ranges are disjoint and aligned, and an idle arena is whole again."""
     arena = Arena(first=4096, keep=1 << 16)
     out: list[Place] = []
     for nbytes, give in steps:
@@ -64,7 +64,7 @@ def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -
 
 
 def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena) -> None:
-    """Beyond `keep`, an idle segment is dropped at once, and the runtime is to be told."""
+    """Above `keep`, an idle segment is dropped at once, and the runtime is told."""
     small = arena.take(100)
     before = arena.nbytes
     large = arena.take(8 << 20)
@@ -79,7 +79,7 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
 
 
 def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:
-    """Its descriptor is closed: it must not be sent any more."""
+    """The closed descriptor of an unannounced segment is never sent."""
     large = arena.take(8 << 20)
 
     arena.give(large)
@@ -88,7 +88,7 @@ def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena
 
 
 def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
-    """A runtime that died under way leaves places that nobody can use any more."""
+    """Closing frees every descriptor, and later gives of places are ignored."""
     before = descriptors()
     arena = Arena()
     place = arena.take(10)
@@ -102,7 +102,7 @@ def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
 
 
 def test_a_document_of_any_size_survives() -> None:
-    """What does not fit a frame travels in a memfd."""
+    """A document that exceeds a frame travels in a memfd."""
     value = {"list": list(range(100_000))}
     fd = create_document(value)
 
@@ -112,7 +112,7 @@ def test_a_document_of_any_size_survives() -> None:
 
 @pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_a_document_without_sense_is_the_peers_fault(text: bytes) -> None:
-    """It is refused, not passed on."""
+    """A document that is no JSON object is refused as the peer's fault."""
     fd = create_sealed(len(text), "test")
     os.pwrite(fd, text, 0)
     with pytest.raises(SharedMemoryError):
@@ -143,7 +143,7 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
 
 
 def test_a_segment_beyond_the_limit_is_refused() -> None:
-    """Its pages cost its owner nothing, and the runtime's address space is all models'."""
+    """A segment beyond the limit is refused, because its empty pages cost only the runtime's address space."""
     fd = create_sealed(1 << 30, "large")
     try:
         with pytest.raises(SharedMemoryError, match="is more than 4096"):
@@ -153,7 +153,7 @@ def test_a_segment_beyond_the_limit_is_refused() -> None:
 
 
 def test_a_board_is_one_page() -> None:
-    """Its number is read without a look at the size."""
+    """A board is one page, which is read without checking its size."""
     for size in (1, 4100, 1 << 20):
         fd = create_sealed(size, "board")
         try:
@@ -164,7 +164,7 @@ def test_a_board_is_one_page() -> None:
 
 
 def test_a_document_beyond_the_limit_is_refused_unread() -> None:
-    """However many bytes its owner says that there are."""
+    """A document beyond the limit is refused without being read."""
     fd = create_sealed(1 << 40, "document")
     try:
         with pytest.raises(SharedMemoryError, match="exceeds 67108864"):
@@ -185,7 +185,7 @@ def test_something_that_is_no_memory_is_refused() -> None:
 
 
 def test_a_sealed_segment_cannot_be_resized() -> None:
-    """Nobody, its owner included, can pull the memory away."""
+    """No process, its owner included, can resize a sealed segment."""
     fd = create_sealed(4096, "test")
     try:
         for size in (0, 8192):
@@ -196,7 +196,7 @@ def test_a_sealed_segment_cannot_be_resized() -> None:
 
 
 def test_a_tensor_that_no_machine_can_hold_is_an_error_that_can_be_handled(arena: Arena) -> None:
-    """The request is refused; the arena goes on, and no descriptor is lost."""
+    """A request for more memory than any machine has fails alone, and leaks no descriptor."""
     before = descriptors()
     with pytest.raises(OSError, match="memory"):
         arena.take(1 << 60)

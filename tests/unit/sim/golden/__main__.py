@@ -1,6 +1,6 @@
-"""Decisions that were looked at and found right: one .txt beside each scenario.
+"""Reviewed decisions: one .txt beside each scenario.
 
-`python -m tests.unit.sim.golden` writes them anew; read the difference before committing it.
+`python -m tests.unit.sim.golden` writes them again; read the difference before committing it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCENARIOS = sorted(Path(__file__).parent.glob("*.yaml"))
 
 
 def decide(scenario: Path) -> str:
-    """The text that belongs beside a scenario."""
+    """Return the text that belongs beside a scenario."""
     return "".join(f"{line}\n" for line in decision_lines(simulate(load_scenario(scenario))))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle.export import export_bundle
@@ -17,6 +17,7 @@ Array = np.ndarray[Any, Any]
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
+@functools.cache
 def params() -> dict[str, dict[str, Array]]:
     """The weights, the same in every process."""
     rng = np.random.default_rng(0)
@@ -35,8 +36,10 @@ def apply(params: Any, x: jax.Array) -> dict[str, jax.Array]:
 
 
 def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """x: f32 [n, 256] -> logits: f32 [n, 10]."""
-    return {"logits": np.asarray(apply(params(), jnp.asarray(inputs["x"]))["logits"])}
+    """x: f32 [n, 256] -> logits: f32 [n, 10], in numpy: nothing is compiled for each number of rows."""
+    hidden, output = params()["hidden"], params()["output"]
+    activations = np.maximum(inputs["x"] @ hidden["kernel"] + hidden["bias"], 0)
+    return {"logits": activations @ output["kernel"] + output["bias"]}
 
 
 def make(out_dir: Path) -> None:

@@ -23,7 +23,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, despite, is_alive
+from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, despite, is_alive, running_triton
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
@@ -275,28 +275,27 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
     assert server.stub_pids("exact") == [stubs["exact"]]
 
 
-def test_a_frozen_runtime_does_not_hang_the_server(start: Callable[..., RunningTriton]) -> None:
+def test_a_frozen_runtime_does_not_hang_the_server(triton: RunningTriton) -> None:
     """While the runtime is stopped, requests wait; when it goes on, each is answered right."""
-    server = start("exact")
-    runtime = runtime_pid(server)
+    runtime = runtime_pid(triton)
 
     def work(call: Caller, number: int) -> None:
         x = ONES * number
         assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
 
     os.kill(runtime, signal.SIGSTOP)
-    threads = threading.Thread(target=at_once, args=(server, 8, work))
+    threads = threading.Thread(target=at_once, args=(triton, 8, work))
     threads.start()
     try:
         with pytest.raises(AssertionError):
-            wait_until(lambda: not threads.is_alive(), 1.5)
-        assert server.server.is_ready()
+            wait_until(lambda: not threads.is_alive(), 1)
+        assert triton.server.is_ready()
     finally:
         os.kill(runtime, signal.SIGCONT)
     threads.join()
-    with caller(server) as call:
+    with caller(triton) as call:
         check_exact(call)
-    assert runtime_pid(server) == runtime
+    assert runtime_pid(triton) == runtime
 
 
 # --- a stub's end -------------------------------------------------------------------------------------------------
@@ -371,39 +370,46 @@ def _replace(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (broken_module, "model.b1.mlir"),
-        (swapped_module, "model.b1.mlir"),
-        (broken_manifest, "executable_inputs"),
-        (broken_hooks, "these hooks are broken"),
-        (two_instances, "config.pbtxt makes 2 instances"),
-        (two_groups, "config.pbtxt makes 2 instances"),
-    ],
-)
+#: what is done to a model, and what is then in the index
+DAMAGES: Mapping[Callable[[Path], None], str] = {
+    broken_module: "model.b1.mlir",
+    swapped_module: "model.b1.mlir",
+    broken_manifest: "executable_inputs",
+    broken_hooks: "these hooks are broken",
+    two_instances: "config.pbtxt makes 2 instances",
+    two_groups: "config.pbtxt makes 2 instances",
+}
+
+
+@pytest.fixture(scope="module")
+def broken(
+    some_bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningTriton]:
+    """A server of `exact`, and of a copy of `hooked` for each damage, by its name."""
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(some_bundles["exact"], folder / "bundles" / "exact")
+    for damage in DAMAGES:
+        shutil.copytree(some_bundles["hooked"], folder / "bundles" / damage.__name__)
+    gen = folder / "gen"
+    assert rsrv_gen.main([str(folder / "bundles"), "-o", str(gen), "--link", "copy"]) == 0
+    for damage in DAMAGES:
+        damage(gen / damage.__name__ / "1" / "bundle")
+    with running_triton(gen, folder / "server.log", exit_on_error=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_broken_model_says_why_and_the_others_serve(
-    start_triton: StartTriton,
-    some_bundles: Mapping[str, Path],
-    home: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    reason: str,
+    broken: RunningTriton, damage: Callable[[Path], None]
 ) -> None:
     """A model that broke after the repository was made fails to load, with its reason in the index."""
-    gen = tmp_path / "gen"
-    names = ("exact", "hooked")
-    assert (
-        rsrv_gen.main([*(str(some_bundles[name]) for name in names), "-o", str(gen), "--link", "copy"]) == 0
-    )
-    damage(gen / "hooked" / "1" / "bundle")
-    server = start_triton(gen, exit_on_error=False)
-    state, said = server.server.model_states()["hooked"]
+    model = damage.__name__
+    state, said = broken.server.model_states()[model]
     assert state == "UNAVAILABLE"
-    assert reason in said, said
-    with caller(server) as call:
+    assert DAMAGES[damage] in said, said
+    with caller(broken) as call:
         check_exact(call)
-        refusal(lambda: call("hooked", {"x": X}))
+        refusal(lambda: call(model, {"x": X}))
         check_exact(call)
 
 

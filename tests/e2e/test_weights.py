@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
-from tests.e2e.harness import RunningTriton, StartTriton
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.runtime_commands import Refused, compact, set_residency
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
@@ -29,9 +29,7 @@ from tests.waiting import wait_until
 _BYTES = 1536
 
 
-def serve(
-    start: StartTriton, folder: Path, settings: str, kernels: Mapping[str, bundles.Array]
-) -> RunningTriton:
+def make_repository(folder: Path, settings: str, kernels: Mapping[str, bundles.Array]) -> Path:
     """`exact` under other names, with these kernels."""
     for name, kernel in kernels.items():
         copy = folder / "bundles" / name
@@ -44,11 +42,7 @@ def serve(
     (folder / "settings.yaml").write_text(settings)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    return start(folder / "gen")
-
-
-def different(*names: str) -> dict[str, bundles.Array]:
-    return {name: bundles.exact_kernel() + number for number, name in enumerate(names)}
+    return folder / "gen"
 
 
 def where(server: RunningTriton) -> dict[str, str]:
@@ -61,16 +55,26 @@ def x() -> bundles.Array:
     return np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
 
 
-def test_more_models_than_the_budget_holds(
-    start_triton: StartTriton, tmp_path: Path, x: bundles.Array
-) -> None:
-    """Three models take turns on a budget for two: loaded, evicted, and every answer exact."""
-    kernels = different("first", "second", "third")
-    server = serve(start_triton, tmp_path, "runtime: {weight_budget_bytes: 4000}", kernels)
+#: three models
+KERNELS: Mapping[str, bundles.Array] = {
+    name: bundles.exact_kernel() + number for number, name in enumerate(("first", "second", "third"))
+}
 
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """These models on a budget for two of them; none of them is pinned, and the third has no copy on the host."""
+    settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
+    folder = tmp_path_factory.mktemp("weights")
+    with running_triton(make_repository(folder, settings, KERNELS), folder / "server.log") as running:
+        yield running
+
+
+def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Array) -> None:
+    """Three models take turns on a budget for two: loaded, evicted, and every answer exact."""
     with caller(server) as call:
         for _ in range(5):
-            for name, kernel in kernels.items():
+            for name, kernel in KERNELS.items():
                 assert_same(call(name, {"x": x}), {"y": x @ kernel})
 
     found = read_status(server.pid)["models"]
@@ -81,7 +85,8 @@ def test_more_models_than_the_budget_holds(
 def test_equal_weights_are_there_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
     """Three models with one kernel fit where one does, on the device and on the host."""
     kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
-    server = serve(start_triton, tmp_path, f"runtime: {{weight_budget_bytes: {_BYTES}}}", kernels)
+    settings = f"runtime: {{weight_budget_bytes: {_BYTES}}}"
+    server = start_triton(make_repository(tmp_path, settings, kernels))
 
     with caller(server) as call:
         for name, kernel in kernels.items():
@@ -93,13 +98,8 @@ def test_equal_weights_are_there_once(start_triton: StartTriton, tmp_path: Path,
         assert (tier["logical_bytes"], tier["physical_bytes"]) == (3 * _BYTES, _BYTES)
 
 
-def test_an_operator_moves_weights_between_the_tiers(
-    start_triton: StartTriton, tmp_path: Path, x: bundles.Array
-) -> None:
+def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: bundles.Array) -> None:
     """A pinned model stays while others take turns; an unpinned one is read from its file; both as soon as told."""
-    kernels = different("first", "second", "third")
-    settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
-    server = serve(start_triton, tmp_path, settings, kernels)
     assert read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES
 
     set_residency(server.pid, "first", "device")
@@ -107,13 +107,13 @@ def test_an_operator_moves_weights_between_the_tiers(
     with caller(server) as call:
         for _ in range(3):
             for name in ("second", "third"):
-                assert_same(call(name, {"x": x}), {"y": x @ kernels[name]})
+                assert_same(call(name, {"x": x}), {"y": x @ KERNELS[name]})
                 assert where(server)["first"] == "resident"
         compact(server.pid)
-        assert_same(call("first", {"x": x}), {"y": x @ kernels["first"]})
+        assert_same(call("first", {"x": x}), {"y": x @ KERNELS["first"]})
         set_residency(server.pid, "first", "system")
         for name in ("second", "third"):
-            assert_same(call(name, {"x": x}), {"y": x @ kernels[name]})
+            assert_same(call(name, {"x": x}), {"y": x @ KERNELS[name]})
     assert where(server) == {"first": "absent", "second": "resident", "third": "resident"}
     wait_until(
         lambda: read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES,

@@ -1,4 +1,4 @@
-"""Some hundred of the bad requests of which `make fuzz` sends twenty thousand."""
+"""Two hundred of the bad requests of which `make fuzz` sends twenty thousand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.servers import check_requests
 
 def test_bad_requests_harm_no_server_and_no_honest_client(tmp_path: Path) -> None:
     """A server and a gateway get hundreds of hostile requests: both live on, leak nothing, and answer honest requests right."""
-    verdicts = list(check_requests(range(600), tmp_path))
+    verdicts = list(check_requests(range(200), tmp_path))
 
     bad = [f"{verdict.outcome}: seed {verdict.seed}: {verdict.detail}" for verdict in verdicts if verdict.bad]
     assert not bad, "\n".join(bad)
@@ -19,5 +19,5 @@ def test_bad_requests_harm_no_server_and_no_honest_client(tmp_path: Path) -> Non
             Counter(verdict.outcome for verdict in verdicts)[each]
             for each in ("answered", "refused", "closed")
         )
-        > 20
+        > 5
     )

@@ -12,29 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rsrv.command import add_version
+from rsrv.command import EXIT_STATUS, CommandParser, command
 from rsrv_bundle.commands.sources import KINDS
 
 if TYPE_CHECKING:
     from rsrv_bundle.commands.agreement import Comparison
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 
     0: success, and for `diff` equal bundles. 1: a bundle is broken, or exceeds its tolerance; for `diff` they differ.
-    2: wrong usage, no such directory, or a missing package. 130, 143: ended by SIGINT, SIGTERM, with temporary files removed.
+    2: wrong command line, no such directory, or a missing package. 130, 143: ended by SIGINT, SIGTERM, with temporary
+    files removed.
     """
     try:
         with _sigterm_as_exit():
-            arguments = parser().parse_args(argv)
+            arguments = parser().parse(argv)
             return COMMANDS[arguments.command](arguments)
     except SystemExit as e:
         # From argparse, which has printed an error or the help; or from SIGTERM.
         return int(e.code or 0)
-    except KeyboardInterrupt:
-        print("rsrv-bundle: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except UsageError as e:
         print(f"rsrv-bundle: {e}", file=sys.stderr)
         return 2
@@ -61,10 +60,12 @@ class UsageError(Exception):
     """The command line cannot be carried out; the message says why."""
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="rsrv-bundle", description="Work with bundles of compiled models.")
-    add_version(top)
-    commands = top.add_subparsers(dest="command", required=True)
+def parser() -> CommandParser:
+    top = CommandParser(
+        prog="rsrv-bundle", description="Work with bundles of compiled models.", epilog=EXIT_STATUS
+    )
+    top.add_version()
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     _add_export(commands)
     _add_check(commands)
     _add_show(commands)

@@ -33,13 +33,6 @@ def mismatch(file: str) -> str:
     )
 
 
-def os_error(error: OSError) -> str:
-    """Return the file and the error; the error's own text if it has neither."""
-    if error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
 #: limits of a report, which a person reads: lines, and characters of a line
 _MAX_LINES, _MAX_LENGTH = 100, 1000
 

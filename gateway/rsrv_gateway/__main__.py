@@ -1,20 +1,21 @@
 """Command `rsrv-gateway`, also `python -m rsrv_gateway`. Imports nothing heavy before the arguments are parsed."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.command import add_version
+from rsrv.command import EXIT_STATUS, CommandParser, command
 
-_EPILOG = """Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
-Exit status: 0 after SIGTERM or SIGINT; 1 when it cannot listen or go on; 2 for wrong settings or a wrong command line."""
+_EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
+{EXIT_STATUS}
+SIGTERM and SIGINT end it with 0."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Requests in flight then have gateway.drain_s; a second signal ends them."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     # gRPC logs an error for every peer that leaves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
@@ -22,12 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return gateway.run(options.config, options.workers)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    top = CommandParser(
         prog="rsrv-gateway",
         description="One endpoint in front of several tritonservers.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--config", type=Path, metavar="FILE", help="rsrv.yaml; without it, the defaults hold")
     top.add_argument(
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT,...",
         help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
     )
-    add_version(top)
+    top.add_version()
     return top
 
 

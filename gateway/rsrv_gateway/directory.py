@@ -4,7 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from rsrv.control.find import NotFound
+from rsrv.control.find import ControlEndpoint, choose, working_directory
+from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, hold, make_private, start_time
 
 
@@ -28,26 +29,23 @@ class Directory:
             os.close(self._held)
 
 
-def address(pid: int | None) -> str:
-    """Return RSRV_GATEWAY_ADDRESS, or the address of this user's only gateway, or of the one with this pid. Raises NotFound."""
-    chosen = os.environ.get("RSRV_GATEWAY_ADDRESS")
-    if chosen and pid is None:
-        return chosen
-    base = base_directory()
-    running = {
-        one: path for path in base.glob(f"gateway-*-*/{CONTROL_SOCKET}") if (one := _alive(path.parent))
-    }
-    found = {one: path for one, path in running.items() if pid in (None, one)}
-    if not found:
-        missing = "no gateway of yours" if pid is None else f"no gateway {pid} of yours"
-        raise NotFound(
-            f"{missing} runs here (looked in {base}; --address and RSRV_RUNTIME_DIR say where else)"
-        )
-    if len(found) > 1:
-        raise NotFound(
-            f"several gateways run here, choose one: {', '.join(f'--pid {one}' for one in sorted(found))}"
-        )
-    return f"unix:{next(iter(found.values()))}"
+def address(which: str | None) -> str:
+    """Return the address of this user's only gateway, or of the one that `which` or RSRV_GATEWAY_ADDRESS names.
+
+    `which` is as in `rsrv.control.find.choose`; a gateway's folder is that of its settings. Raises NotFound.
+    """
+    running = [
+        ControlEndpoint(pid, path, _settings_folder(pid))
+        for path in sorted(base_directory().glob(f"gateway-*-*/{CONTROL_SOCKET}"))
+        if (pid := _alive(path.parent))
+    ]
+    start = "Start one with `rsrv-gateway --workers HOST:PORT,...`"
+    return choose(which or os.environ.get("RSRV_GATEWAY_ADDRESS"), running, "gateway", start)
+
+
+def _settings_folder(pid: int) -> Path:
+    config = Options(read_command_line(pid)).last("config", "rsrv.yaml")
+    return (working_directory(pid) / config).resolve().parent
 
 
 def _alive(path: Path) -> int:

@@ -16,6 +16,7 @@ from rsrv.placement.contract import Worker
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
+from rsrv.text import os_error
 from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
@@ -41,8 +42,9 @@ def run(config: Path | None, workers: str | None) -> int:
     try:
         settings = read(config, workers)
     except (SettingsError, MembersError, OSError) as error:
-        print(f"rsrv-gateway: {error}", file=sys.stderr)
-        return 2
+        print(f"rsrv-gateway: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        # Of these, the command line has only the workers.
+        return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
     # Each client is an open file, and without a free one no worker can be reached.
     raise_limit(resource.RLIMIT_NOFILE)

@@ -1,27 +1,27 @@
 """The command rsrv-gen: bundles in, a Triton model repository out. `--help` loads nothing else."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.command import add_version
+from rsrv.command import EXIT_STATUS, CommandParser, command
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 1 if a bundle is broken or, with --check, if anything would change."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     from rsrv_gen import run
 
     return run.run(options)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    top = CommandParser(
         prog="rsrv-gen",
         description="Write a Triton model repository: one Python-backend model for each bundle.",
         epilog="Serve it with: tritonserver --model-repository=GEN --model-control-mode=explicit "
-        "--load-model=* --exit-on-error=false",
+        f"--load-model=* --exit-on-error=false\n{EXIT_STATUS}",
     )
     top.add_argument(
         "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a bundle, or a directory of bundles"
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write nothing; exit with 1 if anything would change or is broken",
     )
-    add_version(top)
+    top.add_version()
     return top
 
 

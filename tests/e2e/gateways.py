@@ -174,7 +174,7 @@ class RunningGateway:
         """Return what `rsrv gateway` prints."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            assert cli.main(["gateway", *arguments, "--address", self.control]) == 0
+            assert cli.main(["gateway", *arguments, "--server", self.control]) == 0
         return out.getvalue()
 
     @contextmanager

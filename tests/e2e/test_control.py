@@ -76,7 +76,7 @@ class Control:
         """What the command prints; its exit status must be this."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            found = cli.main([*arguments, "--address", self.address])
+            found = cli.main([*arguments, "--server", self.address])
         assert found == status
         return out.getvalue()
 

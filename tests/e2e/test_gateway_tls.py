@@ -148,7 +148,7 @@ def test_both_sides(
             infer(plain, headers=token)
 
         wait_until(lambda: any(model.bytes for model in gateway.status().models), what="the worker's figures")
-        shown = ["gateway", "status", "--address", listen, "--tls-ca", str(files.ca)]
+        shown = ["gateway", "status", "--server", listen, "--tls-ca", str(files.ca)]
         own = ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
         assert cli.main([*shown, *own, "--token-file", str(files.token)]) == 0
         assert "exact" in capsys.readouterr().out

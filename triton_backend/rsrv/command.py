@@ -1,18 +1,102 @@
 """The common part of rsrv's commands. Imports nothing that `--help` does not need."""
 
 import argparse
-from collections.abc import Sequence
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from rsrv.text import nearest
+
+#: all commands of the package, for the shell's completion
+COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim")
+#: of every command; docs/operating.md has the table
+EXIT_STATUS = (
+    "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 130 Ctrl-C."
+)
 
 
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """Add --version to a parser."""
-    parser.add_argument(
-        "--version",
-        action=_ShowVersion,
-        nargs=0,
-        dest=argparse.SUPPRESS,
-        help="show rsrv's version and end",
-    )
+class CommandParser(argparse.ArgumentParser):
+    """A parser with --version, short usage lines, the shell's completion, and a hint about every unknown word."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Formatter, **options})
+        # The innermost parser of the command line, for errors found later.
+        self.set_defaults(parser=self)
+
+    def add_version(self) -> None:
+        """Add --version."""
+        self.add_argument(
+            "--version",
+            action=_ShowVersion,
+            nargs=0,
+            dest=argparse.SUPPRESS,
+            help="show rsrv's version and end",
+        )
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the command line; a wrong one ends the process with status 2."""
+        if "_ARGCOMPLETE" in os.environ:
+            with suppress(ImportError):
+                import argcomplete
+
+                argcomplete.autocomplete(self)
+        options, rest = self.parse_known_args(argv)
+        if rest:
+            parser: CommandParser = options.parser
+            known = parser._option_string_actions if rest[0].startswith("-") else ()
+            parser.error(f"unknown argument {rest[0]!r}{nearest(rest[0], known)}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and end with status 2."""
+        self.exit(2, self.explain(message))
+
+    def explain(self, message: str) -> str:
+        """Return the lines that an error of the command line prints."""
+        return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            is_command = isinstance(action, argparse._SubParsersAction)
+            raise argparse.ArgumentError(
+                None if is_command else action,
+                f"unknown {'command' if is_command else 'value'} {value!r}{nearest(value, action.choices)}",
+            )
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Usage lines without the options, which the sections below them list; texts of several lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(
+            super(_Formatter, self)._fill_text(line, width, indent) for line in text.splitlines()
+        )
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: Any = None
+    ) -> None:
+        actions = list(actions)
+        if usage is None and prefix is None:
+            choices = [group._group_actions for group in groups if group.required]
+            words = ["%(prog)s", *(["[OPTIONS]"] if any(one.option_strings for one in actions) else [])]
+            words += [
+                f"({' | '.join(self._word(one).strip('[]') for one in several)})" for several in choices
+            ]
+            chosen = {id(one) for several in choices for one in several}
+            rest = [one for one in actions if id(one) not in chosen]
+            words += [self._word(one) for one in rest if one.option_strings and one.required]
+            words += [self._word(one) for one in rest if not one.option_strings]
+            usage = " ".join(words)
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _word(self, action: argparse.Action) -> str:
+        name = str(action.metavar or action.dest.upper())
+        if not action.option_strings:
+            return self._format_args(action, name)
+        return action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]} {name}"
 
 
 class _ShowVersion(argparse.Action):
@@ -29,3 +113,23 @@ class _ShowVersion(argparse.Action):
 
         print(f"rsrv {rsrv.__version__}")
         parser.exit()
+
+
+Main = Callable[[Sequence[str] | None], int]
+
+
+def command(main: Main) -> Callable[..., int]:
+    """Make a command's main function end without a traceback on Ctrl-C, and when its output's reader has closed it."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            # Python would log an error when it closes the output.
+            sys.stdout = None
+            return 0
+
+    return run

@@ -4,7 +4,6 @@ Every command and page uses these units: bytes in steps of 1000 (kB, MB, GB), ti
 second, all with three digits. A figure that is not known is a dash.
 """
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -53,8 +52,18 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
+def os_error(error: OSError) -> str:
+    """Return the file and the reason, without the number that str() has."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint about an unknown word: the most similar known word, or all known words."""
+    # Every command imports this module; only a wrong word needs difflib.
+    import difflib
+
     known = list(known)
     near = difflib.get_close_matches(word[:100], known, n=1)
     if near:

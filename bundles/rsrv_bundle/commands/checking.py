@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 
+from rsrv.text import os_error
 from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
-from rsrv_bundle.errors import BundleError, os_error
+from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look, check_signatures

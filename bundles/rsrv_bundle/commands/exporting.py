@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.text import os_error
 from rsrv_bundle import dtypes
 from rsrv_bundle.commands.sources import KINDS, LoadError, load
-from rsrv_bundle.errors import BundleError, TargetError, os_error
+from rsrv_bundle.errors import BundleError, TargetError
 from rsrv_bundle.interface import LETTERS
 from rsrv_bundle.writer import free_target
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from rsrv.text import amount, one_line
+from rsrv.text import amount, one_line, os_error
 from rsrv_bundle.commands import showing
 from rsrv_bundle.commands.describing import describe
 from rsrv_bundle.commands.differing import (
@@ -17,7 +17,7 @@ from rsrv_bundle.commands.differing import (
     relate,
     weights_of,
 )
-from rsrv_bundle.errors import BundleError, TargetError, os_error
+from rsrv_bundle.errors import BundleError, TargetError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import known_version
 from rsrv_bundle.reader import read_bundle

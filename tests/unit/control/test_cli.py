@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Shell:
         self._capsys = capsys
 
     async def __call__(self, *arguments: str, address: str | None = None) -> Said:
-        where = ["--address", address or f"unix:{self.server.socket}"]
+        where = ["--server", address or f"unix:{self.server.socket}"]
         status = await asyncio.to_thread(_main, [*arguments, *where])
         return Said(status, *self._capsys.readouterr())
 
@@ -127,7 +127,9 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert ["a@1", "ready", "resident", "100"] in rows
             assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
 
-            assert await rsrv("status", "x") == Said(1, "", "rsrv: there is no model 'x'\n")
+            assert await rsrv("status", "x") == Said(
+                1, "", "rsrv status: there is no model 'x'; known are a, b\n"
+            )
 
     run()
 
@@ -295,7 +297,6 @@ def test_a_subcommand_is_one_command(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["what"],
         ["pin"],
         ["residency", "a", "gpu"],
@@ -361,10 +362,13 @@ def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[
             rsrv.server.runtime.change("a@1", None)
             await until(rsrv.server.link, lambda: "a@1" not in rsrv.server.link.entries)
 
-            assert await rsrv("health") == Said(1, "not serving\n", "")
-            assert await rsrv("health", "a") == Said(1, "not serving\n", "")
+            reason = "not serving: a is not loaded\n"
+            assert await rsrv("health") == Said(1, reason, "")
+            assert await rsrv("health", "a") == Said(1, reason, "")
             assert await rsrv("health", "b") == Said(0, "serving\n", "")
-            assert await rsrv("health", "x") == Said(1, "", "rsrv: there is no model 'x'\n")
+            assert await rsrv("health", "x") == Said(
+                1, "", "rsrv health: there is no model 'x'; known are a, b\n"
+            )
 
     run()
 
@@ -382,7 +386,7 @@ def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag
                     "-m",
                     "rsrv.cli.main",
                     "watch",
-                    "--address",
+                    "--server",
                     f"unix:{server.socket}",
                     *flag,
                 ),
@@ -463,8 +467,10 @@ def test_an_address_without_a_server_fails_in_one_line(
         async with shell(tmp_path, capsys) as rsrv:
             said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
             assert said.status == 1
-            assert said.err.startswith(f"rsrv: cannot connect to unix:{tmp_path}/nobody.sock. Check ")
-            assert len(said.err.splitlines()) == 1
+            assert said.err == (
+                f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: there is no such socket; check that the "
+                "server runs\n"
+            )
 
     run()
 
@@ -480,7 +486,7 @@ def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
             said = await rsrv("status")
             assert (said.status, said.out) == (1, "")
-            assert said.err.startswith("rsrv: the runtime does not answer")
+            assert said.err.startswith("rsrv status: the runtime does not answer")
 
     run()
 
@@ -512,7 +518,9 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
                 assert (said.status, said.out) == (0, "serving\n")
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
-                assert said == Said(1, "", "rsrv: the token is missing, or wrong\n")
+                assert said == Said(
+                    1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
+                )
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
                 assert said.status == 1
                 assert "No such file" in said.err
@@ -537,51 +545,132 @@ def _server(base: Path, pid: int, gpu: int = 0, started: int | None = None) -> s
     return f"unix:{directory}/control.sock"
 
 
+@contextmanager
+def _tritonserver(folder: Path, *flags: str) -> Iterator[int]:
+    """Start a process with the command line of a tritonserver in a folder; yields its pid."""
+    (folder / "gen").mkdir(parents=True)
+    program = [sys.executable, "-c", "input()", "--model-repository=gen", *flags]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, cwd=folder) as process:
+        yield process.pid
+        process.kill()
+
+
 def test_the_only_server_is_found(servers: Path) -> None:
-    """The only live server is found; a dead one's directory is ignored, although its pid was reused."""
+    """A dead server's directory, whose pid another process has now, does not count."""
     _server(servers, 1, started=12345)
     address = _server(servers, os.getpid())
 
     assert find.address(None) == address
 
 
-def test_of_several_servers_one_is_chosen(servers: Path) -> None:
-    """Several servers are listed in the error; `--pid` chooses one."""
-    mine, parents = _server(servers, os.getpid()), _server(servers, os.getppid())
+def test_several_servers_are_named_by_folder_and_port(
+    servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error lists them by folder and port, and each of these chooses one."""
+    monkeypatch.chdir(tmp_path)
+    with (
+        _tritonserver(tmp_path / "one") as first,
+        _tritonserver(tmp_path / "two", "--grpc-port=8011", "--http-port", "8010") as second,
+    ):
+        addresses = {_server(servers, first), _server(servers, second)}
 
-    with pytest.raises(find.NotFound, match="choose one") as found:
-        find.address(None)
+        with pytest.raises(find.NotFound) as found:
+            find.address(None)
+        assert "several servers run here: " in str(found.value)
+        assert "one/gen on 8001" in str(found.value)
+        assert "two/gen on 8011" in str(found.value)
+        assert {find.address("8001"), find.address("8010")} == addresses
+        assert {find.address("one"), find.address("two/gen/")} == addresses
+        with pytest.raises(find.NotFound, match="no server here has the port or folder '8012'; running: "):
+            find.address("8012")
+        with pytest.raises(find.NotFound, match="several servers"):
+            find.address(".")
 
-    assert mine in str(found.value)
-    assert f"--pid {os.getppid()} (GPU 0" in str(found.value)
-    assert find.address(os.getppid()) == parents
 
-
-def test_two_gpus_of_a_server_are_told_apart(servers: Path) -> None:
-    """The error lists the addresses of both GPUs of one server, because its pid is ambiguous."""
+def test_two_devices_of_a_server_are_told_apart(servers: Path) -> None:
+    """Their folder and port are the same, so the error has their addresses."""
     first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))
 
     with pytest.raises(find.NotFound) as found:
-        find.address(os.getpid())
+        find.address("8001")
 
     assert first in str(found.value)
     assert second in str(found.value)
 
 
-def test_no_server_is_found(servers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a server, one line names the searched folder."""
-    assert cli.main(["status"]) == 1
-    assert (
-        capsys.readouterr().err
-        == f"rsrv: no server of yours with rsrv runs here (looked in {servers}; name another place "
-        "by --address or RSRV_RUNTIME_DIR)\n"
+@pytest.mark.parametrize(("arguments", "prog"), [([], "rsrv"), (["status"], "rsrv status")])
+def test_no_server_is_found(
+    servers: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], prog: str
+) -> None:
+    """One line says where the command looked, and how to start a server."""
+    assert cli.main(arguments) == 1
+    assert capsys.readouterr().err == (
+        f"{prog}: no server of yours runs here (looked in {servers}). Start one with `rsrv serve bundles/`, or name one "
+        "elsewhere with --server HOST:PORT or --server unix:PATH\n"
     )
 
 
 def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RSRV_CONTROL_ADDRESS names the server; a pid on the command line takes precedence."""
-    mine = _server(servers, os.getpid())
+    """RSRV_CONTROL_ADDRESS chooses the server; --server takes precedence."""
     monkeypatch.setenv("RSRV_CONTROL_ADDRESS", "gpu7:8003")
 
     assert find.address(None) == "gpu7:8003"
-    assert find.address(os.getpid()) == mine
+    assert find.address("unix:/run/other.sock") == "unix:/run/other.sock"
+
+
+def test_without_a_command_the_status_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv` alone prints what `rsrv status` prints, and a line that names --help."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            status, bare = await rsrv("status"), await rsrv()
+
+            assert bare.status == 0
+            assert [line.split()[0] for line in status.out.splitlines() if line] == [
+                line.split()[0] for line in bare.out.splitlines()[:-2] if line
+            ]
+            assert bare.out.endswith("\n\n`rsrv --help` lists the commands.\n")
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["stauts"], "rsrv: unknown command 'stauts'; did you mean 'status'?"),
+        (["gateway", "repak"], "rsrv gateway: unknown command 'repak'; did you mean 'repack'?"),
+        (["pin", "a", "--wiat"], "rsrv pin: unknown argument '--wiat'; did you mean '--wait'?"),
+        (["pause", "a", "--mode", "dran"], "argument --mode: unknown value 'dran'; did you mean 'drain'?"),
+        (["scheduler", "dept=3"], "rsrv scheduler: unknown key 'dept'; did you mean 'depth'?"),
+        (["scheduler", "discipline=fiar"], "discipline cannot be 'fiar'; did you mean 'fair'?"),
+        (["status", "--timeout", "x"], "argument --timeout: 'x' is not a number of seconds above 0"),
+    ],
+)
+def test_a_wrong_word_gets_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    """The error names the nearest command, option, key or value, before the usage."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = await rsrv(*arguments)
+            assert said.status == 2
+            assert error in said.err.splitlines()[0]
+            assert said.err.splitlines()[1].startswith("usage: rsrv")
+
+    run()
+
+
+def test_a_model_name_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command about an unknown model names the nearest one that the server has."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys, models=("classify", "b")) as rsrv:
+            assert await rsrv("status", "clasify") == Said(
+                1, "", "rsrv status: there is no model 'clasify'; did you mean 'classify'?\n"
+            )
+
+    run()

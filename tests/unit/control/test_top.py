@@ -129,7 +129,7 @@ async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         top = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rsrv.cli.main", "top", "--address", f"unix:{server.socket}"),
+            *(sys.executable, "-m", "rsrv.cli.main", "top", "--server", f"unix:{server.socket}"),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -107,16 +107,18 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["--config", "missing.yaml"], "missing.yaml"),
-        (["--workers", "a"], "'a' is not HOST:PORT"),
+        (["--config", "missing.yaml"], 1, "missing.yaml: No such file"),
+        (["--workers", "a"], 2, "'a' is not HOST:PORT"),
     ],
 )
-def test_a_wrong_command_line_ends_it(arguments: list[str], message: str) -> None:
-    """A wrong command line exits 2 with one line."""
+def test_wrong_settings_or_a_wrong_command_line_end_it(
+    arguments: list[str], status: int, message: str
+) -> None:
+    """The gateway prints one line; the status is 2 if the command line is wrong."""
     said = subprocess.run([*GATEWAY, *arguments], check=False, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 2
+    assert said.returncode == status
     assert message in said.stderr
     assert len(said.stderr.splitlines()) == 1
 

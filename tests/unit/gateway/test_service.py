@@ -274,7 +274,7 @@ async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.Captu
     async with served(tmp_path, PACKED, a=worker("m"), b=worker("m")) as gateway:
 
         async def say(*words: str, status: int = 0) -> str:
-            where = ["--address", f"unix:{gateway.path}"]
+            where = ["--server", f"unix:{gateway.path}"]
             assert await asyncio.to_thread(cli.main, ["gateway", *words, *where]) == status
             out, err = capsys.readouterr()
             return out + err
@@ -299,4 +299,4 @@ async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.Captu
         assert (await say("health"), await say("health", "m")) == ("serving\n", "serving\n")
         assert "there is no model" in await say("locate", "x", status=1)
         assert "hysteresis cannot be 'much'" in await say("policy", "hysteresis=much", status=2)
-        assert "is not one of" in await say("policy", "mode=round_robin", status=2)
+        assert "unknown key 'mode'; known are " in await say("policy", "mode=round_robin", status=2)

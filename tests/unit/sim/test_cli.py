@@ -57,21 +57,21 @@ def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path
     assert json.loads(one[1].read_text())["total"]["served"] == 2
 
 
-def test_a_wrong_scenario_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong scenario exits 2 with a line for each problem."""
+def test_a_wrong_scenario_is_1(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of stderr says what is wrong; no traceback."""
     scenario.write_text(GOOD.replace("model: b", "model: c"), encoding="utf-8")
 
-    assert main([str(scenario)]) == 2
+    assert main([str(scenario)]) == 1
 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"rsrv-sim: {scenario}: arrivals.1.model: there is no model 'c'")
 
 
-def test_no_scenario_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing file or a directory exits 2."""
-    assert main([str(tmp_path / "none.yaml")]) == 2
-    assert main([str(tmp_path)]) == 2
+def test_no_scenario_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there, and a directory."""
+    assert main([str(tmp_path / "none.yaml")]) == 1
+    assert main([str(tmp_path)]) == 1
 
     assert capsys.readouterr().err.count("cannot be read") == 2
 
@@ -86,9 +86,9 @@ def test_a_wrong_window_is_2(window: str, scenario: Path, capsys: pytest.Capture
     assert "give two rising times in seconds" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An unwritable folder, here a file, exits 2."""
-    assert main([str(scenario), "--out", str(scenario)]) == 2
+def test_a_folder_that_cannot_be_written_is_1(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is a file."""
+    assert main([str(scenario), "--out", str(scenario)]) == 1
 
     assert "cannot write: --out" in capsys.readouterr().err
 
@@ -106,3 +106,10 @@ def test_without_matplotlib_there_are_metrics(
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.json"]
     assert "pip install 'rsrv[sim]'" in capsys.readouterr().err
+
+
+def test_metrics_for_programs(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints the metrics in place of the table."""
+    assert main([str(scenario), "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["total"]["served"] == 2

@@ -3,17 +3,19 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import rsrv
 from rsrv.cli.output import print_json
+from rsrv.command import CommandParser
 from rsrv.control import find
 from rsrv.progress import steps
-from rsrv.text import one_line
+from rsrv.text import nearest, one_line, os_error
 
 #: Seconds to wait for an answer, and for the answer to a call that loads or compiles first.
 TIMEOUT_S = 10.0
@@ -27,50 +29,81 @@ class CommandLineError(Exception):
 def carry_out(
     options: argparse.Namespace,
     command: "Callable[[Server], int]",
+    messages: Any,
     stub: Callable[[Any], Any],
-    find_address: Callable[[int | None], str],
+    find_address: Callable[[str | None], str],
 ) -> int:
     """Connect, carry out a command, and return its exit status.
 
-    `stub` makes a stub of the service on a channel, and `find_address` finds the service of a pid.
+    `messages` is the service's module of messages, `stub` makes a stub of it on a channel, and `find_address` finds the service that --server names.
     """
-    address = ""
     try:
-        address = getattr(options, "address", None) or find_address(getattr(options, "pid", None))
-        with _connected(address, options, stub) as server:
-            return command(server)
+        address = find_address(getattr(options, "server", None))
+        with _connected(address, options) as channel:
+            server = Server(channel, messages, stub, options)
+            try:
+                return command(server)
+            except grpc.RpcError as error:
+                return _fail(options, _explain(error, address, server))
     except CommandLineError as error:
-        return _fail(str(error), 2)
+        parser: CommandParser = options.parser
+        print(parser.explain(str(error)), end="", file=sys.stderr)
+        return 2
     except (find.NotFound, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            # The reader has closed the pipe. Python would log an error when it closes the output.
-            sys.stdout = None
-            return 0
-        return _fail(str(error), 1)
-    except grpc.RpcError as error:
-        return _fail(_explain(error, address), 1)
+            raise
+        return _fail(options, str(error) if isinstance(error, find.NotFound) else os_error(error))
 
 
-def _fail(text: str, status: int) -> int:
-    print(f"rsrv: {one_line(text)}", file=sys.stderr)
-    return status
+def _fail(options: argparse.Namespace, text: str) -> int:
+    print(f"{options.parser.prog}: {one_line(text)}", file=sys.stderr)
+    return 1
 
 
-def _explain(error: Any, address: str) -> str:
-    code, text = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text:
-        return f"cannot connect to {address}. Check that the server runs, and that both sides or neither use TLS."
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "no answer in time; --timeout sets how long to wait"
-    return text or code.name
+#: part of gRPC's text about a connection -> cause and remedy
+_CAUSES = {
+    "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
+    "Hostname Verification": "its certificate is for another host; name that host with --server",
+    "Socket closed": "it ended the connection; it may require TLS (--tls-ca), or a client's certificate (--tls-cert)",
+    "HTTP/2": "that port does not speak gRPC; name the one of control.listen",
+    "Connection refused": "nothing listens there; check that the server runs, and its control.listen",
+    "No such file": "there is no such socket; check that the server runs",
+    "errors resolving": "that is neither HOST:PORT nor a known host",
+}
+
+
+def _explain(error: Any, address: str, server: "Server") -> str:
+    """Return the cause of an error of gRPC, and what to do."""
+    code = error.code()
+    text: str = error.details() or code.name
+    match code:
+        case grpc.StatusCode.UNAVAILABLE if "failed to connect" in text or "errors resolving" in text:
+            cause = next((cause for part, cause in _CAUSES.items() if part in text), text)
+            return f"cannot connect to {address}: {cause}"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "no answer in time; --timeout sets how long to wait"
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return f"{text}; name its file with --token-file"
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return (
+                f"{address} does not know this command: it is not the control service, or not of this version "
+                f"({rsrv.__version__})"
+            )
+        case grpc.StatusCode.NOT_FOUND if model := getattr(server.options, "model", ""):
+            return f"{text}{nearest(model, server.models())}"
+    return text
 
 
 class Server:
     """A connection to a control service, with the options of the command."""
 
     def __init__(
-        self, channel: Any, stub: Callable[[Any], Any], options: argparse.Namespace, token: str | None
+        self, channel: Any, messages: Any, stub: Callable[[Any], Any], options: argparse.Namespace
     ) -> None:
+        token_file = getattr(options, "token_file", None)
+        token = None if token_file is None else token_file.read_text().strip()
+        self._messages = messages
         self.options = options
         self.json: bool = getattr(options, "json", False)
         self._control = stub(channel)
@@ -96,6 +129,14 @@ class Server:
         timeout = getattr(self.options, "timeout", TIMEOUT_S)
         return self._health.Check(request, timeout=timeout, metadata=self._metadata)
 
+    def models(self) -> list[str]:
+        """Return the names of the models; none if the server does not answer."""
+        with suppress(grpc.RpcError):
+            request = self._messages.GetStatusRequest()
+            status = self.ask("GetStatus", request)
+            return [one.name for one in (*status.models, *getattr(status, "metas", ()))]
+        return []
+
     def done(self, answer: Message, text: str) -> int:
         """Print the text, or the answer as JSON; return the exit status."""
         if self.json:
@@ -113,10 +154,8 @@ class Server:
 
 
 @contextmanager
-def _connected(address: str, options: argparse.Namespace, stub: Callable[[Any], Any]) -> Iterator[Server]:
+def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
     ca, certificate, key = (getattr(options, f"tls_{name}", None) for name in ("ca", "cert", "key"))
-    token_file = getattr(options, "token_file", None)
-    token = None if token_file is None else token_file.read_text().strip()
     limits = [("grpc.max_receive_message_length", -1)]
     if ca or certificate or key or getattr(options, "tls", False):
         if (certificate is None) != (key is None):
@@ -126,4 +165,4 @@ def _connected(address: str, options: argparse.Namespace, stub: Callable[[Any], 
     else:
         channel = grpc.insecure_channel(address, limits)
     with channel:
-        yield Server(channel, stub, options, token)
+        yield channel

@@ -6,7 +6,7 @@ from typing import Any
 
 from rsrv.cli.client import CommandLineError, Server, carry_out
 from rsrv.cli.output import print_table
-from rsrv.text import amount, duration, percent, rate
+from rsrv.text import amount, duration, nearest, percent, rate
 from rsrv_gateway.directory import address
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
@@ -17,7 +17,7 @@ _PACKING_TIMEOUT_S = 60.0
 
 def run(options: argparse.Namespace) -> int:
     """Carry out a command of `rsrv gateway`; return its exit status."""
-    return carry_out(options, _COMMANDS[options.gateway_command], gateway_pb2_grpc.GatewayStub, address)
+    return carry_out(options, _COMMANDS[options.gateway_command], pb, gateway_pb2_grpc.GatewayStub, address)
 
 
 def _status(server: Server) -> int:
@@ -86,9 +86,18 @@ def _locate(server: Server) -> int:
 
 def _health(server: Server) -> int:
     answer = server.health(server.options.model)
-    serving = answer.status == 1
-    server.done(answer, "serving" if serving else "not serving")
-    return 0 if serving else 1
+    if answer.status == 1:
+        return server.done(answer, "serving")
+    workers = server.ask("GetStatus", pb.GetStatusRequest(model=server.options.model)).workers
+    dead = [one.name for one in workers if not one.alive]
+    reason = "no server is known to the gateway: set gateway.workers"
+    if workers:
+        alive = (
+            f"none of its {len(workers)} servers serves it" if server.options.model else "no server serves"
+        )
+        reason = f"these servers do not answer: {', '.join(dead)}" if dead else alive
+    server.done(answer, f"not serving: {reason}")
+    return 1
 
 
 _COMMANDS: Mapping[str, Callable[[Server], int]] = {
@@ -199,7 +208,7 @@ def _set(message: Any, key: str, value: str) -> None:
     """Set a field to a value as in rsrv.yaml. Raises CommandLineError."""
     field = message.DESCRIPTOR.fields_by_name.get(key)
     if field is None:
-        raise CommandLineError(f"{key!r} is not one of {', '.join(message.DESCRIPTOR.fields_by_name)}")
+        raise CommandLineError(f"unknown key {key!r}{nearest(key, message.DESCRIPTOR.fields_by_name)}")
     try:
         if key == "replicas":
             message.replicas.CopyFrom(
@@ -216,7 +225,12 @@ def _set(message: Any, key: str, value: str) -> None:
         else:
             setattr(message, key, float(value))
     except (KeyError, ValueError):
-        raise CommandLineError(f"{key} cannot be {value!r}") from None
+        known = (
+            [_word(getattr(pb, field.enum_type.name), at) for at in field.enum_type.values_by_number if at]
+            if field.enum_type
+            else ()
+        )
+        raise CommandLineError(f"{key} cannot be {value!r}{nearest(value, known)}") from None
 
 
 def _prefix(enum: Any) -> str:

@@ -4,33 +4,31 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rsrv.command import add_version
+from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
 from rsrv.serve.node_cli import gpus
 
-_EPILOG = """The server is the one of yours that runs here, or the one that --pid, --address or RSRV_CONTROL_ADDRESS names.
-Exit status: 0; 1 on failure, or if health finds it not serving; 2 for a wrong command line."""
 
-
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    options = parser().parse_args(argv)
-    try:
-        if options.command == "gateway":
-            from rsrv.cli import gateway_commands
+    options = parser().parse(argv)
+    if options.command == "gateway":
+        from rsrv.cli import gateway_commands
 
-            return gateway_commands.run(options)
-        if options.command == "serve":
-            from rsrv.serve import command
+        return gateway_commands.run(options)
+    if options.command == "serve":
+        from rsrv.serve import command
 
-            return command.run(options)
-        if options.command == "triton":
-            return _install_triton(options)
-        from rsrv.cli import server_commands
+        return command.run(options)
+    if options.command == "triton":
+        return _install_triton(options)
+    if options.command == "completion":
+        return _print_completion(options.shell)
+    from rsrv.cli import server_commands
 
-        return server_commands.run(options)
-    except KeyboardInterrupt:
-        return 130
+    return server_commands.run(options)
 
 
 def _install_triton(options: argparse.Namespace) -> int:
@@ -48,18 +46,31 @@ def _install_triton(options: argparse.Namespace) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    common = _common("server", "tritonserver", "control.listen")
+def _print_completion(shell: str) -> int:
+    """Carry out `rsrv completion`; return its exit status."""
+    try:
+        import argcomplete
+    except ImportError:
+        print("rsrv completion: argcomplete is not installed; install 'rsrv[bundles]'", file=sys.stderr)
+        return 1
+    print(argcomplete.shellcode(COMMANDS, shell=shell))
+    return 0
 
-    top = argparse.ArgumentParser(
-        prog="rsrv", description="Show and control a server with rsrv.", epilog=_EPILOG, parents=[common]
+
+def parser() -> CommandParser:
+    top = CommandParser(
+        prog="rsrv",
+        description="Serve bundles, and show and control a server. Without a command: the server that runs here.",
+        epilog=EXIT_STATUS,
     )
-    add_version(top)
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    top.add_version()
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    top.set_defaults(command="status", model="", bare=True)
 
     def command(name: str, help: str, *aliases: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=help, description=help, parents=[common], aliases=aliases)
-        added.set_defaults(command=name)
+        added = commands.add_parser(name, help=help, description=help, aliases=aliases)
+        _add_connection(added, "server", "control.listen", hidden=True)
+        added.set_defaults(command=name, bare=False)
         return added
 
     status = command("status", "the server and its models, or the details of one model", "ls")
@@ -121,20 +132,25 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     help = "install a tritonserver for this user"
     triton = commands.add_parser("triton", help=help, description=help)
-    verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
     help = "fetch tritonserver 24.10, its Python backend and perf_analyzer (100 MB; Linux on x86-64)"
     install = verbs.add_parser("install", help=help, description=help)
     install.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
     triton.set_defaults(command="triton")
     help = "several servers behind one endpoint"
-    asked = _common("gateway", "rsrv-gateway", "gateway.control_listen")
-    gateway = commands.add_parser("gateway", help=help, description=help, parents=[asked])
+    gateway = commands.add_parser("gateway", help=help, description=help)
     gateway.set_defaults(command="gateway")
-    _add_gateway(gateway, asked)
+    _add_gateway(gateway)
+    help = 'print a script that completes all of rsrv\'s commands: eval "$(rsrv completion bash)"'
+    completion = commands.add_parser("completion", help=help, description=help)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(command="completion")
+    # Last, so that its help is below the commands.
+    _add_connection(top, "server", "control.listen")
     return top
 
 
-def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
     serve.set_defaults(command="serve", cpu_workers=None)
@@ -175,12 +191,16 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
 
 
-def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    gateway.epilog = "The gateway is the one of yours that runs here, or the one that --pid, --address or RSRV_GATEWAY_ADDRESS names."
-    commands = gateway.add_subparsers(dest="gateway_command", metavar="COMMAND", required=True)
+def _add_gateway(gateway: argparse.ArgumentParser) -> None:
+    commands = gateway.add_subparsers(
+        dest="gateway_command", metavar="COMMAND", required=True, title="commands"
+    )
+    _add_connection(gateway, "gateway", "gateway.control_listen")
 
     def command(name: str, help: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=help, description=help, parents=[common])
+        added = commands.add_parser(name, help=help, description=help)
+        _add_connection(added, "gateway", "gateway.control_listen", hidden=True)
+        return added
 
     status = command("status", "workers, models and their placement; or one model")
     status.add_argument("model", nargs="?", default="", metavar="MODEL")
@@ -202,20 +222,25 @@ def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentPars
     locate.add_argument("model", metavar="MODEL")
 
 
-def _common(kind: str, program: str, listen: str) -> argparse.ArgumentParser:
-    """Make the options of all commands that ask a server or a gateway."""
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    server = common.add_argument_group(f"the {kind}")
-    server.add_argument("--pid", type=int, help=f"{program}'s process id")
-    server.add_argument("--address", help=f"unix:PATH, or HOST:PORT of {listen}")
-    server.add_argument("--token-file", type=Path, metavar="FILE", help="the token that HOST:PORT requires")
-    server.add_argument("--tls", action="store_true", help="TLS with the system's authorities")
-    server.add_argument("--tls-ca", type=Path, metavar="PEM", help="TLS with these authorities")
-    server.add_argument("--tls-cert", type=Path, metavar="PEM", help="this client's certificate, and")
-    server.add_argument("--tls-key", type=Path, metavar="PEM", help="its key")
-    common.add_argument("--timeout", type=_seconds, metavar="S", help="seconds to wait for an answer")
-    common.add_argument("--json", action="store_true", help="print the answer as JSON, for programs")
-    return common
+def _add_connection(parser: argparse.ArgumentParser, kind: str, listen: str, *, hidden: bool = False) -> None:
+    """Add the options of all commands that ask a server or a gateway. `hidden`: their help stands in one place."""
+    group = parser.add_argument_group("connection")
+    if hidden:
+        page = "rsrv --help" if kind == "server" else "rsrv gateway --help"
+        parser.epilog = f"`{page}` lists --json, --server, --timeout, and the options for TLS and tokens."
+
+    def option(name: str, help: str, **how: Any) -> None:
+        group.add_argument(name, help=argparse.SUPPRESS if hidden else help, default=argparse.SUPPRESS, **how)
+
+    option("--json", "print the answer as JSON, for programs", action="store_true")
+    where = "FOLDER of its settings" if kind == "gateway" else "PORT or FOLDER of its models"
+    option("--server", f"the {kind}: {where}; unix:PATH; or HOST:PORT of {listen}", metavar="WHICH")
+    option("--timeout", "seconds to wait for an answer", type=_seconds, metavar="S")
+    option("--token-file", "the token that HOST:PORT requires", type=Path, metavar="FILE")
+    option("--tls", "TLS with the system's authorities", action="store_true")
+    option("--tls-ca", "TLS with these authorities", type=Path, metavar="PEM")
+    option("--tls-cert", "this client's certificate, and", type=Path, metavar="PEM")
+    option("--tls-key", "its key", type=Path, metavar="PEM")
 
 
 def _target(of: argparse.ArgumentParser) -> None:
@@ -225,9 +250,12 @@ def _target(of: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError("must be above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 

@@ -19,11 +19,12 @@ from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.progress import steps
+from rsrv.text import nearest
 
 
 def run(options: argparse.Namespace) -> int:
     """Carry out a command that asks a server; return its exit status."""
-    return carry_out(options, _COMMANDS[options.command], control_pb2_grpc.ControlStub, find.address)
+    return carry_out(options, _COMMANDS[options.command], pb, control_pb2_grpc.ControlStub, find.address)
 
 
 def _target(options: argparse.Namespace) -> pb.Target:
@@ -37,14 +38,19 @@ def _target_name(options: argparse.Namespace) -> str:
 def _status(server: Server) -> int:
     model = server.options.model
     answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
-    return server.show(answer, pages.model_page if model else pages.status_page)
+    server.show(answer, pages.model_page if model else pages.status_page)
+    if server.options.bare and not server.json:
+        print("\n`rsrv --help` lists the commands.")
+    return 0
 
 
 def _health(server: Server) -> int:
     answer = server.health(server.options.model)
-    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    server.done(answer, "serving" if serving else "not serving")
-    return 0 if serving else 1
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return server.done(answer, "serving")
+    status = server.ask("GetStatus", pb.GetStatusRequest(model=server.options.model))
+    server.done(answer, f"not serving: {'; '.join(pages.reasons(status))}")
+    return 1
 
 
 def _load(server: Server) -> int:
@@ -159,9 +165,10 @@ def _set(changes: pb.Scheduler, text: str) -> None:
     """Set a field from KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
     key, equals, value = text.partition("=")
     field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
-    if not equals or field is None:
-        known = ", ".join(pb.Scheduler.DESCRIPTOR.fields_by_name)
-        raise CommandLineError(f"{text!r} is not KEY=VALUE with one of these keys: {known}")
+    if not equals:
+        raise CommandLineError(f"{text!r} is not KEY=VALUE")
+    if field is None:
+        raise CommandLineError(f"unknown key {key!r}{nearest(key, pb.Scheduler.DESCRIPTOR.fields_by_name)}")
     parsed: Any
     try:
         if field.enum_type is not None:
@@ -172,7 +179,9 @@ def _set(changes: pb.Scheduler, text: str) -> None:
             parsed = 0 if key == "depth" and value == "null" else int(value)
         setattr(changes, key, parsed)
     except (KeyError, ValueError):
-        raise CommandLineError(f"{key} cannot be {value!r}") from None
+        values = field.enum_type.values_by_name if field.enum_type else ()
+        known = [name.removeprefix(f"{key.upper()}_").lower() for name in values][1:]
+        raise CommandLineError(f"{key} cannot be {value!r}{nearest(value, known)}") from None
 
 
 def _pause(server: Server) -> int:

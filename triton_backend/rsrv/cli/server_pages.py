@@ -22,10 +22,10 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "SIZE",
                 "STUBS",
                 "QUEUED",
-                "RUNS",
+                "RUNNING",
                 "ANSWERED",
-                "NOT",
-                "MISSES",
+                "ERRORS",
+                "COLD REQUESTS",
                 "DEVICE",
                 "PAUSED",
             ),
@@ -38,9 +38,9 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "META MODEL",
                 "STATE",
                 "STUBS",
-                "WAITING",
+                "QUEUED",
                 "RUNNING",
-                "DONE",
+                "ENDED",
                 "CALLS",
                 "DEVICE",
                 "PAUSED",
@@ -115,13 +115,32 @@ def model_page(answer: pb.GetStatusResponse) -> None:
     _print_failures(answer)
 
 
+def reasons(answer: pb.GetStatusResponse) -> list[str]:
+    """Return why a server, or the one model in its status, does not serve."""
+    found = [f"{one.name} failed: {one_line(one.text)}" for one in answer.failures]
+    named = {one.name for one in answer.failures}
+    for model in (*answer.models, *answer.metas):
+        state, version = _state(model.versions), model.versions[-1] if model.versions else None
+        if model.name in named:
+            continue
+        if version is None:
+            found.append(f"{model.name} is not loaded")
+        elif state != "ready":
+            found.append(
+                f"{model.name} is {state}" + (f": {one_line(version.error)}" if version.error else "")
+            )
+        elif not any(one.stubs for one in model.versions):
+            found.append(f"{model.name} has no stub; it is loaded again")
+    return found or ["a model of the repository is not loaded; the server's log says why"]
+
+
 def load_page(answer: pb.GetLoadResponse) -> None:
     line = f"work for {duration(answer.backlog_s)}"
     if answer.HasField("budget_bytes"):
         line += f"; {amount(answer.free_bytes)} of {amount(answer.budget_bytes)} for weights are free"
     print(line)
     print_table(
-        ("MODEL", "QUEUED", "RUNS", "WEIGHTS", "SIZE", "COST PER ROW", "MISSES", "DEVICE", "ROWS"),
+        ("MODEL", "QUEUED", "RUNNING", "WEIGHTS", "SIZE", "COST PER ROW", "COLD REQUESTS", "DEVICE", "ROWS"),
         (
             (
                 model.name,

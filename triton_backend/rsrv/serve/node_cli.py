@@ -7,26 +7,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.command import add_version
+from rsrv.command import EXIT_STATUS, CommandParser, command
 
-_EPILOG = """Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
-Exit status: 0 after SIGTERM or SIGINT (a second one ends it at once), 1 if it cannot start or one of its processes has
-used up its restarts, 2 for a wrong command line."""
+_EPILOG = f"""Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
+{EXIT_STATUS}
+SIGTERM and SIGINT end it with 0, a second one at once; a process that has used up its restarts with 1."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     from rsrv.serve import node
 
-    try:
-        return node.run(options)
-    except KeyboardInterrupt:
-        return 130
+    return node.run(options)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    top = CommandParser(
         prog="rsrv-node",
         description="Serves bundles on all devices of this machine: a tritonserver for each, which follows changes of "
         "the bundles, and with two or more the gateway in front of them.",
@@ -54,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     top.set_defaults(http_port=None, grpc_port=None, metrics_port=None)
-    add_version(top)
+    top.add_version()
     return top
 
 

@@ -5,29 +5,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.command import add_version
+from rsrv.command import EXIT_STATUS, CommandParser, command
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0; 2 if the scenario or the command line is wrong or the output cannot be written; 3 if the simulation fails.
-    """
-    options = parser().parse_args(argv)
+    """Run the command. Returns its exit status."""
+    options = parser().parse(argv)
     from rsrv.sim import run
 
     return run.run(options)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    top = CommandParser(
         prog="rsrv-sim",
         description="Run rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
-        epilog="docs/tuning.md describes scenarios and metrics.",
+        epilog=f"docs/tuning.md describes scenarios and metrics.\n{EXIT_STATUS}",
     )
     top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
     top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")
+    top.add_argument("--json", action="store_true", help="print the metrics as JSON in place of the table")
     top.add_argument(
         "--decisions",
         action="store_true",
@@ -45,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         type=_window,
         help="seconds that timeline.png shows (default: the first of them)",
     )
-    add_version(top)
+    top.add_version()
     return top
 
 

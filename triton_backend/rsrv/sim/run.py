@@ -16,6 +16,7 @@ from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
 from rsrv.sim.table import aligned, table
+from rsrv.text import os_error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,21 +44,17 @@ def _run(options: argparse.Namespace) -> int:
         else:
             lines, text = _run_fleet(scenario, options)
     except ScenarioError as error:
-        return _complain(str(error), 2)
+        return _complain(str(error))
     except FileExistsError:
-        return _complain(f"cannot write: --out {options.out} is not a directory", 2)
+        return _complain(f"cannot write: --out {options.out} is not a directory")
     except OSError as error:
-        return _complain(f"cannot write: {error}", 2)
+        return _complain(f"cannot write: {os_error(error)}")
     except SimulationError as error:
-        return _complain(f"internal error, please report it with the scenario: {error}", 3)
-    try:
-        if options.decisions:
-            sys.stdout.writelines(f"{line}\n" for line in lines)
-        print(text, file=sys.stderr if options.decisions else sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader closed the pipe. Without this, Python would print an error when it closes stdout.
-        sys.stdout = None
+        return _complain(f"internal error, please report it with the scenario: {error}")
+    if options.decisions:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+    print(text, file=sys.stderr if options.decisions else sys.stdout)
+    sys.stdout.flush()
     return 0
 
 
@@ -69,7 +66,7 @@ def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[
         _write_metrics(options.out, metrics)
         if plots := _plots("plots"):
             plots.write_plots(record, options.out, options.window)
-    return decision_lines(record), table(metrics)
+    return decision_lines(record), _as_json(metrics) if options.json else table(metrics)
 
 
 def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
@@ -83,11 +80,16 @@ def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
         _write_metrics(options.out, {"modes": runs})
         if plots := _plots("fleet_plots"):
             plots.write_fleet_plots(records, runs, options.out)
-    return fleet_decision_lines(list(records.values())[-1]), aligned(rows(runs))
+    text = _as_json({"modes": runs}) if options.json else aligned(rows(runs))
+    return fleet_decision_lines(list(records.values())[-1]), text
 
 
 def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    (out / "metrics.json").write_text(f"{_as_json(metrics)}\n", encoding="utf-8")
+
+
+def _as_json(metrics: dict[str, Any]) -> str:
+    return json.dumps(metrics, indent=2)
 
 
 def _plots(module: str) -> Any:
@@ -101,6 +103,6 @@ def _plots(module: str) -> Any:
         return None
 
 
-def _complain(message: str, code: int) -> int:
+def _complain(message: str) -> int:
     print("\n".join(f"rsrv-sim: {line}" for line in message.splitlines()), file=sys.stderr)
-    return code
+    return 1

@@ -125,14 +125,15 @@ class Loop:
         self._transport.close()
 
     def step(self) -> None:
-        """Wait until something happens, and do all that follows from it."""
-        requests, executor, clock = self._requests, self._executor, self._clock
-        wakeup = self._scheduler.next_wakeup()
+        """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
+        requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
+        now, wakeup = clock(), scheduler.next_wakeup()
+        self._board.publish(int((now + scheduler.backlog_seconds(now)) * 1e9))
         if self._ended is not None or executor.short is not None or requests.answering:
             # Connections that ended late in the last round may have left answers.
             timeout: float | None = 0.0
         else:
-            timeout = None if wakeup is None else min(max(0.0, wakeup - clock()), _MAX_WAIT_S)
+            timeout = None if wakeup is None else min(max(0.0, wakeup - now), _MAX_WAIT_S)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")
@@ -155,7 +156,6 @@ class Loop:
                 requests.send_answers()
             else:
                 self._ended = ended
-        self._publish()
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
 
@@ -169,11 +169,6 @@ class Loop:
     def clear(self) -> None:
         """From any thread, as the process's last act: remove weights in shared memory, which would outlive it."""
         self._weights.close_host()
-
-    def _publish(self) -> None:
-        """Tell the stubs when the device will have done all its present work."""
-        now = self._clock()
-        self._board.publish(int((now + self._scheduler.backlog_seconds(now)) * 1e9))
 
     # --- messages of threads ------------------------------------------------------------------------------
 

@@ -270,12 +270,11 @@ class RequestQueues:
                 model.totals.miss(Stage.EXECUTE)
         if event.error is None:
             model.totals.counts.answered += len(requests)
-            model.history.add(now, "answered", event)
             out.extend([Finish(request, _ANSWERED) for request in requests])
         else:
             model.totals.counts.failed += len(requests)
-            model.history.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
+        model.history.add(now, "answered" if event.error is None else "failed", event)
 
     def _take_out(self, entry: InFlightRequest, queue: VariantQueue) -> ModelState:
         queue.remove(entry)

@@ -32,7 +32,7 @@ PACKAGES = {
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
 #: what the modules below a name may import of ours, beside each other
 LAYERS = {
-    "rsrv.wire": ("rsrv.logs", "rsrv.settings", "rsrv_bundle"),
+    "rsrv.wire": (),
     "rsrv.scheduler": ("rsrv.histogram",),
     "rsrv.placement": ("rsrv.settings_fleet",),
 }

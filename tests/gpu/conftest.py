@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.fake_gpu import INSTALLED, FakeGpu
+from rsrv.hooks.loader import Hooks
+from rsrv.stub.connection import Greeted
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Launcher, Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire import paths
+from rsrv.wire.socket import connect
+from tests.fakes import FakePbUtils
+from tests.gpu.fake_gpu import INSTALLED, ROOT, FakeGpu
 from tests.unit.runtime.conftest import export_doubling
 
 
@@ -25,3 +41,45 @@ def gpu(tmp_path: Path) -> FakeGpu:
 @pytest.fixture(scope="session")
 def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_doubling(tmp_path_factory.mktemp("bundles") / "doubling", w=[1, 1, 1])
+
+
+StartServed = Callable[..., Engine]
+
+
+@pytest.fixture
+def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
+    """Return a stub's engine for a bundle: a real runtime process starts for the first one, on the card."""
+    settings = tmp_path / "rsrv.yaml"
+    launcher = Launcher(os.getpid(), "", settings, ROOT, {**os.environ, **gpu.environment})
+    started: list[Engine] = []
+
+    def start(bundle: Path, name: str, runtime: str = "{platform: cuda}") -> Engine:
+        settings.write_text(f"control: {{enabled: false}}\nruntime: {runtime}\n")
+        started.append(engine_of(launcher.open, bundle, name))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+    end_runtime(launcher)
+
+
+def engine_of(open_connection: Callable[[], Greeted], bundle: Path, name: str) -> Engine:
+    return Engine(
+        Tensors(FakePbUtils),
+        Responses(FakePbUtils),
+        Hooks(),
+        [WireTensor("y", "f32", (-1, 3))],
+        True,
+        Session(open_connection, name, str(bundle)),
+    )
+
+
+def end_runtime(launcher: Launcher) -> None:
+    """Kill the runtime, and remove its directory, as the server's end would."""
+    directory = paths.runtime_directory(launcher.server_pid, launcher.gpu)
+    with suppress(OSError):
+        with connect(directory / paths.SOCKET) as sock:
+            pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        os.kill(pid, signal.SIGKILL)
+    paths.remove(directory)

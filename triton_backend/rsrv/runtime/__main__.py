@@ -19,10 +19,10 @@ from rsrv.runtime.allocation import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
 
-#: exit status if the watchdog ends the process, and if the loop failed
+#: exit status if the watchdog or a lost device ends the process, and if the loop failed
 _EXIT_HUNG, _EXIT_FAILED = 75, 70
-#: the process ends after this time even if the log about a hang cannot be written
-_HANG_REPORT_S = 10.0
+#: the process ends after this time even if its last lines cannot be logged
+_LAST_LINES_S = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,6 +86,15 @@ def main(argv: list[str] | None = None) -> int:
     # The runtime's threads hand over often and hold the interpreter briefly.
     sys.setswitchinterval(0.0005)
     log.info("runtime %d serves tritonserver %d in %s", os.getpid(), options.server_pid, options.directory)
+
+    def end_without_device(reason: str) -> None:
+        # This thread's task has not ended: the next runtime finds the model in the black box.
+        box.crashed(f"the device is lost: {reason}")
+        _end_soon()
+        log.critical("the device is lost: %s; the runtime ends, and the stubs start another", reason)
+        logs.flush()
+        os._exit(_EXIT_HUNG)
+
     loop = Loop(
         listener,
         options.server_pid,
@@ -98,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             weight_memory=settings.runtime.weight_memory,
             numerics=settings.runtime.numerics,
             repository=options.settings.parent if options.settings else None,
+            lost=end_without_device,
         ),
         blackbox=box,
         inspector=Inspector(),
@@ -121,10 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def end_after_hang(slot: ActivitySlot, task: Task, seconds: float) -> None:
         slot.mark_hung()
-        # The thread that hangs may hold the log's lock.
-        timer = threading.Timer(_HANG_REPORT_S, os._exit, (_EXIT_HUNG,))
-        timer.daemon = True
-        timer.start()
+        _end_soon()
         log.critical("%s; the runtime ends, and the stubs start another", describe(task, seconds))
         faulthandler.dump_traceback(all_threads=True)
         os._exit(_EXIT_HUNG)
@@ -150,6 +157,13 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(Exception):
         loop.clear()
     os._exit(_EXIT_FAILED)
+
+
+def _end_soon() -> None:
+    """End the process even if another thread hangs with the log's lock."""
+    timer = threading.Timer(_LAST_LINES_S, os._exit, (_EXIT_HUNG,))
+    timer.daemon = True
+    timer.start()
 
 
 def _say(fd: int, text: str) -> None:

@@ -191,6 +191,12 @@ class BlackBox:
         if self._fd >= 0:
             faulthandler.enable(self._fd, all_threads=True)
 
+    def crashed(self, reason: str) -> None:
+        """Record that the process ends because of what its threads do now, as a fatal signal does."""
+        if self._fd >= 0:
+            with suppress(OSError):  # a full disk: then no model is blamed
+                os.write(self._fd, reason.encode())
+
     def clear(self) -> None:
         """Clear the slots, so that the next runtime blames no model for the end that follows."""
         self.memory[:] = bytes(_BYTES)

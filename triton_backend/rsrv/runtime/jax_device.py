@@ -6,6 +6,7 @@ import gc
 import hashlib
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,6 +49,11 @@ log = logging.getLogger("rsrv.device")
 #: Abandoning an upload waits for those in flight: 20 ms at 50 GB/s.
 _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
+#: errors of CUDA, except those of an allocation and of a module. After most of the others, like an illegal address in a
+#: kernel, every call of the process fails; none of the rest is expected
+_LOST = re.compile(
+    r"CUDA_ERROR_(?!OUT_OF_MEMORY|(INVALID|UNSUPPORTED)_PTX|INVALID_(IMAGE|SOURCE)|NO_BINARY_FOR_GPU|NOT_SUPPORTED)"
+)
 #: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
 _FREEING_S = 0.2
 #: options of `AheadCompiler.compile` that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
@@ -78,6 +84,8 @@ class JaxDevice:
     own environment variables take precedence. If `weight_memory` is "driver", weights lie outside of jax's allocator,
     which then grows on demand. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
     modules are compiled as they are. Executables that a file in `repository` has for this device are not compiled.
+    `lost` is called, on the thread that uses the device, with an error of CUDA after
+    which the process can do nothing more with the device.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class JaxDevice:
         numerics: Numerics = "auto",
         repository: Path | None = None,
         asynchronous_cpu: bool = False,
+        lost: Callable[[str], object] = lambda reason: None,
     ) -> None:
         import jax
         import jax.dlpack
@@ -98,6 +107,7 @@ class JaxDevice:
 
         if platform != "auto":
             jax.config.update("jax_platforms", platform)
+        self._lost = lost
         self._preallocates = False
         if platform == "cuda" or (platform == "auto" and has_plugin()):
             preallocate = preallocate and weight_memory == "jax"
@@ -181,8 +191,12 @@ class JaxDevice:
             return Executable(shared)
         started, found = time.perf_counter(), self.cache_counts.from_cache
         stored = None if self._stored is None else self._stored.get(key[0].hex())
-        with self._cache.offering(stored):
-            compiled = _lowered(as_exported(module, signature)).compile()
+        try:
+            with self._cache.offering(stored):
+                compiled = _lowered(as_exported(module, signature)).compile()
+        except Exception as error:
+            self._examine(error)
+            raise
         if self.cache_counts.from_cache == found:
             self._compile_seconds.observe(time.perf_counter() - started)
         # jax caches traced and lowered functions for a second use, which never happens here; for a small model of six
@@ -275,8 +289,7 @@ class JaxDevice:
                 with suppress(Exception):
                     arrived.append(self._arrive(one))
             self.free(arrived)
-            if _exhausted(error):
-                raise self._no_room(error) from None
+            self._examine(error)
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
             raise
@@ -327,12 +340,16 @@ class JaxDevice:
         except CudaError as error:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
-    def _no_room(self, error: BaseException) -> OutOfMemory:
-        """Return the error to raise; free the memory kept for later loads, which jax may need for an execution."""
-        if self._own is not None:
-            with suppress(CudaError):
-                self._own.trim()
-        return OutOfMemory(str(error))
+    def _examine(self, error: BaseException) -> None:
+        """Raise OutOfMemory if the error means that, and report a device that is lost."""
+        if _exhausted(error):
+            if self._own is not None:
+                # jax may need the memory kept for later loads for an execution.
+                with suppress(CudaError):
+                    self._own.trim()
+            raise OutOfMemory(str(error)) from None
+        if _LOST.search(str(error)):
+            self._lost(str(error))
 
     def _driver(self) -> Driver:
         self._cuda = self._cuda or Driver(self._device.local_hardware_id or 0)
@@ -357,8 +374,7 @@ class JaxDevice:
                     self._require(moved + self._working_bytes.get(executable, 0))
                 outputs = call(*inputs, *weights)
             except Exception as error:
-                if _exhausted(error):
-                    raise self._no_room(error) from None
+                self._examine(error)
                 raise
             if not self.asynchronous:
                 for out in outputs:
@@ -386,8 +402,7 @@ class JaxDevice:
                 self._require(2 * base.nbytes)
                 merged = self._merge(merged, buffer, rows, axis)
             except Exception as error:
-                if _exhausted(error):
-                    raise self._no_room(error) from None
+                self._examine(error)
                 raise
         return Buffer(merged)
 
@@ -405,8 +420,7 @@ class JaxDevice:
                 for index, out in enumerate(execution.outputs)
             ]
         except Exception as error:
-            if _exhausted(error):
-                raise self._no_room(error) from None
+            self._examine(error)
             raise
         finally:
             # The next execution refers to this one: drop its outputs and its predecessors.

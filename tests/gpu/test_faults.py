@@ -1,0 +1,37 @@
+"""Errors of CUDA that end its context: the runtime ends with it, a model is blamed, and the next runtime serves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from rsrv.stub.engine import Engine
+from rsrv.wire import paths
+from tests.fakes import FakeRequest
+from tests.gpu.conftest import StartServed
+from tests.gpu.fake_gpu import FakeGpu
+from tests.unit.runtime.test_stub_and_runtime import ask, rows
+from tests.waiting import wait_until
+
+
+def answered(engine: Engine) -> bool:
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    return answer.error is None
+
+
+def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
+    gpu: FakeGpu, serve: StartServed, doubling: Path
+) -> None:
+    """CUDA answers every call of that process with the error: only another process can use the card."""
+    engine = serve(doubling, "guilty")
+    assert answered(engine)
+    gpu.settings.launches_until_fault = 0
+
+    assert not answered(engine)
+    wait_until(lambda: answered(engine), timeout=90)
+
+    directory = paths.runtime_directory(os.getpid(), "")
+    ((key, deaths),) = json.loads((directory / paths.DEATHS).read_text()).items()
+    assert key.startswith("guilty@")
+    assert [(death["phase"], death["how"]) for death in deaths] == [("EXECUTING", "crashed")]

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.cards import CARDS
 from rsrv.command import EXIT_STATUS, CommandParser, command
 
 
@@ -45,10 +46,18 @@ def parser() -> CommandParser:
         action="store_true",
         help="remove models that rsrv-gen made from bundles that are no longer given",
     )
-    top.add_argument(
+    only = top.add_mutually_exclusive_group()
+    only.add_argument(
         "--check",
         action="store_true",
         help="write nothing; exit with 1 if anything would change or is broken",
+    )
+    only.add_argument(
+        "--compile-for",
+        metavar="CARD",
+        choices=sorted(CARDS),
+        help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. One "
+        f"of {', '.join(sorted(CARDS))}",
     )
     top.add_version()
     return top

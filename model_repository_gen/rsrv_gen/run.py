@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -65,7 +66,26 @@ def run(options: argparse.Namespace) -> int:
         _complain(str(error))
         return 1
     failed = bool(sources.unusable or sources.broken or run.failed)
+    if options.compile_for:
+        failed |= _compile_for(options.output, options.compile_for) != 0
     return int(failed or (options.check and run.changes > 0))
+
+
+def _compile_for(repository: Path, card: str) -> int:
+    """Compile the repository's models with the runtime's interpreter, because only the runtime imports jax.
+
+    Returns the exit status.
+    """
+    python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
+    command = [python, "-P", "-m", "rsrv.runtime.compile_for", str(repository), card]
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        _complain(
+            f"{python} cannot be started: {error.strerror}. RSRV_RUNTIME_PYTHON must name a Python where "
+            "'rsrv[serve]' is installed"
+        )
+        return 1
 
 
 def _with_places(settings: Settings, options: argparse.Namespace, sources: Sources) -> Settings:

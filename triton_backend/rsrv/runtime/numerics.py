@@ -8,7 +8,7 @@ import numpy as np
 
 from rsrv.runtime.device import Array, Device, DeviceError, Hardware, run
 from rsrv.settings import Numerics
-from rsrv_bundle.modules import Signature
+from rsrv_bundle.modules import Signature, signature_of, strip_locations
 from rsrv_bundle.precision import Treatment, product, treat
 
 log = logging.getLogger("rsrv.numerics")
@@ -69,6 +69,18 @@ def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
     return judge(result)
 
 
+def probes(numerics: Numerics) -> list[tuple[bytes, Signature]]:
+    """Return the modules that `probe` multiplies with; the same bytes in each process."""
+    blob, _ = product(_SIDE)
+    # The locations are those of the caller.
+    plain = strip_locations(blob).blob
+    signature = signature_of(plain, "the probe")
+    if numerics != "f32":
+        return [(plain, signature)]
+    pinned, _ = treat(plain, "the probe", "pin", signature.precision)
+    return [(plain, signature), (pinned, signature)]
+
+
 def probe(device: Device, numerics: Numerics) -> Computes | None:
     """Return the precision in which the device multiplies by default; None on a CPU, which has only f32.
 
@@ -81,12 +93,11 @@ def probe(device: Device, numerics: Numerics) -> Computes | None:
         )
     if hardware.platform == "cpu":
         return None
-    module, signature = product(_SIDE)
-    found = multiply(device, module, signature)
+    plain, *others = probes(numerics)
+    found = multiply(device, *plain)
     log.info("%s multiplies f32 in: %s; runtime.numerics: %s", hardware, found, numerics)
     if numerics == "f32":
-        pinned, _ = treat(module, "the probe", "pin", signature.precision)
-        if (exact := multiply(device, pinned, signature)) != "f32":
+        if (exact := multiply(device, *others[0])) != "f32":
             raise DeviceError(
                 f"runtime.numerics is f32, but {hardware} multiplies in {exact} where a module requests f32: a fault of "
                 "the driver or the compiler, not of a model; set it to auto to serve with the hardware's default"

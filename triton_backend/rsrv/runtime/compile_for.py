@@ -1,0 +1,141 @@
+"""`python -m rsrv.runtime.compile_for REPOSITORY CARD`: compile the models of a repository for a card.
+
+CARD is a name of `rsrv.cards`, or the file of a profile. rsrv-gen starts it, with the interpreter of the runtime. It takes no GPU.
+The executables go into REPOSITORY/CARD.executables; those of an earlier run that still hold are kept. Exit status 1:
+a module could not be compiled, and the runtime will compile it.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rsrv.cards import CARDS
+from rsrv.runtime.device import DeviceError, Hardware
+from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
+from rsrv.runtime.models import usable
+from rsrv.runtime.numerics import probes, treatment
+from rsrv.runtime.stored_executables import (
+    SUFFIX,
+    CompileTarget,
+    StoredExecutables,
+    StoredExecutablesError,
+    write_executables,
+)
+from rsrv.settings import Settings, load_settings
+from rsrv_bundle import BundleError, read_bundle
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
+from rsrv_bundle.precision import Treatment, treat
+
+_UNTUNED = (
+    "this card is known by name only, so that no kernel is tuned on it: XLA fuses less, and cuBLAS and cuDNN choose kernels "
+    "by rules of thumb. Measure it against a server that compiles"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="rsrv.runtime.compile_for", description=__doc__)
+    parser.add_argument("repository", type=Path)
+    parser.add_argument("card")
+    options = parser.parse_args(argv)
+    settings_file = options.repository / "rsrv.yaml"
+    settings = load_settings(settings_file.read_text(encoding="utf-8"), str(settings_file))
+    try:
+        return _compile(options.repository, options.card, settings)
+    except DeviceError as error:
+        _complain(str(error))
+        return 1
+
+
+def _compile(repository: Path, name: str, settings: Settings) -> int:
+    card = CARDS[name]
+    compiler = AheadCompiler(card.target())
+    target = compiler.target()
+    path = repository / f"{name}{SUFFIX}"
+    earlier = _earlier(path, target)
+    entries: dict[str, bytes] = {}
+    failed = 0
+    print(f"compiling for {target.card} ({target.versions}); {_UNTUNED}", flush=True)
+    for model, modules in _models(repository, settings, Hardware("cuda", card.capability)):
+        started, compiled, kept = time.perf_counter(), 0, 0
+        try:
+            for module, signature in modules:
+                digest = hashlib.sha256(module).hexdigest()
+                if digest in entries:
+                    continue
+                entry = earlier.get(digest) if earlier is not None else None
+                if entry is None:
+                    began = time.perf_counter()
+                    executable = compiler.compile(module, signature, LIBRARY_PRODUCTS)
+                    entry = compiler.entry(executable, time.perf_counter() - began)
+                    compiled += 1
+                else:
+                    kept += 1
+                entries[digest] = entry
+        except (BundleError, InspectorError, RuntimeError, ValueError) as error:
+            failed += 1
+            _complain(f"{model}: {error}")
+        else:
+            took = time.perf_counter() - started
+            # Callees, which several meta models carry, and modules that several models share are compiled once.
+            if compiled or kept:
+                print(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept", flush=True)
+    if earlier is not None:
+        earlier.close()
+    write_executables(path, target, False, entries)
+    print(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
+    return int(failed > 0)
+
+
+def _models(
+    repository: Path, settings: Settings, hardware: Hardware
+) -> Iterator[tuple[str, Iterator[tuple[bytes, Signature]]]]:
+    """Yield the models of a repository, and of each the modules that the runtime compiles on this hardware."""
+    numerics = settings.runtime.numerics
+    yield "the probe of runtime.numerics", iter(probes(numerics))
+    inspector = Inspector()
+    how = treatment(numerics, hardware)
+    try:
+        for folder in sorted((*repository.glob("*/1/bundle"), *repository.glob("*/1/calls/*"))):
+            of_callee = folder.parent.name == "calls"
+            name = folder.name if of_callee else folder.parent.parent.name
+            yield name, _modules(folder, settings.for_model(name).max_batch_size, how, inspector)
+    finally:
+        inspector.close()
+
+
+def _modules(
+    folder: Path, max_rows: int | None, how: Treatment, inspector: Inspector
+) -> Iterator[tuple[bytes, Signature]]:
+    """Yield the modules of a bundle as the runtime compiles them: none of a meta model. Raises BundleError."""
+    bundle = read_bundle(folder, verify=False)
+    if bundle.manifest.kind == "meta":
+        return
+    signatures = check_signatures(bundle, inspector)
+    for key in usable(signatures, max_rows):
+        found = read_module(bundle, key, signatures[key])
+        module, _ = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        yield module, signatures[key]
+
+
+def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:
+    """Return the executables of an earlier run; None if they are for another target, or damaged."""
+    try:
+        found = StoredExecutables(path)
+    except StoredExecutablesError:
+        return None
+    if not found.contents.target.differences(target) and not found.contents.tuned:
+        return found
+    found.close()
+    return None
+
+
+def _complain(text: str) -> None:
+    print(f"rsrv-gen: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -133,8 +133,8 @@ docs: $(VENV)
 dist: $(VENV)
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## run tests on a freshly built wheel, without the source folders
-	$(BIN)/python tools/try_wheel.py
+test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## run tests on a freshly built wheel, without the source folders (PYTHONS="python3.12 python3.13": install it with each, and serve)
+	$(BIN)/python tools/try_wheel.py $(PYTHONS:%=--python %)
 
 house: $(VENV) ## print the size and the order of the source tree (HOUSE=-v: all that is out of order)
 	$(BIN)/python tools/house.py $(HOUSE)

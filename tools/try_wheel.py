@@ -1,23 +1,34 @@
 """Build the distributions and run tests on the wheel's files, with the source folders out of reach.
 
-    python tools/try_wheel.py         # `make test-wheel`
+    python tools/try_wheel.py                           # `make test-wheel`
+    python tools/try_wheel.py --python python3.13       # `make test-wheel PYTHONS=python3.13`
 
 First the commands answer `--help` in an environment that has the wheel and nothing else. Then this environment sees the
 packages of the one that runs this, all but rsrv, and tests run in a copy of their folder that lies elsewhere: some of
 those that need no server, and one with a server whose stubs and runtime come from the wheel.
+
+With --python, once for each interpreter, the wheel is tried as a user does it, without the lock: `pip install
+WHEEL[serve,export]` into an empty environment, `rsrv triton install`, a JAX function exported, `rsrv-gen`, `rsrv serve`, and
+one request over HTTP.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import tomllib
+import urllib.request
 from pathlib import Path
+
+from local_triton import EXEC_BOUND, LOOPBACK, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 #: packages that the tests need beside rsrv
@@ -44,13 +55,36 @@ TESTS = (
 )
 #: the only page whose commands are run: its reader starts with nothing installed
 PAGE = "index.md"
+#: what a user writes to export a model, and what it answers to [1, 2]
+EXPORT = """\
+import numpy as np
+from rsrv_bundle.export import export_bundle
+
+example = {"x": np.ones((1, 2), np.float32)}
+export_bundle(lambda w, x: {"y": x @ w["a"]}, {"a": np.eye(2, 3, dtype=np.float32)}, example, batch_sizes=[1, 4],
+              out_dir="bundles/model")
+"""
+ANSWER = [1, 2, 0]
+#: last line of the start-up view of `rsrv serve`
+SERVES = "Stop with Ctrl-C"
 
 
 def main() -> int:
-    """Run the tests, or others that the command line names for pytest. Returns the exit status."""
+    """Run the tests, or others that the command line names for pytest, or try interpreters. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run tests on the wheel, or try it with other interpreters.")
+    parser.add_argument(
+        "--python", action="append", help="an interpreter to install the wheel with, and serve"
+    )
+    parser.add_argument("tests", nargs="*", help="in place of those that are chosen here")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wheel-") as made:
         folder = Path(made)
-        site = _environment(folder / "venv", _build(folder / "dist"))
+        wheel = _build(folder / "dist")
+        if arguments.python:
+            for number, python in enumerate(arguments.python):
+                _try_as_a_user(python, wheel, folder / str(number), folder / "cache")
+            return 0
+        site = _environment(folder / "venv", wheel)
         if missing := _missing(site):
             print(f"try_wheel: not in the wheel: {', '.join(missing)}", file=sys.stderr)
             return 1
@@ -63,9 +97,77 @@ def main() -> int:
         # The scripts of the examples, which are in no wheel.
         env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
         _run([python, "tools/local_triton.py"], cwd=tree, env=env)
-        tests = sys.argv[1:] or [*TESTS, "-k", f"not test_docs or {PAGE}"]
+        tests = arguments.tests or [*TESTS, "-k", f"not test_docs or {PAGE}"]
         done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree, env=env, check=False)
         return done.returncode
+
+
+def _try_as_a_user(python: str, wheel: Path, folder: Path, cache: Path) -> None:
+    """Install, export, serve and ask, and print the seconds of each. Raises CalledProcessError, or SystemExit."""
+    folder.mkdir()
+    scripts = folder / "venv" / "bin"
+    pip_cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], check=True, capture_output=True)
+    # tritonserver comes into a cache of its own; pip's stays the user's.
+    env = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        "XDG_CACHE_HOME": str(cache),
+        "PIP_CACHE_DIR": pip_cache.stdout.decode().strip(),
+    }
+    (folder / "export.py").write_text(EXPORT)
+    for title, command in {
+        "an empty environment": [python, "-m", "venv", str(folder / "venv")],
+        "pip install": [
+            *(str(scripts / "pip"), "install", "--quiet", "--disable-pip-version-check"),
+            f"{wheel}[serve,export]",
+        ],
+        "rsrv triton install": [str(scripts / "rsrv"), "triton", "install"],
+        "export": [str(scripts / "python"), "export.py"],
+        "rsrv-gen": [str(scripts / "rsrv-gen"), "bundles", "-o", "gen"],
+    }.items():
+        started = time.perf_counter()
+        _run(command, cwd=folder, env=env)
+        print(f"{python}: {title}: {time.perf_counter() - started:.1f} s", flush=True)
+    started = time.perf_counter()
+    _serve_and_ask(scripts, folder, env)
+    versions = "import platform, jax, numpy; print(platform.python_version(), 'jax', jax.__version__, 'numpy', numpy.__version__)"
+    _run([str(scripts / "python"), "-c", versions], cwd=folder)
+    print(
+        f"{python}: rsrv serve, to the answer and the end: {time.perf_counter() - started:.1f} s", flush=True
+    )
+
+
+def _serve_and_ask(scripts: Path, folder: Path, env: dict[str, str]) -> None:
+    """Ask the model in `folder` once over HTTP. Raises SystemExit if it does not serve, is wrong, or does not end well."""
+    http, grpc, metrics, page = free_ports(4)
+    flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", "--cpu"]
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""),
+            *(str(scripts / "rsrv"), "serve", "bundles", *flags),
+        ],
+        cwd=folder,
+        env={**env, "RSRV_METRICS__LISTEN": f"{LOOPBACK}:{page}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        serves = any(line.startswith(SERVES) for line in map(_shown, process.stdout))
+        if serves:
+            tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+            body = json.dumps({"inputs": [tensor]}).encode()
+            url = f"http://{LOOPBACK}:{http}/v2/models/model/infer"
+            with urllib.request.urlopen(url, body, timeout=60) as response:
+                (output,) = json.load(response)["outputs"]
+            print(f"   answer: {output['data']}", flush=True)
+            process.send_signal(signal.SIGINT)
+        process.communicate()
+    if not serves or output["data"] != ANSWER or process.returncode:
+        sys.exit(f"try_wheel: rsrv serve failed: status {process.returncode}; see above")
+
+
+def _shown(line: str) -> str:
+    print(f"   {line}", end="", flush=True)
+    return line
 
 
 def _build(folder: Path) -> Path:

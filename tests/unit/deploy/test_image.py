@@ -93,7 +93,10 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
     project = PROJECT["project"]
     needed = [
         *PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
-        project["readme"],
+        *(
+            each["path"]
+            for each in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]
+        ),
         *project["license-files"],
         "pyproject.toml",
     ]

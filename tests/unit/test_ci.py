@@ -1,0 +1,44 @@
+"""Files for the services around the repository: GitHub's workflow, pre-commit, the package's description."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(name: str) -> Any:
+    return YAML(typ="safe", pure=True).load(ROOT / name)
+
+
+def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
+    """GitHub would refuse another form; a Python that is promised and not run would be missed."""
+    workflow = read(".github/workflows/ci.yaml")
+    jsonschema.validate(workflow, get_builtin_schema("vendor.github-workflows"))
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    promised = [one.rpartition(" ")[2] for one in classifiers if re.search(r":: 3\.\d+$", one)]
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
+
+
+def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
+    """The hooks call the environment's own tools, in the lock's versions, as `make lint` does."""
+    (local,) = read(".pre-commit-config.yaml")["repos"]
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
+    for hook in local["hooks"]:
+        assert hook["entry"].startswith(f".venv/bin/{hook['name']}")
+        assert f"$(BIN)/{hook['name']}" in recipe
+
+
+def test_the_description_of_the_package_links_to_nothing_beside_it() -> None:
+    """An index shows README.md without the repository's other files."""
+    text = distribution("rsrv").metadata["Description"]
+    assert "# rsrv" in text
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("http")] == []

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from rsrv.runtime.device import run
+from rsrv.runtime import cuda
+from rsrv.runtime.device import DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
 from tests.gpu.fake_gpu import GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -45,3 +47,54 @@ def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -
     assert found["freed"] == 256, "the allocator rounds 12 bytes up"
     assert [call.bytes for call in gpu.calls("alloc")] == [72 * GIB]
     assert len(gpu.calls("kernel")) >= 3
+
+
+def refusal(platform: str, signs: tuple[str, ...] = ()) -> str:
+    cuda.CARD_SIGNS = signs
+    with pytest.raises(DeviceError) as found:
+        JaxDevice(platform)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("platform", ["auto", "cuda"])
+def test_a_driver_that_does_not_start_is_named_and_the_cpu_serves_nothing(
+    gpu: FakeGpu, platform: str
+) -> None:
+    """With `auto` the models would be served from the CPU, a hundred times slower, and with a traceback as the only sign."""
+    gpu.settings.count = 0
+
+    text = gpu.run(refusal, platform, ("/proc",))
+
+    assert "No visible GPU devices" in text
+    assert "the machine has a card (/proc), so NVIDIA's driver or a library of CUDA is missing" in text
+    assert text.endswith("To serve from the CPU, set runtime.platform to cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "signs", "remedy"),
+    [
+        ("cuda", (), "it has no CUDA plugin: install 'rsrv[serve,cuda13]'"),
+        ("auto", ("/proc",), "it has no CUDA plugin: install 'rsrv[serve,cuda13]'"),
+    ],
+)
+def test_a_machine_without_jaxs_plugin_is_told_what_to_install(
+    gpu: FakeGpu, platform: str, signs: tuple[str, ...], remedy: str
+) -> None:
+    """jax itself raises an error without a text, or says nothing and takes the CPU."""
+    assert remedy in gpu.run(refusal, platform, signs, PYTHONPATH="")
+
+
+def platform_of(signs: tuple[str, ...]) -> str:
+    cuda.CARD_SIGNS = signs
+    return JaxDevice("auto").hardware.platform
+
+
+@pytest.mark.parametrize(
+    ("signs", "variables"),
+    [((), {}), (("/proc",), {"CUDA_VISIBLE_DEVICES": ""}), (("/proc",), {"JAX_PLATFORMS": "cpu"})],
+)
+def test_a_machine_without_a_card_serves_from_the_cpu(
+    gpu: FakeGpu, signs: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    """So does one whose environment hides its cards."""
+    assert gpu.run(platform_of, signs, PYTHONPATH="", **variables) == "cpu"

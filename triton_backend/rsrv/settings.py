@@ -88,7 +88,8 @@ class RuntimeSection(Section):
     """The process that owns the device."""
 
     platform: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where models run. auto: jax's choice."
+        "auto",
+        description="Where models run. auto: on a GPU if the machine has one, and then not on the CPU.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),

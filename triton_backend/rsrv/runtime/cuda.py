@@ -4,9 +4,13 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+#: there is one of them where there is an NVIDIA card; the last is that of WSL2
+CARD_SIGNS: tuple[str, ...] = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg")
 
 #: CU_MEMHOSTREGISTER_PORTABLE: valid in every context of the process, not only in the current one
 _PORTABLE = 0x01
@@ -19,6 +23,28 @@ _READ_ONLY_SUPPORTED = 113
 def has_plugin() -> bool:
     """Return whether jax has a plugin for CUDA."""
     return any(find_spec(name) is not None for name in _PLUGINS)
+
+
+def find_card(environment: Mapping[str, str]) -> str | None:
+    """Return a sign of an NVIDIA card of this machine; None: there is none, or the environment chooses the CPU."""
+    if environment.get("JAX_PLATFORMS") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    return next((path for path in CARD_SIGNS if Path(path).exists()), None)
+
+
+def explain_no_gpu(reason: str, *, plugin: bool, card: str | None) -> str:
+    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything."""
+    why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
+    if not plugin:
+        why += "it has no CUDA plugin: install 'rsrv[serve,cuda13]' (or cuda12)"
+    elif card is None:
+        why += "this machine or container has no device node of an NVIDIA card: start the container with --gpus all"
+    else:
+        why += (
+            f"the machine has a card ({card}), so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
+            "messages above, try nvidia-smi, and install 'rsrv[serve,cuda13]' again (or cuda12)"
+        )
+    return f"{why}. To serve from the CPU, set runtime.platform to cpu"
 
 
 def client_options(

@@ -23,7 +23,14 @@ import numpy as np
 from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.runtime.allocation import Reuse
 from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, prepare_cache_directory
-from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
+from rsrv.runtime.cuda import (
+    CudaError,
+    Driver,
+    client_options,
+    explain_no_gpu,
+    find_card,
+    has_plugin,
+)
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv.runtime.device import (
     Abandoned,
@@ -137,10 +144,18 @@ class JaxDevice:
         self._jax = jax
         # Compiled once for each pair of shapes, regardless of the number of rows merged.
         self._merge = jax.jit(_merge, static_argnums=3)
+        card, reason = find_card(os.environ), ""
         try:
             self._device = jax.devices()[0]
-        except RuntimeError as error:
-            raise DeviceError(f"jax finds no device: {error}") from None
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # the latter without a text, if the platform is unknown
+            reason = str(error) or "no plugin for this platform works"
+        if reason and platform == "cpu":
+            raise DeviceError(f"jax finds no device: {reason}")
+        if reason or (platform == "auto" and card is not None and self._device.platform == "cpu"):
+            raise DeviceError(explain_no_gpu(reason, plugin=has_plugin(), card=card))
         self.hardware = hardware_of(
             self._device.platform,
             self._device.client.platform_version,

@@ -1,4 +1,4 @@
-"""A real browser without a screen, told what to do over its DevTools protocol."""
+"""A real browser without a screen, controlled over its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 from browser_install import Browser
 from local_triton import EXEC_BOUND
 
-#: seconds for anything that is waited for
+# : Seconds for each wait.
 _PATIENCE = 30.0
 _FLAGS = (
     "--headless",
-    # The tests' user may be root, and containers have no user namespaces.
+    # The user of the tests may be root, and containers have no user namespaces.
     "--no-sandbox",
     "--disable-gpu",
     "--disable-dev-shm-usage",
@@ -36,7 +36,7 @@ _FLAGS = (
 
 
 class Page:
-    """The one that is open. `errors`: what the browser complained of. `prompted`: what a question is answered with."""
+    """The open page. `errors`: the browser's complaints. `prompted`: the answer to a question."""
 
     def __init__(self, socket: ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -46,7 +46,7 @@ class Page:
         self.prompted = ""
 
     async def read(self) -> None:
-        """What the browser says, for as long as it does."""
+        """Read the browser's messages until it ends."""
         async for message in self._socket:
             said = json.loads(message.data)
             if "id" in said:
@@ -82,7 +82,7 @@ class Page:
         return result
 
     async def value(self, expression: str) -> Any:
-        """Of an expression of JavaScript; of a promise, what comes of it."""
+        """Return the value of an expression of JavaScript, or the result of a promise."""
         said = await self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -94,7 +94,7 @@ class Page:
         return said["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """The first value of the expression that is true."""
+        """Return the first true value of the expression."""
         deadline = asyncio.get_running_loop().time() + _PATIENCE
         while not (value := await self.value(expression)):
             if asyncio.get_running_loop().time() > deadline:
@@ -104,19 +104,19 @@ class Page:
         return value
 
     async def busy(self) -> float:
-        """Seconds that the page's main thread has worked so far."""
+        """Return the seconds that the page's main thread has worked so far."""
         metrics = (await self.call("Performance.getMetrics"))["metrics"]
         return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
     async def picture(self, file: Path) -> None:
-        """What is to be seen, as PNG."""
+        """Return the visible page as PNG."""
         said = await self.call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(said["data"]))
 
 
 @asynccontextmanager
 async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") -> AsyncIterator[Page]:
-    """A browser with an empty page of this size, in pixels."""
+    """Yield a browser with an empty page of this size, in pixels."""
     browser = Browser().ensure()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = _start(browser, Path(profile))
@@ -130,7 +130,7 @@ async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") 
                     reading = asyncio.create_task(page.read())
                     for domain in ("Page", "Runtime", "Log"):
                         await page.call(f"{domain}.enable")
-                    # Not counting what others take of the machine meanwhile.
+                    # Without the time that other processes take of the machine.
                     await page.call("Performance.enable", timeDomain="threadTicks")
                     await page.call(
                         "Emulation.setDeviceMetricsOverride",
@@ -151,7 +151,7 @@ async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") 
 
 
 def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
-    """It also ends with this process."""
+    """Start the browser, which also ends with this process."""
     bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
     with (profile / "log").open("wb") as output:
         return subprocess.Popen(
@@ -164,7 +164,7 @@ def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
 
 
 async def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
-    """Where it listens."""
+    """Return its port."""
     deadline, file = asyncio.get_running_loop().time() + _PATIENCE, profile / "DevToolsActivePort"
     while not (file.exists() and "\n" in file.read_text()):
         if process.poll() is not None or asyncio.get_running_loop().time() > deadline:

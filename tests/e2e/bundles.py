@@ -1,4 +1,4 @@
-"""Bundles that exist for the tests only; `answers` has what they compute, in numpy.
+"""Bundles for the tests only; `answers` has their functions in numpy.
 
 They are built once into build/test_bundles and again when this file, the bundle format or jax changes. No arithmetic
 here rounds differently at different batch sizes, so every answer is exact.
@@ -29,7 +29,7 @@ Arrays = dict[str, Array]
 
 OUTPUT = ROOT / "build" / "test_bundles"
 
-#: rsrv.yaml of the repository that the tests serve
+# : The rsrv.yaml of the tests' repository.
 SETTINGS = """
 models:
   short_queue: {max_queue_depth: 2}
@@ -37,14 +37,14 @@ models:
 
 # --- work of a known length ---------------------------------------------------------------------------------------
 
-#: steps of `steady` and `short_queue`: some tenths of a second
+# : Steps of `steady` and `short_queue`: some tenths of a second.
 STEADY_STEPS = 1000
 
 
 def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
-    """Each row's numbers go through as many rounds of x <- A x + C as the row's steps say.
+    """Apply as many rounds of x <- A x + C to each row's numbers as the row's steps say.
 
-    The rounds are put together as one affine map, so that the work hardly depends on the number of rows.
+    The rounds are composed into one affine map, so that the work hardly depends on the number of rows.
     """
 
     def go_on(state: Any) -> Any:
@@ -67,7 +67,7 @@ def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
 
 
 def _elastic(out_dir: Path) -> None:
-    """An execution lasts as long as its longest row says, at least some milliseconds."""
+    """An execution lasts as long as its longest row, at least some milliseconds."""
     _of_any_length(out_dir, LEAST_STEPS)
 
 
@@ -99,7 +99,7 @@ def _steady(out_dir: Path) -> None:
 
 # --- element types and axes ---------------------------------------------------------------------------------------
 
-#: numpy's type by the format's token, as far as clients can send it
+# : numpy's type by the format's token, if clients can send it.
 DTYPES: Mapping[str, Any] = {
     "bool": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
@@ -136,7 +136,7 @@ def _scalars(out_dir: Path) -> None:
 
 
 def _only_rows(out_dir: Path) -> None:
-    """i32 [n] -> i32 [n]: three times as much."""
+    """i32 [n] -> i32 [n]: three times the input."""
     export_bundle(
         lambda params, x: {"y": 3 * x},
         {},
@@ -158,7 +158,7 @@ def _axes(out_dir: Path) -> None:
     )
 
 
-#: elements in one row of `large`: 256 MiB
+# : Elements in one row of `large`: 256 MiB.
 LARGE = 64 * 2**20
 LARGE_STEP = 2**16
 
@@ -187,7 +187,7 @@ def _exact(out_dir: Path) -> None:
 
 # --- hooks --------------------------------------------------------------------------------------------------------
 
-#: What the hooks of `hooked` do: a request's first element holds the number, 0 for nothing special.
+# : The actions of the hooks of `hooked`: a request's first element holds the number, 0 for none.
 DEEDS = (
     "nothing", "raise", "exit", "sys_exit", "sleep", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
     "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place", "blame",
@@ -261,12 +261,12 @@ def postprocess(outputs):
 
 
 def deed(when: str, what: str) -> float:
-    """The first element of a request that makes the hook `when` ("preprocess", "postprocess") do `what`."""
+    """Return the first element of a request that makes the hook `when` ("preprocess", "postprocess") do `what`."""
     return float(DEEDS.index(what) + {"preprocess": 0, "postprocess": 100}[when])
 
 
 def _hooked(out_dir: Path) -> None:
-    """f32 [n, 4] -> twice as much, if the hooks let it."""
+    """f32 [n, 4] -> twice the input, if the hooks let it pass."""
     export_bundle(
         lambda params, x: {"y": 2 * x},
         {},
@@ -295,12 +295,12 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 
 def ensure() -> Path:
-    """The folder of the test bundles, built if need be. Safe to call from two processes at once."""
+    """Return the folder of the test bundles, built if necessary. Two processes may call it at once."""
     return ensure_made(OUTPUT, MAKERS, ())
 
 
 def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sources: Sequence[Path]) -> Path:
-    """`output` with a bundle of each maker, made anew when `sources`, this folder's makers, the format or jax changed."""
+    """Make `output` with a bundle of each maker again if `sources`, this folder's makers, the format or jax changed."""
     output.parent.mkdir(exist_ok=True)
     stamp = output.with_suffix(".stamp")
     with output.with_suffix(".lock").open("w") as lock:

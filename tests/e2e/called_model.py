@@ -1,6 +1,6 @@
-"""A model for others to call, as anybody may write it; it is copied into repositories as model.py.
+"""A model that others call, as any user may write it; it is copied into repositories as model.py.
 
-What it does is in `what`: any of `rsrv.wire.frames.Status` fails with that status, tagged; the rest is below.
+`what` decides its action: any of `rsrv.wire.frames.Status` fails with that status, tagged; the others are below.
 """
 
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-#: values of `what`: answers; raises; answers with the request's parameters and timeout; is answered by TELL or later
+# : Values of `what`: answers; raises; answers with the request's parameters and timeout; is answered by TELL or later.
 ECHO, RAISE, TERMS, WAIT = 100, 101, 102, 103
-#: from here on: answers when there are so many requests more than this value
+# : From here on, it answers when so many more requests are there than this value.
 TOGETHER = 1000
 
 
 class TritonPythonModel:
-    """what: i32 [1], x: u8 [n] -> x: u8 [n], most: i32 [1], the number of requests that it ever had at a time."""
+    """what: i32 [1], x: u8 [n] -> x: u8 [n], most: i32 [1], the highest number of requests at a time."""
 
     def initialize(self, args: dict[str, str]) -> None:
         import triton_python_backend_utils as pb_utils
@@ -26,7 +26,7 @@ class TritonPythonModel:
         self._most = 0
 
     def execute(self, requests: list[Any]) -> None:
-        """Every answer comes later, from a thread: that is harder on who calls."""
+        """Send every answer later, from a thread, which is harder for callers."""
         for request in requests:
             what = int(self._pb.get_input_tensor_by_name(request, "what").as_numpy()[0])
             x = self._pb.get_input_tensor_by_name(request, "x").as_numpy()

@@ -1,8 +1,9 @@
-"""A model that does nothing but call others through `rsrv.stub.bls`; it is copied into repositories as model.py.
+"""A model that only calls others through `rsrv.stub.bls`; it is copied into repositories as model.py.
 
-It takes and gives JSON, so that a test says all: `calls`, a list of {"model", "what"} and any of {"deadline_ms",
-"run", "outputs"}, made at once; the answer lists for each its outputs, or its status and text. `wait`: false does not
-wait for them. `dtypes`: calls the model of that name with tensors of all types, and lists those that came back wrong.
+It takes and gives JSON, so that a test decides everything: `calls`, a list of {"model", "what"} and any of
+{"deadline_ms", "run", "outputs"}, made at once; the answer lists for each its outputs, or its status and text. `wait`:
+false does not wait for them. `dtypes`: calls the model of that name with tensors of all types, and lists those that
+came back wrong.
 """
 
 import json
@@ -19,7 +20,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
-#: seconds that a call may take
+# : The longest time of a call, in seconds.
 TIMEOUT = 2.0
 TOKENS = [token for token in NUMPY if not token.startswith("f8")]
 
@@ -37,7 +38,7 @@ class TritonPythonModel:
         self._bls = Bls(pb_utils, self._tensors, self._limit, TIMEOUT)
 
     def execute(self, requests: list[Any]) -> None:
-        """The calls are made after it returned."""
+        """Return at once; the calls are made afterwards."""
         for request in requests:
             tensor = self._pb.get_input_tensor_by_name(request, "plan")
             plan = json.loads(bytes(self._tensors.read(tensor, "u8")))
@@ -84,7 +85,7 @@ class TritonPythonModel:
         }
 
     def _wrong_dtypes(self, model: str) -> list[str]:
-        """Names of tensors that the model, which gives what it gets, does not give back as they were."""
+        """Return the tensors that the model, which returns its inputs, has changed."""
         wrong = []
         rng = np.random.default_rng(1)
         for shape in ((3, 5), (1, 1), (0, 4), (40, 5000)):
@@ -96,7 +97,7 @@ class TritonPythonModel:
             }
             sent["f32"] = np.asfortranarray(sent["f32"])
             sent["i64"] = np.repeat(sent["i64"], 2, axis=1)[:, ::2]
-            # Some are kept while others come and go: what was answered must not change any more.
+            # Some are kept while others come and go: an answer must not change any more.
             answers = [self._bls.start(model, sent, dtypes={"bf16": "bf16"}).result() for _ in range(4)]
             wrong += [
                 f"{token} {list(shape)}"

@@ -1,4 +1,4 @@
-"""Requests as standard clients send them, over either protocol, and how they ended."""
+"""Requests as standard clients send them, over either protocol, and their outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 PROTOCOLS = ("grpc", "http")
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 
-#: Triton's error code -> what each protocol makes of it
+# : Triton's error code -> the code of each protocol.
 CODES: Mapping[str, Mapping[str, str]] = {
     "INVALID_ARG": {"grpc": "StatusCode.INVALID_ARGUMENT", "http": "400"},
     "NOT_FOUND": {"grpc": "StatusCode.NOT_FOUND", "http": "404"},
@@ -43,7 +43,7 @@ class Refused(Exception):
         self.message = message
 
     def assert_is(self, code: str, protocol: str) -> None:
-        """Check for Triton's `code`, and that the text tells a client nothing about the inside of the server."""
+        """Check for Triton's `code`, and that the text gives clients no internals of the server."""
         assert self.status == CODES[code][protocol], str(self)
         for leak in ("Traceback", 'File "', ".py", "/tmp", "/work", "/home", "/usr", "0x", "secret"):
             assert leak not in self.message, str(self)
@@ -60,7 +60,7 @@ class Caller:
         self._client = self._library.InferenceServerClient(url, **options)
 
     def __call__(self, model: str, inputs: Mapping[str, Array], **options: Any) -> Arrays:
-        """The model's answer; raises Refused. `options` are those of tritonclient's infer."""
+        """Return the model's answer; raises Refused. `options` are those of tritonclient's infer."""
         try:
             result = self._client.infer(model, tensors(self._library, inputs), **options)
         except InferenceServerException as error:
@@ -72,7 +72,7 @@ class Caller:
 
 
 def tensors(library: ModuleType, inputs: Mapping[str, Array]) -> list[Any]:
-    """The client library's own inputs."""
+    """Return the client library's own inputs."""
     out = []
     for name, array in inputs.items():
         datatype = "BF16" if array.dtype == ml_dtypes.bfloat16 else np_to_triton_dtype(array.dtype)
@@ -98,7 +98,7 @@ def caller(server: RunningTriton, protocol: str = "grpc") -> Iterator[Caller]:
 
 
 def refusal(call: Callable[[], object]) -> Refused:
-    """How the call was refused; it must be."""
+    """Return the refusal of a call that must be refused."""
     try:
         result = call()
     except Refused as refused:
@@ -107,7 +107,7 @@ def refusal(call: Callable[[], object]) -> Refused:
 
 
 def outcome(call: Callable[[], T]) -> T | Refused:
-    """The call's answer, or how it was refused."""
+    """Return the call's answer or its refusal."""
     try:
         return call()
     except Refused as refused:
@@ -117,7 +117,7 @@ def outcome(call: Callable[[], T]) -> T | Refused:
 def at_once(
     server: RunningTriton, count: int, work: Callable[[Caller, int], T], protocol: str = "grpc"
 ) -> list[T]:
-    """Runs `work` in `count` clients at the same time, each with its number; their results in order."""
+    """Run `work` in `count` clients at the same time, each with its number; return their results in order."""
     start = threading.Barrier(count)
 
     def one(number: int) -> T:
@@ -130,12 +130,12 @@ def at_once(
 
 
 def random_u32(rng: np.random.Generator, rows: int) -> Array:
-    """Varied rows for the stepping models."""
+    """Return varied rows for the stepping models."""
     return rng.integers(0, 2**32, (rows, 4), np.uint32)
 
 
 def assert_same(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
-    """Equal names, types, shapes and bits; a NaN equals itself."""
+    """Check for equal names, types, shapes and bits; a NaN equals itself."""
     assert set(got) == set(want)
     for name, array in want.items():
         assert got[name].dtype == array.dtype, name

@@ -23,7 +23,7 @@ class Seen:
     name: str
     start: int
     end: int
-    #: "": it is well
+    # : "": no failure.
     error: str
     attributes: Mapping[str, str | int | float]
 
@@ -31,19 +31,19 @@ class Seen:
 class Collector:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
-        #: all that came from rsrv, and the ids of those that came from Triton
+        # : All spans from rsrv, and the ids of those from Triton.
         self.spans: list[Seen] = []
         self.tritons: set[str] = set()
 
     def of(self, trace: str) -> dict[str, Seen]:
-        """rsrv's spans of a trace, by name."""
+        """Return rsrv's spans of a trace, by name."""
         return {span.name: span for span in list(self.spans) if span.trace == trace}
 
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the library's name
+        def do_POST(self) -> None:  # The library's name.
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if "json" in self.headers["Content-Type"]:
                 collector.tritons |= set(_ids(json.loads(body)))
@@ -68,7 +68,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def _ids(said: object) -> Iterator[str]:
-    """All span ids in Triton's JSON."""
+    """Return all span ids in Triton's JSON."""
     if isinstance(said, dict):
         if "spanId" in said:
             yield str(said["spanId"])

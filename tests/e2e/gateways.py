@@ -1,4 +1,4 @@
-"""Gateways as processes of their own, in front of tritonservers; and plain models that do what the tests need."""
+"""Gateways as processes, in front of tritonservers, and plain models for the tests."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class TritonPythonModel:
 {body}
 """
 
-#: what `execute` does
+# : The actions of `execute`.
 _BODIES = {
     "echo": """
         return [answer(request) for request in requests]
 """,
-    # The first number says how an answer is refused.
+    # The first number decides how the request is refused.
     "refusing": """
         error = pb_utils.TritonError
         codes = [error.UNAVAILABLE] * 3 + [error.INVALID_ARG, error.INTERNAL]
@@ -69,7 +69,7 @@ _BODIES = {
         numbers = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] for request in requests]
         return [pb_utils.InferenceResponse(error=error(texts[n], codes[n])) for n in numbers]
 """,
-    # Until the client is gone, which a file then says.
+    # Until the client is gone, which a file then reports.
     "waiting": """
         for request in requests:
             threading.Thread(target=self.wait, args=(request, request.get_response_sender())).start()
@@ -87,7 +87,7 @@ _BODIES = {
         )
         open(f"{marks}/{name}.cancelled", "w").close()
 """,
-    # As many answers as the first number says.
+    # The first number is that of the answers.
     "several": """
         for request in requests:
             sender = request.get_response_sender()
@@ -115,7 +115,7 @@ class Fleet:
 
     workers: list[RunningTriton]
     gateway: RunningGateway
-    #: files that models write
+    # : Files that models write.
     marks: Path
 
 
@@ -179,7 +179,7 @@ class RunningGateway:
 
     @contextmanager
     def client(self) -> Iterator[Any]:
-        """Give a gRPC client of its own, for a thread."""
+        """Return a gRPC client of its own, for a thread."""
         client = tritonclient.grpc.InferenceServerClient(self.url)
         try:
             yield client

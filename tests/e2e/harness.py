@@ -1,6 +1,6 @@
-"""Real tritonservers for tests: starting, watching, talking to them, and always ending them.
+"""Real tritonservers for tests: starting, watching and calling them, and always ending them.
 
-Tests take servers from the fixtures in conftest.py; this module holds what the fixtures are made of.
+Tests take servers from the fixtures in conftest.py, which this module implements.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunningTriton:
 
     @property
     def log_path(self) -> Path:
-        """Output of the server, its stubs and what they start."""
+        """Return the path of the output of the server, its stubs and their children."""
         if self.server.log_path is None:
             raise RuntimeError("this server has no log file")
         return self.server.log_path
@@ -85,7 +85,7 @@ class StartTriton(Protocol):
     ) -> RunningTriton: ...
 
 
-#: Servers that run now, for the report of a test that fails.
+# : The running servers, for the report of a test that fails.
 _running: list[TritonServer] = []
 
 
@@ -101,7 +101,7 @@ def running_triton(
     timeout: float = 120,
     make: Callable[..., TritonServer] = TritonServer,
 ) -> Iterator[RunningTriton]:
-    """Run a server on `model_repository` for the length of the block, and leave nothing of it."""
+    """Run a server on `model_repository` for the length of the block, and remove everything of it."""
     server = make(
         model_repository,
         log_path=log_path,
@@ -126,7 +126,7 @@ def running_triton(
             finally:
                 running.grpc.close()
                 running.http.close()
-                # An orderly end takes Triton three seconds. Those tests that are about it end their server themselves.
+                # An orderly end takes Triton three seconds. The tests of it end their server themselves.
                 server.kill()
     finally:
         _running.remove(server)
@@ -139,7 +139,7 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
     issues 7368 and 8034): it happens about once in many thousand cancellations, with any model.
     """
     try:
-        server.server.process.wait(5)  # it first writes where it was
+        server.server.process.wait(5)  # The server first writes its position.
     except subprocess.TimeoutExpired:
         return False
     _, crashed, where = server.log_text().rpartition("Signal (11) received")
@@ -149,11 +149,11 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
 def aborted_by_a_lock(server: RunningTriton) -> bool:
     """Return whether the server crashed by its own fault with locks that it shares with its stubs.
 
-    In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two of
-    a hundred cases in which a stub ends inside execute(), and mostly when one is stopped, with any model.
+    In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two
+    of a hundred cases in which a stub ends inside execute(), and mostly when a stub is stopped, with any model.
     """
     try:
-        status = server.server.process.wait(5)  # it first writes where it was
+        status = server.server.process.wait(5)  # The server first writes its position.
     except subprocess.TimeoutExpired:
         return False
     thrown = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
@@ -165,7 +165,7 @@ def despite(
     start: Callable[[], RunningTriton],
     check: Callable[[RunningTriton], None],
 ) -> None:
-    """Check a server, and once more a fresh one if the first ended by that fault of Triton's own."""
+    """Check a server, and a fresh one again if the first ended by that fault of Triton's."""
     server = start()
     try:
         check(server)

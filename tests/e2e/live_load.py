@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 MODELS = ("captions", "colours", "faces", "fraud", "intent", "ranking", "reviews", "spam", "topics", "voices")
 PINNED = "ranking"
-#: of six of them
+# : Bytes of six of them.
 BUDGET = 6 * (1 << 20) + 4096
 CLIENTS = 4
 
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @contextmanager
 def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
-    """A server with these models, and the URL of its live page. Nobody asks it anything yet."""
+    """Yield a server with these models, and the URL of its live page, before any request."""
     port = free_port()
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)
@@ -63,7 +63,7 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
-    """Requests for all models until the block ends, for the first of them the most; seconds between two of a client."""
+    """Send requests for all models until the block ends, most for the first; seconds between two of a client."""
     stop = threading.Event()
 
     def ask(seed: int) -> None:
@@ -84,7 +84,7 @@ def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
 
 
 async def _take(url: str, file: Path) -> None:
-    """A picture after half a minute."""
+    """Take a picture after half a minute."""
     async with browsing(1280, 800) as page:
         await page.call("Page.navigate", url=url)
         await page.until("document.querySelectorAll('#models tr').length > 0")

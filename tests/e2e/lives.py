@@ -1,4 +1,4 @@
-"""The lifecycle of a real server's models as its control process sees it, and bundles that say their version."""
+"""The lifecycle of a real server's models as its control process sees it, and bundles that identify their version."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.e2e.calls import Caller
 from tests.e2e.harness import RunningTriton
 from tests.waiting import wait_until
 
-#: columns of every tensor here
+# : Columns of every tensor here.
 COLUMNS = 4
 
 
 def write_version(path: Path, version: int, *, module: int = 0) -> Path:
-    """A model whose three outputs say which version answered; `module` is in its code, `version` in its weights."""
+    """Write a model whose three outputs identify the version; `module` is in its code, `version` in its weights."""
     export_bundle(
         lambda params, x: {
             "first": x + params["first"],
             "second": x + params["second"],
             "code": x * 0 + module,
         },
-        # Large enough to be shared with the repository by a hard link.
+        # Large enough for the repository to share it by a hard link.
         {
             "first": jnp.float32(version),
             "second": jnp.full(COLUMNS, version, jnp.float32),
@@ -45,7 +45,7 @@ def write_version(path: Path, version: int, *, module: int = 0) -> Path:
 
 
 def version(call: Caller, name: str, x: float = 7.0, rows: int = 1) -> tuple[int, int]:
-    """The version and the module of the model that answers, which must be one in all that it answers."""
+    """Return the version and the module of the model that answers, which all its outputs must share."""
     answer = call(name, {"x": np.full((rows, COLUMNS), x, np.float32)})
     found = {
         (float(a - x), float(b - x), float(c))
@@ -60,7 +60,7 @@ OUTPUTS = ("first", "second", "code")
 
 
 def place(source: Path, target: Path) -> None:
-    """A copy of a bundle, as a careful user makes it: under a hidden name, and then renamed."""
+    """Copy a bundle as a careful user does: under a hidden name, and then renamed."""
     aside = target.with_name(f".{target.name}")
     shutil.copytree(source, aside)
     if target.exists():
@@ -87,7 +87,7 @@ class Living:
 
     @property
     def pid(self) -> int:
-        """The process id of the control process that answers now."""
+        """Return the process id of the control process that answers now."""
         return int(self._stub.GetStatus(pb.GetStatusRequest(), timeout=20).server.control_pid)
 
     @property
@@ -97,7 +97,7 @@ class Living:
 
     @property
     def serves(self) -> bool:
-        """True if the server as a whole is healthy."""
+        """Return whether the server as a whole is healthy."""
         health = health_pb2_grpc.HealthStub(self._channel)
         status = health.Check(health_pb2.HealthCheckRequest(), timeout=20).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)

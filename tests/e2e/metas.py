@@ -13,7 +13,7 @@ import numpy as np
 from rsrv_bundle.export import export_bundle
 from tests import builders
 
-#: columns of every tensor here
+# : Columns of every tensor here.
 COLUMNS = 8
 
 HOOKS = """
@@ -27,7 +27,7 @@ def postprocess(outputs):
 
 
 def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str = "") -> Path:
-    """A model: y = factor * x, rows of COLUMNS f32."""
+    """Write a model y = factor * x for rows of COLUMNS f32."""
     export_bundle(
         lambda params, x: {"y": params["factor"] * x},
         {"factor": jnp.float32(factor)},
@@ -43,7 +43,7 @@ def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str
     return path
 
 
-#: write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py
+# : Write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py.
 write_meta = partial(
     builders.write_meta,
     client="".join(
@@ -54,7 +54,7 @@ write_meta = partial(
 
 
 def plain_model(repository: Path, name: str, body: str) -> None:
-    """A hand-written Python model beside the generated ones, from x to y; `body` defines execute(self, requests)."""
+    """Write a Python model by hand beside the generated ones, from x to y; `body` defines execute(self, requests)."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(
@@ -73,5 +73,5 @@ def plain_model(repository: Path, name: str, body: str) -> None:
 
 
 def rows(count: int, value: float = 1.0) -> Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-    """A request."""
+    """Return a request."""
     return {"x": np.full((count, COLUMNS), value, np.float32)}

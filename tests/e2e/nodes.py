@@ -1,4 +1,4 @@
-"""Whole nodes for tests: `rsrv-node` as a process, with everything that it starts, and always ended."""
+"""Whole nodes for tests: `rsrv-node` as a process with all its children, which is always ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 
 class RunningNode:
-    """An `rsrv-node` that was started, and what it has started."""
+    """An `rsrv-node` and the processes that it has started."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process = process
@@ -33,18 +33,18 @@ class RunningNode:
 
     @property
     def log_text(self) -> str:
-        """Of the node and its children."""
+        """Return the log of the node and its children."""
         return (self.folder / "node.log").read_text(errors="replace")
 
     def workers(self) -> list[WorkerEntry]:
-        """As the gateway would read them; none before they have started."""
+        """Return the workers as the gateway would read them; none before they have started."""
         file = self.folder / "node" / "workers.yaml"
         text = file.read_text() if file.exists() else ""
         entries = [WorkerEntry(**entry) for entry in read_yaml(f"workers:\n{text}", of="")["workers"] or []]
         return entries if all(entry.control for entry in entries) else []
 
     def pids(self) -> list[int]:
-        """All processes that have to do with this node's directory: servers, stubs, runtimes, control processes."""
+        """Return all processes with this node's directory: servers, stubs, runtimes, control processes."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             if any(f"{self.folder}/node/" in word for word in process.info["cmdline"] or ()):
@@ -52,7 +52,7 @@ class RunningNode:
         return found
 
     def wait_answer(self, port: int, model: str) -> int:
-        """The version of the model that answers there, as soon as it does."""
+        """Return the version of the model that answers there, as soon as it does."""
         return wait_until(lambda: answer(port, model), 60, what=f"{model} on port {port}:\n{self.tail()}")
 
     def tail(self) -> str:
@@ -60,7 +60,7 @@ class RunningNode:
 
 
 def answer(port: int, model: str) -> int:
-    """The version of a `write_version` model that answers on this gRPC port; 0: none does."""
+    """Return the version of a `write_version` model that answers on this gRPC port; 0 for none."""
     client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
     tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
@@ -74,13 +74,13 @@ def answer(port: int, model: str) -> int:
 
 
 def server_pid(worker: WorkerEntry) -> int:
-    """Its control socket's directory begins with it."""
+    """Return the pid with which its control socket's directory begins."""
     assert worker.control is not None
     return int(Path(worker.control).parent.name.split("-")[0])
 
 
 def free_block(size: int) -> int:
-    """The first of so many loopback ports in a row that nobody listens on."""
+    """Return the first of so many free loopback ports in a row."""
     for start in range(20000 + os.getpid() % 1000 * 10, 32000, size):
         with ExitStack() as held:
             try:
@@ -94,7 +94,7 @@ def free_block(size: int) -> int:
 
 @contextmanager
 def running_node(bundles: Path, folder: Path, settings: str, *arguments: Any) -> Iterator[RunningNode]:
-    """A node over these bundles, with rsrv.yaml's text; ended with everything that it has started."""
+    """Run a node over these bundles, with rsrv.yaml's text, and end it with all its processes."""
     config = folder / "rsrv.yaml"
     config.write_text(settings)
     environment = {
@@ -122,5 +122,5 @@ def running_node(bundles: Path, folder: Path, settings: str, *arguments: Any) ->
     finally:
         process.kill()
         process.wait()
-        # The kernel ends the servers, and what they have started follows.
+        # The kernel ends the servers, and their descendants follow.
         wait_until(lambda: not node.pids(), 20, what="the end of the node's processes")

@@ -22,12 +22,12 @@ from tests.e2e.bundles import DTYPES
 from tests.e2e.calls import PROTOCOLS, Array, Arrays, Caller, assert_same, at_once, caller, refusal
 from tests.e2e.harness import RunningTriton
 
-#: of the largest magnitude of an output; sums of some hundred f32 terms in another order
+# : Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
 TOLERANCE = 1e-5
 
 
 def compiled(folder: Path, variant: int, size: int, inputs: Mapping[str, Array]) -> Arrays:
-    """The bundle's own module of this size, run here."""
+    """Return the bundle's own module of this size, run here."""
     bundle, call = _module(folder, variant, size)
     outputs = call(*(inputs[spec.name] for spec in bundle.manifest.inputs))
     return {spec.name: np.asarray(out) for spec, out in zip(bundle.manifest.outputs, outputs, strict=True)}
@@ -52,12 +52,12 @@ def assert_close(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
 
 
 def padded(x: Array, size: int) -> Array:
-    """Rows of zeros below, as the runtime adds them."""
+    """Append rows of zeros, as the runtime does."""
     return np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
 
 
 def sizes_run(triton: RunningTriton, model: str) -> Counter[str]:
-    """How often each compiled module of a model was executed: "variant/size" -> times."""
+    """Return how often each compiled module of a model was executed: "variant/size" -> times."""
     return Counter(read_status(triton.pid)["models"][model]["sizes"])
 
 
@@ -119,7 +119,7 @@ def test_each_variant_answers_with_its_own_module(
 
 @pytest.mark.parametrize("rows", range(1, 33))
 def test_rows_between_the_compiled_sizes_are_padded_and_cut_again(triton: RunningTriton, rows: int) -> None:
-    """Every number of rows up to the largest compiled size gets its own rows back and no others."""
+    """Every number of rows up to the largest compiled size gets exactly its own rows back."""
     inputs = mlp_rows(np.random.default_rng(100 + rows), rows)
     with caller(triton) as call:
         assert_close(call("mlp", inputs), mlp.reference(inputs))
@@ -177,10 +177,10 @@ def test_64_clients_of_3_models_get_their_own_rows_back(triton: RunningTriton) -
     at_once(triton, 64, work)
 
 
-def test_coalesced_answers_are_those_of_one_compiled_size(
+def test_coalesced_answers_equal_those_of_one_compiled_size(
     triton: RunningTriton, example_bundles: Path
 ) -> None:
-    """Whatever a row is coalesced with, its answer is bit by bit what one of the compiled sizes gives."""
+    """For any coalescing, a row's answer equals bit by bit what one of the compiled sizes gives."""
     inputs = [mlp_rows(np.random.default_rng(500 + number), 1) for number in range(32)]
 
     possible = [
@@ -246,7 +246,7 @@ def test_work_that_waits_behind_a_long_execution_is_coalesced(triton: RunningTri
 
     at_once(triton, 9, work)
     after = read_status(triton.pid)["models"]["steady"]
-    # The first may leave alone, or with what came at the very same moment.
+    # The first may leave alone, or with requests of the very same moment.
     assert after["dispatches"] - before["dispatches"] <= 4
 
 
@@ -254,7 +254,7 @@ def test_work_that_waits_behind_a_long_execution_is_coalesced(triton: RunningTri
 
 
 def varied(token: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Different elements from the whole range of the type, its extremes included; never constant."""
+    """Return different elements from the whole range of the type, its extremes included; never constant."""
     dtype = np.dtype(DTYPES[token])
     if token == "bool":
         return rng.integers(0, 2, shape).astype(bool)

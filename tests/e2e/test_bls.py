@@ -39,7 +39,7 @@ _TRITON_TYPES = {
 
 
 def config(inputs: Mapping[str, str], outputs: Mapping[str, str], dims: str = "[-1]") -> str:
-    """config.pbtxt of a Python model with tensors {name: token of ours}."""
+    """Return the config.pbtxt of a Python model with tensors {name: token of ours}."""
 
     def tensors(kind: str, named: Mapping[str, str]) -> str:
         return "\n".join(
@@ -63,7 +63,7 @@ def source(module: Any) -> str:
 
 
 def models(folder: Path) -> Path:
-    """A repository: `meta` calls, `one` and `two` can be called, `mirror` gives tensors of all types back."""
+    """Return a repository: `meta` calls, `one` and `two` can be called, `mirror` returns tensors of all types."""
     repository = folder / "models"
     add(repository, "meta", source(calling_model), config({"plan": "u8"}, {"result": "u8"}))
     for name in ("one", "two"):
@@ -75,7 +75,7 @@ def models(folder: Path) -> Path:
 
 
 def ask(server: RunningTriton, **plan: Any) -> dict[str, Any]:
-    """What the calling model makes of its plan."""
+    """Return the calling model's answer to its plan."""
     with caller(server) as call:
         text = np.frombuffer(json.dumps(plan).encode(), np.uint8)
         result: dict[str, Any] = json.loads(bytes(call("meta", {"plan": text}, client_timeout=60)["result"]))
@@ -83,13 +83,13 @@ def ask(server: RunningTriton, **plan: Any) -> dict[str, Any]:
 
 
 def ask_one(server: RunningTriton, **call: Any) -> dict[str, Any]:
-    """The outcome of a single call."""
+    """Return the outcome of a single call."""
     answer: dict[str, Any] = ask(server, calls=[{"model": "one", "what": ECHO, **call}])["answers"][0]
     return answer
 
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-#: what is never answered would else hold the server's end up for ten
+# : Unanswered requests would otherwise delay the server's end by ten seconds.
 LEAVE_SOON = "--exit-timeout-secs=1"
 POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
 
@@ -114,14 +114,14 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton
 
 
 def test_a_call_is_answered_with_the_outputs_that_were_asked_for(server: RunningTriton) -> None:
-    """In the order in which they were asked for, and with all of them when none was named."""
+    """A call gets the requested outputs in order, or all of them without a request."""
     assert ask_one(server)["names"] == ["x", "most"]
     assert ask_one(server, outputs=["most", "x"])["names"] == ["most", "x"]
     assert ask_one(server, outputs=["x"])["names"] == ["x"]
 
 
 def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
-    """The largest token, as text, and the time left in microseconds."""
+    """A callee gets the run's token as text, up to the largest, and the remaining microseconds."""
     told = json.loads(ask_one(server, what=TERMS, run=2**64 - 1, deadline_ms=1500)["text"])
     plain = json.loads(ask_one(server, what=TERMS)["text"])
 
@@ -152,10 +152,10 @@ def test_tensors_of_every_dtype_go_and_come_with_numpy_2(start_triton: StartTrit
 
 
 def test_as_many_calls_as_the_pool_allows_are_under_way_at_once(server: RunningTriton) -> None:
-    """31 with Triton's default of 32: the callee answers only when all are there, and another request beside them."""
+    """With Triton's default of 32, 31 calls run at once: the callee answers only when all are there."""
     together = {"model": "two", "what": TOGETHER + 31}
     ask(server, calls=[together] * 30, wait=False)
-    beside = ask(server)  # answered by a response sender while 30 calls are under way
+    beside = ask(server)  # A response sender answers it while 30 calls are in progress.
     (last,) = ask(server, calls=[together])["answers"]
 
     assert beside["limit"] == 31
@@ -163,7 +163,7 @@ def test_as_many_calls_as_the_pool_allows_are_under_way_at_once(server: RunningT
 
 
 def test_more_calls_than_the_pool_allows_take_turns(server: RunningTriton) -> None:
-    """A hundred calls of a model that answers each one; everybody gets the own answer."""
+    """A hundred calls of a model that answers each are made in turn, and each gets its own answer."""
     answers = ask(server, calls=[{"model": "one", "what": ECHO}] * 100)["answers"]
 
     assert all(answer["own"] for answer in answers)
@@ -244,12 +244,12 @@ def test_a_callee_that_dies_is_told_apart_and_comes_back(start_triton: StartTrit
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
 def test_the_status_of_a_model_of_ours_comes_through(server: RunningTriton, status: Status) -> None:
-    """Triton loses every code on this way; the tag tells it."""
+    """The status of our model passes by its tag, because Triton loses the code."""
     assert ask_one(server, what=int(status)) == {"status": status.name, "text": "for the test"}
 
 
 def test_a_callee_that_raises_is_internal(server: RunningTriton) -> None:
-    """With its reason, but without the places in its code, and of the server's files."""
+    """A callee that raises is INTERNAL with its reason, and without paths of code or server."""
     raised = ask_one(server, what=RAISE)
 
     assert raised == {"status": "INTERNAL", "text": "OSError: cannot open (path)"}
@@ -269,7 +269,7 @@ def test_unknown_and_unloaded_models_are_not_found(server: RunningTriton) -> Non
 
 
 def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) -> None:
-    """Names are checked by Triton, before the callee sees anything."""
+    """An unknown input is INVALID, as Triton checks names before the callee."""
     refused = ask_one(server, model="mirror")
     unknown_output = ask_one(server, outputs=["nobody"])
 

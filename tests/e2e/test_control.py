@@ -1,4 +1,4 @@
-"""The control service and its command, beside a real server: what operators do, and what clients see of it."""
+"""The control service and its command, beside a real server: the operators' actions, and their effect on clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROW = np.ones((1, 64), np.float32)
 
 
 class Control:
-    """The control service of a server, and the command that asks it."""
+    """The control service of a server, and the command that uses it."""
 
     def __init__(self, server: RunningTriton) -> None:
         self.server = server
@@ -65,7 +65,7 @@ class Control:
         return found
 
     def health(self, service: str = "") -> int | None:
-        """None: it does not answer."""
+        """Return the health, or None if the service does not answer."""
         try:
             answer = self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
         except grpc.RpcError:
@@ -73,7 +73,7 @@ class Control:
         return int(answer.status)
 
     def rsrv(self, *arguments: str, status: int = 0) -> str:
-        """What the command prints; its exit status must be this."""
+        """Return the output of the command, whose exit status must be this."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             found = cli.main([*arguments, "--server", self.address])
@@ -82,7 +82,7 @@ class Control:
 
     @contextmanager
     def watch(self) -> Iterator[Queue[pb.WatchStateResponse]]:
-        """All updates, as they come; the first one is a snapshot."""
+        """Yield all updates as they come; the first one is a snapshot."""
         updates: Queue[pb.WatchStateResponse] = Queue()
         call = self.stub.WatchState(pb.WatchStateRequest())
 
@@ -124,7 +124,7 @@ def shared(server: RunningTriton) -> Iterator[Control]:
 
 @pytest.fixture
 def control(shared: Control) -> Iterator[Control]:
-    """With nothing paused and nothing pinned before and after."""
+    """Yield the control service, with no model paused or pinned before and after."""
     yield shared
     wait_until(lambda: shared.health() == SERVING, what="all models after the test")
     shared.rsrv("continue", "--all")
@@ -132,7 +132,7 @@ def control(shared: Control) -> Iterator[Control]:
 
 
 class Requests:
-    """Requests of one model under way, from one client; how each ended, by number, in the order in which they did."""
+    """Requests of one model in flight, from one client, and how each ended, by number, in order."""
 
     def __init__(self, server: RunningTriton, model: str, inputs: dict[str, Any]) -> None:
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
@@ -183,7 +183,7 @@ def queued(control: Control, model: str) -> int:
 
 
 def test_the_status_is_that_of_the_repository(control: Control) -> None:
-    """Every model with its version, its stub, its executables, and its policy as in rsrv.yaml."""
+    """The status has every model with its version, its stub, its executables and rsrv.yaml's policy."""
     status = control.status()
 
     assert [model.name for model in status.models] == ["changing", "exact", "steady"]
@@ -205,7 +205,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
 
 
 def test_weights_go_where_they_are_told(control: Control) -> None:
-    """Evicted, pinned, not evicted while pinned, let go, evicted, and loaded again by a request."""
+    """Weights are evicted and pinned on command, kept while pinned, and loaded again by a request."""
     control.rsrv("evict", "exact")
     wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
 
@@ -222,7 +222,7 @@ def test_weights_go_where_they_are_told(control: Control) -> None:
 
 
 def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
-    """The weights are absent, and on the device before anybody asks for them."""
+    """Prefetched weights are on the device before the next request."""
     control.rsrv("evict", "exact")
     wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
     before = control.model("exact").misses
@@ -237,7 +237,7 @@ def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
 def test_requests_that_are_held_are_all_answered(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """200 wait while the model is paused; none of them executes, and none is lost."""
+    """Of 200 requests for a held model, none executes before it goes on, and all are answered."""
     control.rsrv("pause", "exact", "--mode", "hold")
     before = control.model("exact").dispatches
     sent = requests("exact")
@@ -256,7 +256,7 @@ def test_requests_that_are_held_are_all_answered(
 def test_requests_that_are_held_keep_their_order(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """They execute one by one, oldest first, after all models were paused."""
+    """Held requests execute in order, oldest first, after all models were paused."""
     control.rsrv("pause", "--all")
     sent = requests("steady")
     for number in range(8):
@@ -271,7 +271,7 @@ def test_requests_that_are_held_keep_their_order(
 def test_drained_models_answer_what_waits_and_refuse_the_rest(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """Some wait; another model goes on as ever."""
+    """A drained model answers its waiting requests and refuses new ones; another model is not affected."""
     sent = requests("steady")
     for number in range(4):
         sent.send(number)
@@ -289,7 +289,7 @@ def test_drained_models_answer_what_waits_and_refuse_the_rest(
 
 
 def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str], Requests]) -> None:
-    """Some were held; then they are refused."""
+    """A rejecting model refuses held requests at once."""
     control.rsrv("pause", "exact", "--mode", "hold")
     sent = requests("exact")
     for number in range(20):
@@ -304,7 +304,7 @@ def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str
 def test_waiting_requests_are_aborted_by_their_id(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """100 have one id, one has another: that one is answered, and none of the 100 executes."""
+    """Of 100 waiting requests with one id and one with another, the 100 are aborted without an execution."""
     control.rsrv("pause", "exact")
     before = control.model("exact").dispatches
     sent = requests("exact")
@@ -324,7 +324,7 @@ def test_waiting_requests_are_aborted_by_their_id(
 
 
 def test_a_story_has_what_happened(control: Control) -> None:
-    """The weights were evicted."""
+    """The story has the eviction of the weights."""
     control.rsrv("evict", "exact")
 
     assert "vict" in control.rsrv("story", "exact")
@@ -334,7 +334,7 @@ def test_a_story_has_what_happened(control: Control) -> None:
 def test_a_timeline_of_what_the_device_did(
     control: Control, requests: Callable[[str], Requests], tmp_path: Path
 ) -> None:
-    """A trace has the load, and behind it the executions of the requests that waited for it, together or not: by what each size costs."""
+    """The timeline's trace has the load, and then the executions of the requests that waited for it."""
     control.rsrv("evict", "exact")
     control.rsrv("pause", "exact")
     sent = requests("exact")
@@ -356,7 +356,7 @@ def test_a_timeline_of_what_the_device_did(
 
 
 def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
-    """Weights go and come; its copy of the state is the server's at the end."""
+    """A watcher gets each change once and in order; its copy of the state is the server's at the end."""
     control.rsrv("pin", "exact", "--wait")
     control.rsrv("unpin", "exact")
     with control.watch() as updates:
@@ -389,7 +389,7 @@ def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
 
 
 def test_a_profile_is_recorded(control: Control) -> None:
-    """A trace of the requests between start and stop."""
+    """The profile has a trace of the requests between start and stop."""
     folder = Path(control.rsrv("profile", "start").removeprefix("recording into ").strip())
     with caller(control.server) as call:
         call("exact", {"x": ROW})
@@ -402,7 +402,7 @@ def test_a_profile_is_recorded(control: Control) -> None:
 def test_a_changed_bundle_is_served_when_its_reload_returns(
     control: Control, tmp_path: Path, server: RunningTriton
 ) -> None:
-    """Other weights, and the same code."""
+    """ReloadWeights returns when the changed bundle is served."""
     sources = Path(control.status().server.repository).parent / "bundles"
     with caller(server) as call:
         assert version(call, "changing") == (1, 0)
@@ -415,7 +415,7 @@ def test_a_changed_bundle_is_served_when_its_reload_returns(
 
 
 def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
-    """And that it goes on, too; what was asked meanwhile fails."""
+    """The control service sees a stopped runtime and its return within a second; calls in between fail."""
     runtime = control.status().runtime
     os.kill(runtime.pid, signal.SIGSTOP)
     try:
@@ -429,9 +429,9 @@ def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
     assert took < 1.0, f"{took:.2f} s"
 
 
-def test_a_dead_stub_is_seen_within_a_second_and_mended(control: Control) -> None:
-    """The others go on."""
-    # That of the version before the last reload needs a moment to leave.
+def test_a_dead_stub_is_seen_within_a_second_and_replaced(control: Control) -> None:
+    """The other models are not affected."""
+    # The stub of the version before the last reload needs a moment to leave.
     wait_until(lambda: len(control.server.stub_pids("changing")) == 1, what="one stub")
     (stub,) = control.server.stub_pids("changing")
     os.kill(stub, signal.SIGKILL)
@@ -445,7 +445,7 @@ def test_a_dead_stub_is_seen_within_a_second_and_mended(control: Control) -> Non
 
 
 def test_what_was_set_survives_the_runtime(control: Control) -> None:
-    """It is killed; the next one has the pin, the policy, the pause and the scheduler's settings."""
+    """After the runtime was killed, the next one has the pin, the policy, the pause and the scheduler's settings."""
     control.rsrv("pin", "exact", "--wait")
     control.rsrv("policy", "steady", "--weight", "3")
     control.rsrv("pause", "steady")
@@ -471,7 +471,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
 
 
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
-    """Requests do not notice; what was set is known to the next one."""
+    """When the control process dies, requests continue, and the next one has the operators' settings."""
     control.rsrv("policy", "steady", "--weight", "5")
     first = control.status().server.control_pid
     os.kill(first, signal.SIGKILL)
@@ -489,7 +489,7 @@ def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
 
 
 def test_nothing_is_left_of_it_when_the_server_ends(tmp_path: Path) -> None:
-    """The server ends as it should."""
+    """The server ends in order, and leaves no file or process of the control process."""
     assert rsrv_gen.main([str(bundles.ensure() / "only_rows"), "-o", str(tmp_path / "gen")]) == 0
     with running_triton(tmp_path / "gen", tmp_path / "server.log") as running:
         control = Control(running)
@@ -500,7 +500,7 @@ def test_nothing_is_left_of_it_when_the_server_ends(tmp_path: Path) -> None:
 
 
 def _until(condition: Callable[[], bool]) -> float:
-    """Seconds that it took to become true."""
+    """Return the seconds until the condition became true."""
     started = time.monotonic()
     wait_until(condition)
     return time.monotonic() - started

@@ -1,4 +1,4 @@
-"""The two-stage detector through the real server: it finds what is there, one image or many a request."""
+"""The two-stage detector through the real server: it finds the shapes, one image or many a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.examples.test_detector import Detector
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: str) -> None:
-    """Recall and precision as its maker measured them, for requests of 1 to 20 images, of several clients at once."""
+    """Recall and precision equal those of its maker, for requests of 1 to 20 images, of several clients at once."""
     known = detector.held_out()
     rng = np.random.default_rng(5)
     starts = [0, *np.cumsum(rng.integers(1, 21, 100))]
@@ -35,7 +35,7 @@ def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: s
 
 
 def test_an_image_has_one_answer_whatever_comes_with_it(triton: RunningTriton) -> None:
-    """Alone and among others, with nothing in it or with much."""
+    """An image has the same answer alone and among others, empty or full."""
     known = detector.held_out()
     images = np.concatenate([np.full((1, SIDE, SIDE, 3), 128, np.uint8), known.images[:6]])
     with caller(triton) as call:
@@ -53,7 +53,7 @@ def test_an_image_has_one_answer_whatever_comes_with_it(triton: RunningTriton) -
 def test_shapes_are_those_that_the_bundles_find(
     triton: RunningTriton, example_bundles: Path, protocol: str
 ) -> None:
-    """Images alone, many in one request, and one without anything."""
+    """The server's shapes equal those of the bundles, for single images, many in one request, and an empty one."""
     images = scenes(10, seed=33, fewest=4).images
     images[3] = 90
     expected = Detector(example_bundles)(images)

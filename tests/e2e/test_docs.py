@@ -1,4 +1,4 @@
-"""The commands in the documentation, run as they stand against one server that was started as the first page says."""
+"""The commands in the documentation, run as they stand against one server that was started as on the first page."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 
-#: tests/unit/test_docs.py checks names and flags of every command in seconds
+# : tests/unit/test_docs.py checks names and flags of every command within seconds.
 pytestmark = pytest.mark.long
 
 COMMANDS = [
     command for command in commands() if command.program in RUN and " ".join(command.words[:2]) not in NOT_RUN
 ]
 START = ROOT / "docs" / "index.md"
-#: has the commands that start a server by hand
+# : The page with the commands that start a server by hand.
 OPERATING = ROOT / "docs" / "operating.md"
 #: of the examples, what the pages ask for
 EXAMPLES = ("digits", "mlp")
@@ -36,13 +36,13 @@ EXAMPLES = ("digits", "mlp")
 
 @dataclass
 class World:
-    """A folder in which the commands run, and the server that they ask."""
+    """A folder in which the commands run, and the server that they use."""
 
     folder: Path
     ports: dict[str, str]
 
     def text(self, command: Command) -> str:
-        """The command, with what its placeholders stand for."""
+        """Return the command with values for its placeholders."""
         text = command.text
         for known, here in {**self.ports, **PLACEHOLDERS}.items():
             text = re.sub(rf"(?<![\w./-]){re.escape(known)}(?![\w-])", here, text)
@@ -50,7 +50,7 @@ class World:
 
     @contextmanager
     def started(self, text: str) -> Iterator[subprocess.Popen[str]]:
-        """The text in a shell, which ends with the block, and all that it has started."""
+        """Run the text in a shell, which ends with the block, as do its children."""
         with subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.folder,
@@ -67,7 +67,7 @@ class World:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, text: str) -> tuple[int, str]:
-        """Its exit status, and what it printed."""
+        """Return its exit status and its output."""
         with self.started(text) as process:
             out, _ = process.communicate(timeout=60)
         return process.returncode, out
@@ -78,12 +78,12 @@ def world() -> Iterator[World]:
     """What a reader of the first page has in the end, and a gateway in front."""
     with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
-        # Where the commands look for a server: there is one.
+        # The commands search for a server there, and find one.
         patch.setenv("RSRV_RUNTIME_DIR", str(folder / "run"))
         patch.setenv("RSRV_CONTROL__PROFILE_DIR", str(folder / "profiles"))
         (folder / "docs" / "scenarios").mkdir(parents=True)
         for scenario in (ROOT / "docs" / "scenarios").iterdir():
-            # Whether the command works is seen after two seconds of it; the figures on the pages have tests of their own.
+            # Two seconds show whether the command works; the figures on the pages have tests of their own.
             text = re.sub(r"(?m)^duration: \d+", "duration: 2", scenario.read_text())
             (folder / "docs" / "scenarios" / scenario.name).write_text(text)
         built = examples.ensure()
@@ -112,13 +112,13 @@ def _write_files(page: Path, folder: Path) -> None:
 
 
 def _block(page: Path, wanted: str) -> str:
-    """The one block in this language on the page."""
+    """Return the one block in this language on the page."""
     (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == wanted)
     return "\n".join(lines)
 
 
 def _flags(page: Path) -> list[str]:
-    """Those of the page's tritonserver, but for the repository, which the test's server has from the same place."""
+    """Return the flags of the page's tritonserver, without the repository."""
     (command,) = (one for one in commands() if one.page == page.name and one.program == "tritonserver")
     program, repository, *flags = command.words
     assert (program, repository) == ("tritonserver", "--model-repository=gen/")
@@ -132,7 +132,7 @@ def _ports(server: RunningTriton) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
 def test_a_command_in_the_documentation_succeeds(world: World, command: Command) -> None:
-    """As it stands on the page, with a model and ports that are there."""
+    """A command on a page succeeds as it stands, with existing models and ports."""
     text = world.text(command)
     if command.program == "rsrv" and command.words[1] in ("watch", "top"):
         with world.started(text) as watch:
@@ -140,13 +140,13 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
             assert "runtime " in watch.stdout.readline()
     else:
         status, out = world.run(text)
-        # As with diff(1): these are to differ.
+        # As with diff(1), these differ.
         wanted = 1 if command.words[:2] == ["rsrv-bundle", "diff"] else 0
         assert status == wanted, f"{text}\n{out}"
 
 
 def test_the_flags_of_tritonserver_exist() -> None:
-    """Those that the pages use are in its help."""
+    """The flags of tritonserver on the pages are in its help."""
     program = ROOT / ".triton" / "bin" / "tritonserver"
     said = subprocess.run([program, "--help"], check=False, capture_output=True, text=True)
     known = said.stdout + said.stderr

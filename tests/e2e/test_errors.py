@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong, over both protocols; and the server serves on after each."""
+"""The errors that clients get, over both protocols; the server serves on after each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
 
 @pytest.fixture(params=PROTOCOLS)
 def call(request: pytest.FixtureRequest, triton: RunningTriton) -> Iterator[Caller]:
-    """A client of each protocol in turn; after the test the models that it used must still answer."""
+    """Yield a client of each protocol in turn; after the test the models that it used must still answer."""
     with caller(triton, request.param) as made:
         yield made
         x = np.ones((1, 64), np.float32)
@@ -100,7 +100,7 @@ def test_a_missing_input_is_invalid(call: Caller) -> None:
 
 
 def test_a_wrong_name_is_invalid(call: Caller) -> None:
-    """An input that the model does not have is refused by name."""
+    """An unknown input is refused by name."""
     refused = refusal(lambda: call("exact", {"nobody": np.zeros((1, 64), np.float32)}))
     refused.assert_is("INVALID_ARG", call.protocol)
     assert "nobody" in refused.message
@@ -114,14 +114,14 @@ def test_one_input_too_many_is_invalid(call: Caller) -> None:
 
 @pytest.mark.parametrize("rows", [17, 100])
 def test_too_many_rows_are_invalid_and_the_sizes_are_named(call: Caller, rows: int) -> None:
-    """A request larger than the largest compiled size is refused, with the sizes; requests are never split."""
+    """A request above the largest compiled size is refused with the sizes, as requests are never split."""
     refused = refusal(lambda: call("exact", {"x": np.zeros((rows, 64), np.float32)}))
     refused.assert_is("INVALID_ARG", call.protocol)
     assert "1, 2, 4, 8, 16" in refused.message
 
 
 def test_too_many_rows_are_invalid_for_a_batch_axis_that_triton_does_not_know(call: Caller) -> None:
-    """The same holds where the runtime does all the gathering."""
+    """The same holds if the runtime does all the gathering."""
     inputs = {"a": np.zeros((3, 5), np.float32), "b": np.zeros((5, 2), np.float32)}
     refused = refusal(lambda: call("axes", inputs))
     refused.assert_is("INVALID_ARG", call.protocol)
@@ -137,7 +137,7 @@ def test_inputs_that_disagree_on_the_rows_are_invalid(call: Caller) -> None:
 
 
 def test_an_input_size_that_is_not_compiled_is_invalid(call: Caller) -> None:
-    """No variant fits: the refusal says which there are."""
+    """An input size without a variant is refused with the existing ones."""
     refused = refusal(lambda: call("two_sizes", {"image": np.zeros((1, 17, 16, 3), np.float32)}))
     refused.assert_is("INVALID_ARG", call.protocol)
     assert "16, 16" in refused.message
@@ -145,17 +145,17 @@ def test_an_input_size_that_is_not_compiled_is_invalid(call: Caller) -> None:
 
 
 def test_an_unknown_model_is_not_found(call: Caller) -> None:
-    """A model that is not in the repository."""
+    """A model that is not in the repository is NOT_FOUND."""
     refusal(lambda: call("nobody", {"x": X})).assert_is("NOT_FOUND", call.protocol)
 
 
 def test_an_unknown_version_is_not_found(call: Caller) -> None:
-    """A version that is not in the repository."""
+    """A version that is not in the repository is NOT_FOUND."""
     refusal(lambda: call("exact", {"x": X}, model_version="7")).assert_is("NOT_FOUND", call.protocol)
 
 
 def test_an_unknown_output_is_invalid(triton: RunningTriton) -> None:
-    """Asking for an output that the model does not have."""
+    """A request for an unknown output is invalid."""
     wanted = [tritonclient.grpc.InferRequestedOutput("nobody")]
     with caller(triton) as call:
         refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, outputs=wanted))
@@ -164,7 +164,7 @@ def test_an_unknown_output_is_invalid(triton: RunningTriton) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63 * 4, 64 * 4 - 1, 64 * 4 + 1])
 def test_truncated_raw_data_is_invalid_over_grpc(triton: RunningTriton, nbytes: int) -> None:
-    """Fewer or more raw bytes than the shape says."""
+    """Fewer or more raw bytes than the shape needs are refused."""
     request = service_pb2.ModelInferRequest(model_name="exact")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 64])
     request.raw_input_contents.append(bytes(nbytes))
@@ -175,7 +175,7 @@ def test_truncated_raw_data_is_invalid_over_grpc(triton: RunningTriton, nbytes: 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63 * 4, 64 * 4 - 1, 64 * 4 + 1])
 def test_truncated_raw_data_is_invalid_over_http(triton: RunningTriton, nbytes: int) -> None:
-    """Fewer or more raw bytes than the shape says."""
+    """Fewer or more raw bytes than the shape needs are refused."""
     header = {
         "inputs": [
             {"name": "x", "datatype": "FP32", "shape": [1, 64], "parameters": {"binary_data_size": nbytes}}
@@ -189,7 +189,7 @@ def test_truncated_raw_data_is_invalid_over_http(triton: RunningTriton, nbytes: 
     "body", [b"", b"{", b"[]", b'{"inputs": 7}', b'{"inputs": [{"name": "x"}]}', bytes(range(256))]
 )
 def test_a_body_that_is_no_request_is_invalid(triton: RunningTriton, body: bytes) -> None:
-    """Whatever is posted, the answer is an error (Triton calls some of them its own), and the server serves on."""
+    """Any body that is no request gets an error (some as Triton's own), and the server serves on."""
     connection = http.client.HTTPConnection(triton.server.http_url, timeout=30)
     connection.request("POST", "/v2/models/exact/infer", body)
     assert connection.getresponse().status in (400, 500)
@@ -198,7 +198,7 @@ def test_a_body_that_is_no_request_is_invalid(triton: RunningTriton, body: bytes
 
 
 def test_plain_json_as_curl_sends_it(triton: RunningTriton) -> None:
-    """A request without any client library, its tensors as JSON numbers."""
+    """A request without a client library is answered, with its tensors as JSON numbers."""
     x = np.arange(64, dtype=np.float32).reshape(1, 64)
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": x.ravel().tolist()}
     status, body = post(triton, "exact", {"inputs": [tensor]})
@@ -210,7 +210,7 @@ def test_plain_json_as_curl_sends_it(triton: RunningTriton) -> None:
 def post(
     triton: RunningTriton, model: str, header: Mapping[str, Any], binary: bytes | None = None
 ) -> tuple[int, bytes]:
-    """One HTTP inference request made by hand."""
+    """Send one HTTP inference request made by hand."""
     text = json.dumps(header).encode()
     headers = {} if binary is None else {"Inference-Header-Content-Length": str(len(text))}
     connection = http.client.HTTPConnection(triton.server.http_url, timeout=30)
@@ -238,14 +238,14 @@ def post(
     ids=str,
 )
 def test_parameters_of_ours_with_wrong_values_are_invalid(call: Caller, parameters: dict[str, Any]) -> None:
-    """The parameter is named; nothing is executed."""
+    """A wrong parameter is named, and no request executes."""
     refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, parameters=parameters))
     refused.assert_is("INVALID_ARG", call.protocol)
     assert next(iter(parameters)) in refused.message
 
 
 def test_parameters_of_others_are_ignored(call: Caller) -> None:
-    """Whatever else a client attaches, with whatever characters, changes nothing."""
+    """Other parameters of a client, with any characters, change nothing."""
     parameters = {"tenant": 'a "quoted" name\\ \n\t \u20ac', "count": 2**62, "flag": True, "": "empty"}
     x = np.ones((2, 64), np.float32)
     assert_same(
@@ -256,13 +256,13 @@ def test_parameters_of_others_are_ignored(call: Caller) -> None:
 
 @pytest.mark.parametrize("timeout", [2**31, 2**53, 2**62, 2**63 - 1])
 def test_a_timeout_beyond_all_time_is_no_deadline(call: Caller, timeout: int) -> None:
-    """Very long timeouts do not overflow anything."""
+    """Very long timeouts cause no overflow."""
     x = np.ones((1, 64), np.float32)
     assert_same(call("exact", {"x": x}, timeout=timeout), {"y": x @ bundles.exact_kernel()})
 
 
 def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Caller) -> None:
-    """The largest values that are allowed."""
+    """The largest allowed deadline and priority change nothing for a single request."""
     x = np.ones((1, 64), np.float32)
     for parameters in ({"rsrv_priority": 65534}, {"rsrv_deadline_unix_ns": 2**63 - 1}):
         assert_same(call("exact", {"x": x}, parameters=parameters), {"y": x @ bundles.exact_kernel()})
@@ -273,7 +273,7 @@ def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Call
 
 @contextmanager
 def busy(triton: RunningTriton, seconds: float = 1.5) -> Iterator[None]:
-    """The device executes something long in this block, or at least when it begins."""
+    """Keep the device busy with something long in this block, or at least at its start."""
     before = model_status(triton, "elastic")
     steps = int(seconds * bundles.LEAST_STEPS / before["costs"]["0/1"])
 
@@ -293,7 +293,7 @@ def busy(triton: RunningTriton, seconds: float = 1.5) -> Iterator[None]:
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: RunningTriton) -> None:
-    """A model with room for two waiting requests refuses the rest at once, and answers those that it took."""
+    """A model with room for two waiting requests refuses the rest at once, and answers the accepted ones."""
     results = at_once(
         triton,
         12,
@@ -320,7 +320,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: Running
 def test_a_passed_deadline_is_refused_and_never_executed(
     call: Caller, triton: RunningTriton, how: str
 ) -> None:
-    """What waits behind a long execution until its deadline is over is refused, and the device never sees it."""
+    """A request whose deadline passes behind a long execution is refused, and the device never sees it."""
     wait_until_idle(triton, "steady", "elastic")
     before = model_status(triton, "steady")
 
@@ -358,7 +358,7 @@ def test_a_deadline_that_can_be_met_is_met(call: Caller) -> None:
 
 
 class Pending:
-    """A gRPC request under way, which can be cancelled."""
+    """A gRPC request in flight, which can be cancelled."""
 
     def __init__(self, client: Any, model: str, inputs: Mapping[str, Any]) -> None:
         self._ended = threading.Event()
@@ -377,7 +377,7 @@ class Pending:
 
 
 def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
-    """A client that gives up on a request behind a long execution spares the device the work."""
+    """A cancelled request behind a long execution never executes."""
     wait_until_idle(triton, "steady", "elastic")
     before = model_status(triton, "steady")
     with busy(triton):
@@ -394,7 +394,7 @@ def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
 
 
 def test_many_cancelled_requests_are_never_executed(triton: RunningTriton) -> None:
-    """Also the last of many waiting requests is noticed when its client gives up, in whatever order they do."""
+    """Each of many waiting requests is cancelled without an execution, in any order."""
     wait_until_idle(triton, "steady", "elastic")
     before = model_status(triton, "steady")
     with busy(triton, 3):
@@ -436,7 +436,7 @@ WHEN = ("preprocess", "postprocess")
     ],
 )
 def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> None:
-    """Whatever a hook does wrong, its own request fails, and the client learns nothing of the code."""
+    """A hook that fails in any way fails its own request, and the client gets no details of the code."""
     x = X.copy()
     x[0, 0] = deed(when, what)
     refused = refusal(lambda: call("hooked", {"x": x}))
@@ -445,8 +445,8 @@ def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> No
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_hook_may_blame_the_client(call: Caller, when: str) -> None:
-    """Then the client hears why, in the hook's own words."""
+def test_a_hook_may_refuse_the_request(call: Caller, when: str) -> None:
+    """The client gets the reason in the hook's own words."""
     x = X.copy()
     x[0, 0] = deed(when, "blame")
     refused = refusal(lambda: call("hooked", {"x": x}))
@@ -457,14 +457,14 @@ def test_a_hook_may_blame_the_client(call: Caller, when: str) -> None:
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("what", ["list", "extra", "fortran", "in_place"])
 def test_what_hooks_may_do(call: Caller, when: str, what: str) -> None:
-    """Lists instead of arrays, more than was asked for, other memory layouts, and writing into what they got."""
+    """Hooks may return lists, further tensors and other memory layouts, and may write into their inputs."""
     x = X.copy()
     x[0, 0] = deed(when, what)
     assert_same(call("hooked", {"x": x}), {"y": 2 * x})
 
 
 def test_a_hook_that_fails_harms_only_its_own_request(triton: RunningTriton) -> None:
-    """Requests that were handed to the model together with a failing one are answered."""
+    """Requests in one execute() call with a failing one are answered."""
 
     def work(call: Caller, number: int) -> None:
         for turn in range(10):

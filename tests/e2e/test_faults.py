@@ -1,4 +1,4 @@
-"""Each fault of `make chaos` once: nothing is answered wrongly, nobody else is harmed, and what can come back does."""
+"""Each fault of `make chaos` once: no answer is wrong, other models are not harmed, and what can recover does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.run import QUICK, run_fault
 
 @pytest.fixture(scope="module")
 def house_for() -> Iterator[Callable[[Kind], House]]:
-    """The houses of `make chaos`, each built when it is first needed."""
+    """Return the houses of `make chaos`, each built on first use."""
     with houses() as get:
         yield get
 
@@ -22,7 +22,9 @@ def house_for() -> Iterator[Callable[[Kind], House]]:
 @pytest.mark.timeout(300)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
-def test_a_fault_harms_nobody_else_and_passes(kind: type[Fault], house_for: Callable[[Kind], House]) -> None:
-    """Under load from clients of several models: right answers or errors, bystanders untouched, and all come back."""
+def test_a_fault_harms_no_other_model_and_passes(
+    kind: type[Fault], house_for: Callable[[Kind], House]
+) -> None:
+    """Under load, answers are right or errors, bystanders are untouched, and all models recover."""
     row = run_fault(kind(), house_for(kind.house), QUICK, seed=0)
     assert not row.problems, remarks(row, kind.expected)

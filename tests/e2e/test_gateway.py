@@ -1,4 +1,4 @@
-"""A gateway in front of two real servers: where requests go, where weights are, and what happens when one dies."""
+"""A gateway in front of two real servers: the paths of requests, the places of weights, and the death of a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 MODELS = ("first", "second", "third", "fourth")
-#: for two models of 1536 bytes
+# : Budget for two models of 1536 bytes.
 SETTINGS = "runtime: {weight_budget_bytes: 4000}\n"
 KERNELS: Mapping[str, bundles.Array] = {
     name: bundles.exact_kernel() + number for number, name in enumerate(MODELS)
@@ -41,7 +41,7 @@ X = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`exact` under four names, with other weights under each."""
+    """Return a repository of `exact` under four names, with other weights under each."""
     folder = tmp_path_factory.mktemp("gateway")
     for name, kernel in KERNELS.items():
         copy = folder / "bundles" / name
@@ -61,7 +61,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, RunningTriton]]:
-    """Two servers, of which the last test kills one."""
+    """Two servers, one of which the last test kills."""
     folder = tmp_path_factory.mktemp("servers")
     with (
         running_triton(repository, folder / "one.log") as one,
@@ -71,7 +71,7 @@ def servers(
 
 
 def infer(client: Any, model: str, **options: Any) -> None:
-    """Asks, and checks the answer. Raises InferenceServerException."""
+    """Send a request and check the answer. Raises InferenceServerException."""
     tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
     tensor.set_data_from_numpy(X)
     answer = client.infer(model, [tensor], **options).as_numpy("y")
@@ -85,7 +85,7 @@ def resident(server: RunningTriton) -> set[str]:
 
 @dataclass
 class Load:
-    """Requests of all models, from some threads at once, until it is ended."""
+    """Sends requests of all models from some threads at once, until it is ended."""
 
     gateway: RunningGateway
     threads: int = 4
@@ -107,7 +107,7 @@ class Load:
             thread.join()
 
     def more(self, count: int) -> None:
-        """Returns when that many more were answered."""
+        """Return when that many more were answered."""
         until = self.answered + count
         wait_until(lambda: self.answered >= until, what=f"{count} answers; failed: {self.failed[:3]}")
 
@@ -129,7 +129,7 @@ class Load:
 
 
 def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], tmp_path: Path) -> None:
-    """Under load, without a failed request; one scrape has the metrics of those that are there."""
+    """Servers join and leave by the workers file under load without a failed request; a scrape has all metrics."""
     file = tmp_path / "workers.yaml"
 
     def write(*names: str) -> None:
@@ -155,7 +155,7 @@ def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], 
         wait_until(lambda: alive() == {"two"}, what="the first server to leave")
 
         def is_left_alone() -> bool:
-            """Requests that were in flight there may still execute; then no more come."""
+            """Check that a server gets no more requests; those in flight may still execute."""
             before = read_status(servers["one"].pid)["models"]["first"]["dispatches"]
             load.more(50)
             return bool(read_status(servers["one"].pid)["models"]["first"]["dispatches"] == before)
@@ -212,7 +212,7 @@ def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
 def test_the_gateway_ends_without_losing_a_request(
     servers: Mapping[str, RunningTriton], tmp_path: Path
 ) -> None:
-    """SIGTERM while requests are under way: each is answered or refused, and the server lives on."""
+    """After SIGTERM, each request in flight is answered or refused, and the server lives on."""
     server = servers["one"]
     with running_gateway(tmp_path, [entry(server, "one")]) as gateway:
         with Load(gateway) as load:
@@ -220,7 +220,7 @@ def test_the_gateway_ends_without_losing_a_request(
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(20) == 0, gateway.log_text()
         assert load.wrong == []
-        # Cancelled are those that gRPC's own server has taken and not handed on when it stops.
+        # gRPC's own server cancels requests that it took and did not hand on before it stops.
         codes = {text.partition("]")[0].removeprefix("[StatusCode.") for text in load.failed}
         assert codes <= {"UNAVAILABLE", "CANCELLED"}
     assert server.grpc.is_server_ready()

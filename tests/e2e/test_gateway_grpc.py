@@ -1,4 +1,4 @@
-"""The gateway in front of two real tritonservers: to a client it is one of them."""
+"""The gateway in front of two real tritonservers: to a client it is one tritonserver."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def number(value: int, *, dtype: str = "INT32", name: str = "X") -> list[InferIn
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """The answer, or the status and message of the refusal."""
+    """Return the answer, or the status and message of the refusal."""
     try:
         return call()
     except InferenceServerException as error:
         return error.status(), error.message()
 
 
-#: what a tritonserver and the gateway must say alike
+# : Calls that tritonserver and gateway must answer alike.
 ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
     "an unknown model": lambda client: client.infer("nothing", number(1)),
     "no name": lambda client: client.infer("", number(1)),
@@ -94,7 +94,7 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("which", "code"), [(0, "RESOURCE_EXHAUSTED"), (1, "DEADLINE_EXCEEDED"), (2, "FAILED_PRECONDITION")]
 )
-def test_what_triton_has_no_code_for(fleet: Fleet, which: int, code: str) -> None:
+def test_tagged_refusals_have_the_code_of_their_tag(fleet: Fleet, which: int, code: str) -> None:
     """The gateway gives tagged refusals the code that they mean, and leaves the message."""
     status, message = outcome(lambda: fleet.gateway.grpc.infer("refusing", number(which)))
 
@@ -103,7 +103,7 @@ def test_what_triton_has_no_code_for(fleet: Fleet, which: int, code: str) -> Non
 
 
 def test_large_tensors(fleet: Fleet) -> None:
-    """16 MB come back as they were sent."""
+    """16 MB come back unchanged."""
     sent = np.arange(4_000_000, dtype=np.int32)
     tensor = InferInput("X", list(sent.shape), "INT32").set_data_from_numpy(sent)
 
@@ -111,7 +111,7 @@ def test_large_tensors(fleet: Fleet) -> None:
 
 
 def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
-    """All answers of a stream with these requests, as values or messages of errors."""
+    """Return all answers of a stream with these requests, as values or messages of errors."""
     got: queue.Queue[Any] = queue.Queue()
     client = InferenceServerClient(url)
     client.start_stream(
@@ -119,13 +119,13 @@ def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
     )
     for model, value in requests:
         client.async_stream_infer(model, number(value))
-    client.stop_stream()  # when all is answered
+    client.stop_stream()  # When all are answered.
     client.close()
     return list(got.queue)
 
 
 def test_a_stream(fleet: Fleet) -> None:
-    """A stream has all answers of its model, however many for one request; messages for other models are refused."""
+    """A stream has all answers of its model, also several for one request; messages for other models are refused."""
     assert sorted(streamed(fleet.gateway.url, [("several", 3), ("several", 1)])) == [[1], [3], [3], [3]]
 
     got = streamed(fleet.gateway.url, [("echo", 1), ("several", 3), ("echo", 2)])
@@ -135,7 +135,7 @@ def test_a_stream(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_request(fleet: Fleet) -> None:
-    """When the client gives up, the model learns of it at once."""
+    """When a client cancels, the model learns of it at once."""
     call = fleet.gateway.grpc.async_infer("waiting", number(1), lambda result, error: None, request_id="gone")
     wait_until((fleet.marks / "gone.started").exists)
     call.cancel()
@@ -144,7 +144,7 @@ def test_a_cancelled_request(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_stream(fleet: Fleet) -> None:
-    """The same of a stream."""
+    """When a client cancels a stream, the model learns of it at once."""
     client = InferenceServerClient(fleet.gateway.url)
     client.start_stream(lambda result, error: None)
     client.async_stream_infer("waiting", number(1), request_id="stream")
@@ -156,7 +156,7 @@ def test_a_cancelled_stream(fleet: Fleet) -> None:
 
 
 def test_a_deadline(fleet: Fleet) -> None:
-    """When the client's deadline is over, it is told so, and the model is, too."""
+    """When the client's deadline passes, client and model learn of it."""
     status, _ = outcome(
         lambda: fleet.gateway.grpc.infer("waiting", number(1), request_id="late", client_timeout=0.3)
     )
@@ -166,7 +166,7 @@ def test_a_deadline(fleet: Fleet) -> None:
 
 
 def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
-    """Both workers do it, and what the call says holds when it returns."""
+    """Both workers unload and load the model before the call returns."""
     gateway = fleet.gateway.grpc
     gateway.unload_model("several")
     wait_until(lambda: not any(worker.grpc.is_model_ready("several") for worker in fleet.workers))
@@ -189,7 +189,7 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
 
 
 def test_bytes_that_are_no_request(fleet: Fleet) -> None:
-    """They are refused by the gateway, and nothing else happens."""
+    """The gateway refuses bytes that are no request."""
     with grpc.insecure_channel(fleet.gateway.url) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", None, None)
         with pytest.raises(grpc.RpcError) as refused:
@@ -199,7 +199,7 @@ def test_bytes_that_are_no_request(fleet: Fleet) -> None:
 
 
 def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
-    """One that is stopped in the middle costs what was under way on it its deadline, and no more; it may come back."""
+    """A stopped worker costs its requests their deadline and no more, and may come back."""
     servers = fleet.workers
     settings = {"probe_s": 0.15, "mode": "round_robin", "drain_s": 2}
     with running_gateway(tmp_path, servers, **settings) as gateway:

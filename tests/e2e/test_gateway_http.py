@@ -1,4 +1,4 @@
-"""The gateway's HTTP in front of two real tritonservers: to a client it is one of them."""
+"""The gateway's HTTP in front of two real tritonservers: to a client it is one tritonserver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answer:
 
     @property
     def said(self) -> tuple[int, str | None, Any]:
-        """As two servers may be compared: JSON is JSON in any order, and in errors under any name."""
+        """Return an answer in a form for comparing servers: JSON in any order, and errors under any name."""
         kind = self.kind if self.status < 400 else None
         try:
             return self.status, kind, json.loads(self.body)
@@ -41,7 +41,7 @@ class Answer:
 def ask(
     port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """`body`: bytes, or what becomes JSON."""
+    """Send a request with `body`: bytes, or an object for JSON."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, data, dict(headers or {}))
@@ -53,7 +53,7 @@ def number(value: int) -> Any:
     return {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [value]}]}
 
 
-#: what a tritonserver and the gateway must answer alike: method, path, body, headers
+# : Requests that tritonserver and gateway must answer alike: method, path, body, headers.
 ALIKE: dict[str, tuple[Any, ...]] = {
     "an inference": ("POST", INFER, ONE),
     "a version": ("POST", "/v2/models/echo/versions/1/infer", {**ONE, "id": "5"}),
@@ -120,7 +120,7 @@ def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_the_client_library(fleet: Fleet, binary: bool, compression: str | None) -> None:
-    """Tensors come back as they were sent, in binary and as JSON, compressed or not, small and large."""
+    """Tensors come back unchanged, in binary and as JSON, compressed or not, small and large."""
     for size in (1, 300_000):
         sent = np.arange(size, dtype=np.int32)
         tensor = InferInput("X", [size], "INT32").set_data_from_numpy(sent, binary_data=binary)
@@ -135,7 +135,7 @@ def test_the_client_library(fleet: Fleet, binary: bool, compression: str | None)
 
 
 def test_large_tensors(fleet: Fleet) -> None:
-    """16 MB come back as they were sent."""
+    """16 MB come back unchanged."""
     sent = np.arange(4_000_000, dtype=np.int32)
     tensor = InferInput("X", [sent.size], "INT32").set_data_from_numpy(sent)
 
@@ -155,7 +155,7 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
         assert json.loads(answer.body)["outputs"][0]["data"] == [value]
 
     def counted() -> list[int]:
-        """Empty until all are: Triton counts a request after it has answered."""
+        """Return the counts once they are complete: Triton counts a request after its answer."""
         after = [executed(worker.http) for worker in fleet.workers]
         return after if sum(after) - sum(before) >= 40 else []
 
@@ -184,7 +184,9 @@ def test_statistics_have_the_same_form(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize(("which", "status"), [(0, 429), (1, 504), (2, 412)])
 @pytest.mark.parametrize("what", ["infer", "generate"])
-def test_what_triton_has_no_status_for(fleet: Fleet, what: str, which: int, status: int) -> None:
+def test_tagged_refusals_have_the_status_of_their_tag(
+    fleet: Fleet, what: str, which: int, status: int
+) -> None:
     """The gateway gives tagged refusals the status that they mean, and leaves the message."""
     body = number(which) if what == "infer" else {"X": [which]}
     path = f"/v2/models/refusing/{what}"
@@ -195,7 +197,7 @@ def test_what_triton_has_no_status_for(fleet: Fleet, what: str, which: int, stat
 
 
 def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
-    """Both workers do it, and what the request says holds when it is answered."""
+    """Both workers unload and load the model before the request is answered."""
     gateway = fleet.gateway.http
     gateway.unload_model("several")
     wait_until(lambda: not any(worker.http.is_model_ready("several") for worker in fleet.workers))

@@ -10,7 +10,7 @@ from tests.bench.places import WORK
 
 @pytest.mark.long
 def test_workers_come_and_go_under_load() -> None:
-    """They join, leave, stop and die while models move: no answer is wrong, and the gateway keeps no files open."""
+    """Workers join, leave, stop and die while models move: no answer is wrong, and the gateway keeps no files open."""
     WORK.mkdir(parents=True, exist_ok=True)
     found = soak.soak(soak.QUICK)
     told = "\n".join(soak.report(found))

@@ -1,4 +1,4 @@
-"""TLS on both sides of the gateway, in front of a real server: nobody without a certificate and the token gets anywhere."""
+"""TLS on both sides of the gateway, in front of a real server: access needs a certificate and the token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.waiting import wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
-#: without it the worker's Triton tells nobody what it has
+# : Without this key, the worker's Triton does not list its models.
 KEY = "admin-key"
 
 
 @dataclass(frozen=True)
 class Files:
-    """Of one authority: a certificate for servers and clients alike, and a token."""
+    """Files of one authority: a certificate for servers and clients alike, and a token."""
 
     ca: Path
     certificate: Path
@@ -65,7 +65,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Worker]:
-    """gRPC with mutual TLS, and a key for the repository; the control service with that and a token."""
+    """Start gRPC with mutual TLS and a key for the repository, and the control service with that and a token."""
     folder = tmp_path_factory.mktemp("worker")
     assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(folder / "gen")]) == 0
     control = f"127.0.0.1:{free_ports(1)[0]}"
@@ -157,7 +157,7 @@ def test_both_sides(
 
 
 def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files) -> None:
-    """It serves nothing of a worker that restricts its repository, and its log says why."""
+    """Without the key, the gateway serves no model of a worker with a restricted repository, and its log says why."""
     where = {"host": "127.0.0.1", "grpc_port": worker.server.grpc_port, "http_port": None}
     own = {"worker_ca": files.ca, "worker_certificate": files.certificate, "worker_key": files.key}
     with running_gateway(tmp_path, [where], **{key: str(path) for key, path in own.items()}) as gateway:
@@ -171,7 +171,7 @@ def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files)
 
 
 def test_the_server_itself(worker: Worker, files: Files) -> None:
-    """It does refuse who has no certificate, so that the others show something."""
+    """The server itself refuses clients without a certificate, so that the other tests prove something."""
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
     with grpc.secure_channel(f"127.0.0.1:{worker.server.grpc_port}", credentials) as channel:
         live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")

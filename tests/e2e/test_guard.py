@@ -1,4 +1,4 @@
-"""What the runtime guards itself against: executions that hang, and deaths while models are built."""
+"""The runtime's guards: against executions that hang, and against deaths while models are built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made() -> Mapping[str, Path]:
 
 @pytest.fixture
 def start(start_triton: StartTriton, tmp_path: Path) -> Callable[..., RunningTriton]:
-    """Starts a server on some bundles, with a compilation cache of its own."""
+    """Return a function that starts a server on some bundles, with a compilation cache of its own."""
 
     def make(*sources: Path, env: Mapping[str, str] | None = None, **options: object) -> RunningTriton:
         gen = tmp_path / "gen"
@@ -65,7 +65,7 @@ def works(check: Callable[[], None]) -> bool:
 def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], depth: int
 ) -> None:
-    """Its client gets an error within seconds; the others come back; its model does not, and says why."""
+    """When an execution hangs, its client gets an error; other models recover, and its model is refused."""
     env = {"RSRV_RUNTIME__WATCHDOG_S": "1.5", "RSRV_SCHEDULER__DEPTH": str(depth)}
     server = start(made["sudden"], made["exact"], env=env)
     old = read_status(server.pid)["pid"]
@@ -105,7 +105,7 @@ def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
 def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
     start: Callable[..., RunningTriton], made: Mapping[str, Path]
 ) -> None:
-    """Frozen in an execution for six seconds of which it is allowed three: the answer is right all the same."""
+    """A runtime that is stopped for six seconds in an execution limited to three still answers right."""
     server = start(made["sudden"], env={"RSRV_RUNTIME__WATCHDOG_S": "3"})
     pid = read_status(server.pid)["pid"]
     directory = paths.runtime_directory(server.pid, "0")
@@ -130,7 +130,7 @@ def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
 def test_a_runtime_killed_while_it_compiles_comes_back(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Twice during the first load, once afterwards: all models get ready, and nobody is blamed."""
+    """Killed twice during the first load and once later, it gets all models ready and blames none."""
     server = start(made["exact"], made["hooked"], made["elastic"], wait_ready=False)
 
     directory = paths.runtime_directory(server.pid, "0")
@@ -171,7 +171,7 @@ def test_a_runtime_killed_while_it_compiles_comes_back(
 def test_a_version_with_other_weights_compiles_nothing(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Loaded beside the old one it takes its executables, and keeps them when the old one has gone."""
+    """A new version with other weights takes the old one's executables, and keeps them when that one has gone."""
     tuned = tmp_path / "tuned"
     shutil.copytree(made["exact"], tuned)
     kernel = bundles.exact_kernel()[::-1].copy()

@@ -1,4 +1,4 @@
-"""Hooks that do their worst, on the real server: their own model pays, and nobody else notices."""
+"""Hooks that misbehave on the real server: their own model fails, and no other is affected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.e2e.harness import RunningTriton, aborted_by_a_lock, despite, is_aliv
 from tests.e2e.metas import rows, write_meta, write_scale
 from tests.waiting import wait_until
 
-#: seconds
+# : Seconds.
 TIMEOUT = 1.5
 LIMIT = 128 << 20
 SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
-#: what each model's preprocess does with a request whose first number is negative
+# : What each model's preprocess does with a request whose first number is negative.
 DEEDS = {
     "sleeps": "time.sleep(60)",
     "spins": "while True: pass",
@@ -85,7 +85,7 @@ async def run(inputs, call):
 
 @pytest.fixture(scope="module")
 def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], RunningTriton]]:
-    """Gives the server of all tests, and another one after Triton's own fault with locks ended it."""
+    """Return the server of all tests, or a new one after Triton's own fault with locks ended it."""
     folder = tmp_path_factory.mktemp("hook_faults")
     bundles = folder / "bundles"
     calm = write_scale(bundles / "calm", 2)
@@ -123,7 +123,7 @@ def server(living: Callable[[], RunningTriton]) -> RunningTriton:
 
 @contextmanager
 def calm(server: RunningTriton) -> Iterator[None]:
-    """Meanwhile the model without hooks answers, always right and in time."""
+    """Let the model without hooks answer meanwhile, always right and in time."""
     stop = threading.Event()
     slowest = 0.0
 
@@ -170,12 +170,12 @@ def stub(server: RunningTriton, model: str) -> int:
 
 
 def gone(server: RunningTriton, model: str, pid: int) -> None:
-    """The process has ended."""
+    """Check that the process has ended."""
     wait_until(lambda: not is_alive(pid), 5, what=f"end of {model}")
 
 
 def back(server: RunningTriton, model: str, pid: int) -> None:
-    """The process has ended, and the model is served by another one."""
+    """Check that the process has ended and another one serves the model."""
     gone(server, model, pid)
     wait_until(lambda: isinstance(ask(server, model, 4.0), dict), what=f"return of {model}")
     assert well(server, model)
@@ -183,7 +183,7 @@ def back(server: RunningTriton, model: str, pid: int) -> None:
 
 
 def slow_down(server: RunningTriton, model: str) -> None:
-    """Have its hooks take so long that its requests are not answered inside execute()."""
+    """Make its hooks so slow that its requests are answered later."""
     with caller(server) as call:
         for _ in range(15):
             assert (call(model, rows(1, 1001.0))["y"] == 2002).all()
@@ -194,7 +194,7 @@ def slow_down(server: RunningTriton, model: str) -> None:
 
 @pytest.mark.parametrize("model", ["spins", "holds"])
 def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton, model: str) -> None:
-    """Also one that holds the interpreter's lock. Its client gets Triton's own error."""
+    """A hook that hangs in execute(), also with the interpreter's lock, ends its process; clients get Triton's error."""
     pid = stub(server, model)
     assert well(server, model)
     with calm(server):
@@ -204,8 +204,8 @@ def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton
         gone(server, model, pid)
 
 
-def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(server: RunningTriton) -> None:
-    """Those whose hook hangs and those that wait for a thread are all told why, before the process ends."""
+def test_a_hook_that_hangs_on_another_thread_leaves_no_request_unanswered(server: RunningTriton) -> None:
+    """All requests that hang, or wait for a thread, get the reason before the process ends."""
     pid = stub(server, "sleeps")
     slow_down(server, "sleeps")
     with calm(server), ThreadPoolExecutor(8) as pool:
@@ -231,7 +231,7 @@ def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(ser
     ("model", "value"), [("meta", -1.0), pytest.param("async", -1.0, marks=pytest.mark.long)]
 )
 def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, value: float) -> None:
-    """Its own time between two calls counts; a long run of many calls does not hang."""
+    """A run that hangs between two calls ends its process; a long run of many calls does not hang."""
     pid = stub(server, model)
     assert well(server, model)
     if model == "meta":
@@ -247,7 +247,7 @@ def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, va
 
 @pytest.mark.parametrize("model", ["greedy", "hoards"])
 def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTriton, model: str) -> None:
-    """In one piece or in many: its process serves on, and has as much memory as before."""
+    """A hook that allocates too much fails its request, and the process serves on with its memory free."""
     pid = stub(server, model)
     assert well(server, model)
     with calm(server):
@@ -263,19 +263,19 @@ def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTrit
 
 
 def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) -> None:
-    """It would fail for ever; loaded anew, it can serve again."""
+    """A hook that keeps all memory ends its process, and its model serves again after a reload."""
     pid = stub(server, "keeps")
     with calm(server):
         refused(server, "keeps")
         back(server, "keeps", pid)
 
 
-# --- hooks that do other things ---------------------------------------------------------------------------------------
+# --- other misdeeds of hooks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["quits", "interrupts"])
 def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, model: str) -> None:
-    """sys.exit() and Ctrl-C are exceptions like others."""
+    """sys.exit() and Ctrl-C in a hook fail its request as other exceptions do."""
     pid = stub(server, model)
     with calm(server):
         assert "preprocess hook failed" in refused(server, model)
@@ -285,7 +285,7 @@ def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, mod
 
 @pytest.mark.parametrize("model", ["wanders", "starts"])
 def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: str) -> None:
-    """Another directory, threads: its model serves on."""
+    """A hook may change the directory and start threads: its model serves on."""
     pid = stub(server, model)
     with calm(server):
         assert isinstance(ask(server, model, -1.0), dict)
@@ -294,7 +294,7 @@ def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: 
 
 
 def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: RunningTriton) -> None:
-    """They have none of its connections: when it ends, the runtime lets go of the model at once."""
+    """Children of a hook have none of its connections, so that the runtime frees the model when the parent ends."""
     pid = stub(server, "begets")
     with calm(server):
         assert isinstance(ask(server, "begets", -1.0), dict)
@@ -309,8 +309,8 @@ def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: 
         back(server, "begets", pid)
 
 
-def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton) -> None:
-    """The copy ends where the hook does."""
+def test_a_hook_that_forks_and_returns_twice_answers_once(server: RunningTriton) -> None:
+    """The forked copy ends where the hook does."""
     pid = stub(server, "forks")
     with calm(server):
         for _ in range(3):
@@ -318,7 +318,7 @@ def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton
             assert isinstance(answer, dict), answer
             assert (answer["y"] == -8).all()
         assert well(server, "forks")
-    # A copy that has answered nobody may be ending still.
+    # A copy without an answer may still be ending.
     wait_until(lambda: server.stub_pids("forks") == [pid])
 
 
@@ -326,7 +326,7 @@ def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton
 def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(
     living: Callable[[], RunningTriton], model: str
 ) -> None:
-    """os._exit, and closing all files: the process ends, and its client hears that it did."""
+    """os._exit, and closing all files, end the process, and its client gets an error."""
 
     def check(server: RunningTriton) -> None:
         pid = stub(server, model)

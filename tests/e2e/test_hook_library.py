@@ -1,4 +1,4 @@
-"""The hook library where it is meant to be: in the stubs of a real server, on files that clients send."""
+"""The hooks library in the stubs of a real server, on files that clients send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def postprocess(outputs):
 
 
 def write_colours(out_dir: Path) -> None:
-    """Files of pictures -> which of three colours they are, by name; the best two."""
+    """Write a model from picture files to the names of the best two of three colours."""
     export_bundle(
         lambda params, image: {"logits": image.mean((2, 3))},
         {},

@@ -1,4 +1,4 @@
-"""Requests whose id or parameters are no text, beside honest ones: each of them fails alone, and no process dies."""
+"""Requests whose id or parameters are no text, beside honest ones: each fails alone, and no process dies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _twice(number: int) -> tuple[Arrays, Arrays]:
     return {"x": x}, {"y": 9 * x}
 
 
-#: a model answered inside execute(), one answered later, one with hooks, and a meta model
+# : A model answered inside execute(), one answered later, one with hooks, and a meta model.
 QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "exact": _exact,
     "elastic": _elastic,
@@ -57,7 +57,7 @@ QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "twice": _twice,
 }
 
-#: what is put in front of a request's JSON
+# : Prefixes of a request's JSON.
 HOSTILE = (
     b'{"id": "\xff", ',
     b'{"id": "a\xc3(", "parameters": {"rsrv_priority": 1}, ',
@@ -83,7 +83,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningT
 
 
 class Honest:
-    """Clients that check each answer, until the block ends."""
+    """Clients that check each answer until the block ends."""
 
     def __init__(self, server: RunningTriton, model: str) -> None:
         self._server = server
@@ -154,7 +154,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
 def test_a_request_that_is_no_text_fails_alone(
     servers: tuple[RunningTriton, RunningGateway], model: str, seconds: int
 ) -> None:
-    """It is the client's fault, said without a word of the server's inside; honest requests lose nothing."""
+    """A request that is no text is refused as the client's fault without internals, and honest ones are answered."""
     server, gateway = servers
     processes = [read_status(server.pid)["pid"], *sorted(server.stub_pids())]
     lines = len(server.log_text().splitlines())
@@ -180,5 +180,5 @@ def test_a_request_that_is_no_text_fails_alone(
         assert "UTF-8" in text
         Refused("400", text).assert_is("INVALID_ARG", "http")
     assert [read_status(server.pid)["pid"], *sorted(server.stub_pids())] == processes
-    # The log has a line a second, whatever comes.
+    # The log has at most a line a second.
     assert len(server.log_text().splitlines()) - lines <= seconds + 5

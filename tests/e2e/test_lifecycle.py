@@ -1,4 +1,4 @@
-"""The set of models follows the bundles on a real server, without a gap."""
+"""The models of a real server follow the bundles without a gap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = "lifecycle: {look_s: 0.1}\n"
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Versions of one model: `one` and `two` differ in the weights, `other` in the code as well."""
+    """Return versions of one model: `one` and `two` differ in the weights, `other` in the code as well."""
     folder = tmp_path_factory.mktemp("versions")
     return {
         "one": write_version(folder / "one", 1),
@@ -45,7 +45,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bundles below two roots, and the repository of them."""
+    """Return bundles below two roots, and their repository."""
     folder = tmp_path_factory.mktemp("life")
     for name in ("steady", "prod", "killed", "idle"):
         place(versions["one"], folder / "bundles" / name)
@@ -82,18 +82,18 @@ def bundles(folder: Path) -> Path:
 
 
 def served(call: Caller, name: str) -> tuple[int, int] | None:
-    """The version that answers, None when there is none."""
+    """Return the version that answers, or None."""
     found = outcome(lambda: version(call, name))
     return None if isinstance(found, Refused) else found
 
 
 def assert_becomes(call: Caller, name: str, wanted: tuple[int, int] | None) -> None:
-    """Until it is, whatever answers is whole."""
+    """Wait until that version answers; each answer on the way must be of one version."""
     wait_until(lambda: served(call, name) == wanted, what=f"{name} to be {wanted}")
 
 
 def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
-    """A new version of a bundle that touches `begun` when it is loaded, and fails when there is a `gate`."""
+    """Place a new version of a bundle that touches `begun` when it is loaded, and fails when there is a `gate`."""
     new = path.with_name(f".{path.name}.new")
     shutil.copytree(path, new)
     (new / "model.py").write_text(
@@ -109,7 +109,7 @@ def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
 def test_a_new_bundle_is_served_and_a_removed_one_is_not(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path]
 ) -> None:
-    """Both without anybody's doing, and the others stay."""
+    """A new bundle is served and a removed one is not, without a command, and the others stay."""
     place(versions["two"], bundles / "fresh")
     assert_becomes(call, "fresh", (2, 0))
     shutil.rmtree(bundles / "fresh")
@@ -121,13 +121,13 @@ def test_a_new_bundle_is_served_and_a_removed_one_is_not(
 def test_changed_weights_are_served_without_compiling(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
 ) -> None:
-    """The weights are swapped, written to the file in place or not, and a mere touch does nothing."""
+    """Changed weights are swapped, also if written in place, and a mere touch changes nothing."""
     place(versions["one"], bundles / "weighty")
     assert_becomes(call, "weighty", (1, 0))
     before = read_status(server.pid)
     place(versions["two"], bundles / "weighty")
     assert_becomes(call, "weighty", (2, 0))
-    # As `cp` does it.
+    # As by `cp`.
     for file in (bundles / "weighty").iterdir():
         file.write_bytes((versions["one"] / file.name).read_bytes())
     assert_becomes(call, "weighty", (1, 0))
@@ -146,7 +146,7 @@ def test_changed_weights_are_served_without_compiling(
 def test_what_does_not_load_leaves_the_old_version_serving(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living
 ) -> None:
-    """A broken manifest, a broken module, and a new model that never worked: each says why, and a good one mends it."""
+    """A broken manifest, a broken module and a new broken model report why, and a good version replaces each."""
     place(versions["one"], bundles / "fragile")
     assert_becomes(call, "fragile", (1, 0))
 
@@ -163,7 +163,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
     seal(bundles / "fragile")
     wait_until(lambda: "model.b1.mlir" in life.failures.get("fragile", ""))
     assert served(call, "fragile") == (1, 0)
-    # What the server would load now is what it serves.
+    # The server would load what it serves now.
     assert (folder / "gen/fragile/1/bundle/model.b1.mlir").read_bytes() == old
 
     shutil.copytree(bundles / "fragile", bundles / ".stillborn")
@@ -183,7 +183,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
 def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_back(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living, tmp_path: Path
 ) -> None:
-    """The model's code waits for the test, and then fails; by then the next control process is there."""
+    """After the control process is killed during a load that fails, the next one restores the old version."""
     place(versions["one"], bundles / "orphan")
     assert_becomes(call, "orphan", (1, 0))
     begun, gate = tmp_path / "begun", tmp_path / "gate"
@@ -213,7 +213,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
 def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
     versions: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With all its processes, as a container is; the next server finds the bad version in the repository."""
+    """After all processes are killed during the load of a bad version, the next server restores the old one."""
     bundles, begun, gate = tmp_path / "bundles", tmp_path / "begun", tmp_path / "gate"
     for name in ("crashed", "steady"):
         place(versions["one"], bundles / name)
@@ -245,7 +245,7 @@ def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
 def test_a_chain_of_renames_compiles_nothing(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton
 ) -> None:
-    """prod -> old, staging -> prod: the names move, and what is behind them stays loaded."""
+    """With prod -> old and staging -> prod, the names move without a compilation."""
     place(versions["other"], bundles / "staging")
     assert_becomes(call, "staging", (3, 3))
     before = read_status(server.pid)
@@ -259,7 +259,7 @@ def test_a_chain_of_renames_compiles_nothing(
 
 
 def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: dict[str, Path]) -> None:
-    """Neither a root that is gone, nor an empty one in its place; when it is back, its changes count."""
+    """A missing root, or an empty one in its place, unloads nothing; its changes count when it is back."""
     mount = folder / "mount"
     mount.rename(folder / "elsewhere")
     place(versions["two"], folder / "bundles" / "meanwhile")
@@ -277,7 +277,7 @@ def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: d
 
 
 def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: Path) -> None:
-    """A callee that changes changes the meta that carries it, and clients lose it only when its manifest says so."""
+    """A changed callee changes its meta model, and clients lose it only by its manifest."""
     place(write_scale(folder / "first" / "double", 2), bundles / "double")
     wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
     body = 'def run(inputs, call):\n    return call("double", inputs)\n'
@@ -298,8 +298,8 @@ def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: P
     wait_until(lambda: chain() is None)
 
 
-def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, life: Living) -> None:
-    """Although nothing has changed; a name that there is not is said to be unknown."""
+def test_a_model_is_reloaded_on_request(call: Caller, server: RunningTriton, life: Living) -> None:
+    """A reload is done without a change, and an unknown name is refused."""
     # The stub of an earlier load may still be ending.
     wait_until(lambda: len(server.stub_pids("steady")) == 1)
     (before,) = server.stub_pids("steady")
@@ -311,7 +311,7 @@ def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, 
 
 
 def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:
-    """Triton says that it was, nothing loads it, and nothing misses it."""
+    """A model unloaded by hand stays unloaded, and health does not miss it."""
     assert life.serves
     server.grpc.unload_model("idle")
 
@@ -326,7 +326,7 @@ def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living)
 
 
 def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Living) -> None:
-    """Nobody asks for it, and the time is short."""
+    """A killed stub is replaced soon, without a request."""
     wait_until(lambda: served(call, "killed") == (1, 0))
     (stub,) = server.stub_pids("killed")
     started = time.monotonic()
@@ -338,7 +338,7 @@ def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Liv
 
 # --- under load -----------------------------------------------------------------------------------------------------
 
-#: requests a second, of as many clients
+# : Requests a second, of as many clients.
 RATE, CLIENTS = 500, 16
 RELOADS = 50
 
@@ -357,7 +357,7 @@ def test_fifty_reloads_under_load_fail_no_request(
     kinds = [(1, 0), (2, 0), (3, 3)]
     names = ["one", "two", "other"]
     stop = threading.Event()
-    #: What may answer: the version before the change under way, and the one after it.
+    # : Possible versions of an answer: before the present change, and after it.
     current: list[frozenset[tuple[int, int]]] = [frozenset({kinds[0]})]
 
     def work(call: Caller, number: int) -> tuple[int, float]:
@@ -382,7 +382,7 @@ def test_fifty_reloads_under_load_fail_no_request(
                 current[0] = frozenset({kinds[at], kinds[next_]})
                 place(versions[names[next_]], bundles / "busy")
                 assert_becomes(call, "busy", kinds[next_])
-                # The old version may still be answering what it began.
+                # The old version may still be answering earlier requests.
                 wait_until(lambda: len(server.stub_pids("busy")) == 1)
                 current[0] = frozenset({kinds[next_]})
                 at = next_

@@ -1,4 +1,4 @@
-"""Birth, death and return of servers, runtimes, stubs and models; and that nothing is left of any of them."""
+"""Birth, death and return of servers, runtimes, stubs and models, without leftovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, des
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-#: seconds after the server's end within which nothing of it may be left
+# : Seconds after the server's end within which everything of it must be gone.
 GONE = 10.0
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
@@ -36,7 +36,7 @@ ONES = np.ones((1, 64), np.float32)
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the runtimes of this test's servers live: a place of its own, so that leftovers show."""
+    """Return the directory of this test's runtimes, so that leftovers show."""
     folder = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(folder))
     yield folder
@@ -53,7 +53,7 @@ def some_bundles(example_bundles: Path) -> Mapping[str, Path]:
 def start(
     start_triton: StartTriton, some_bundles: Mapping[str, Path], home: Path, tmp_path: Path
 ) -> Callable[..., RunningTriton]:
-    """Starts a server of the test's own on the named bundles."""
+    """Return a function that starts a server of the test's own on the named bundles."""
 
     def make(*names: str, **options: Any) -> RunningTriton:
         gen = tmp_path / "gen"
@@ -68,7 +68,7 @@ def runtime_pid(server: RunningTriton) -> int:
 
 
 def new_runtime(server: RunningTriton, old: int) -> int | None:
-    """The pid of the runtime that came after `old`, once it answers."""
+    """Return the pid of the runtime that came after `old`, once it answers."""
     try:
         pid = runtime_pid(server)
     except (OSError, Closed):
@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_server_that_ended(
 
 
 def below(folder: Path) -> list[Path]:
-    """All that is there, itself if something vanishes meanwhile."""
+    """Return all paths there, or the present ones if some vanish."""
     try:
         return list(folder.rglob("*"))
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def below(folder: Path) -> list[Path]:
 
 
 def used_by(name: str, pids: list[int]) -> bool:
-    """Whether one of these processes has mapped this file of /dev/shm."""
+    """Return whether one of these processes has mapped this file of /dev/shm."""
     for pid in pids:
         try:
             if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
@@ -159,7 +159,7 @@ def until_refused(server: RunningTriton, number: int) -> None:
 def test_a_server_killed_while_its_models_compile_leaves_nothing(
     start: Callable[..., RunningTriton], home: Path
 ) -> None:
-    """Also a runtime that is still starting, or compiling, goes with its server."""
+    """A runtime that is starting or compiling ends with its server."""
     server = start("large", "digits", wait_ready=False)
     (found,) = wait_until(
         lambda: [
@@ -209,7 +209,7 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
                 end.assert_is("UNAVAILABLE", "grpc")
                 assert end.message.startswith("[rsrv:RUNTIME_DOWN]"), str(end)
                 refused[number] += 1
-                # As a client would: not at once again.
+                # As a client would, not at once.
                 stop.wait(0.01)
 
     def kill_it(call: Caller) -> None:
@@ -316,7 +316,7 @@ def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton])
 
 
 def test_a_hook_that_ends_its_process_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
-    """os._exit in a hook: that model's request fails, the others are answered, and the server lives."""
+    """os._exit in a hook fails that model's request; the others are answered, and the server lives."""
     despite(aborted_by_a_lock, lambda: start("exact", "hooked"), end_a_process)
 
 
@@ -414,7 +414,7 @@ def test_a_broken_model_says_why_and_the_others_serve(
 
 
 def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton]) -> None:
-    """A Python without the runtime's packages, or a device that is not there, is named as the load's error."""
+    """A Python without the runtime's packages, or a missing device, is the load's error."""
     server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME_PYTHON": "/nonexistent/python"})
     state, said = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
@@ -438,7 +438,7 @@ def test_a_device_that_is_not_there_is_named(
 
 @pytest.mark.long
 def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., RunningTriton]) -> None:
-    """The runtime lets go of an unloaded model each time, also under load, and answers rightly when it is back."""
+    """The runtime frees an unloaded model each time, also under load, and answers right when it is back."""
     server = start("exact", "elastic", extra_args=["--model-control-mode=explicit", "--load-model=*"])
     runtime = runtime_pid(server)
     stop = threading.Event()

@@ -15,7 +15,7 @@ from tests.e2e.browser import Page, browsing
 from tests.e2e.live_load import MODELS, PINNED, live_server, load
 
 ROWS = "document.querySelectorAll('#models tr').length"
-#: the share of a timeline's pixels that are painted, in the lane of executions and in that of loads
+# : The painted share of a timeline's pixels, in the lane of executions and in that of loads.
 PAINTED = """(() => {
   const canvas = document.querySelector('.device canvas');
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
@@ -37,7 +37,7 @@ async def show(page: Page, url: str) -> None:
 
 
 def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
-    """Ten models on a device that holds six: bars, rows, moving figures, the timeline, events and a model's story."""
+    """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a story."""
 
     async def look(url: str) -> None:
         async with browsing() as page:
@@ -70,7 +70,7 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
 
 
 class FakeEvents:
-    """Tells what comes into `told`; steering is noted."""
+    """Sends the events in `told`, and records commands."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[str, str, Any]] = asyncio.Queue()
@@ -92,7 +92,7 @@ class FakeEvents:
 
 
 def state(second: int, models: int) -> dict[str, Any]:
-    """Of a device with so many models, all of them busy."""
+    """Return the state of a device with so many models, all of them busy."""
     return {
         "t": 1000.0 + second,
         "up": True,
@@ -131,7 +131,7 @@ def state(second: int, models: int) -> dict[str, Any]:
 
 
 def spans(second: int, models: int) -> dict[str, Any]:
-    """A thousand in that second."""
+    """Return a thousand spans in that second."""
     return {
         "spans": [
             (
@@ -164,7 +164,7 @@ async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeEvents, st
 
 
 def test_five_hundred_models_cost_little(record_property: Callable[[str, object], None]) -> None:
-    """Of the browser's main thread: the first sight of them, and each second's update with a thousand spans."""
+    """The first display, and each second's update with a thousand spans, cost the main thread little."""
 
     async def look() -> tuple[float, float]:
         async with browsing() as page, fake() as (source, url):
@@ -192,8 +192,8 @@ def test_five_hundred_models_cost_little(record_property: Callable[[str, object]
     assert each < 1, f"{each:.3f} s"
 
 
-def test_who_has_the_token_steers_from_the_page() -> None:
-    """Rows are found and sorted; what servers say is text, never markup; the token is asked for once."""
+def test_the_page_sends_commands_with_the_token() -> None:
+    """Rows are found and sorted; text from servers is never markup; the token is asked for once."""
 
     async def look() -> list[tuple[str, str, str]]:
         async with browsing() as page, fake(b"s3cret") as (source, url):

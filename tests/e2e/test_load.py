@@ -1,4 +1,4 @@
-"""Load: perf_analyzer, and clients that mix everything a client may do; nothing is lost and nothing grows."""
+"""Load: perf_analyzer, and clients that mix everything; no request is lost and no resource grows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def wait_until_idle(server: RunningTriton) -> None:
 
 
 def succeeded_and_failed(server: RunningTriton, model: str) -> tuple[int, int]:
-    """Requests by Triton's own count."""
+    """Return the requests that succeeded and failed by Triton's own count."""
     answer = server.grpc.get_inference_statistics(model, as_json=True)
     statistics = answer["model_stats"][0].get("inference_stats", {})
     return tuple(int(statistics.get(key, {}).get("count", 0)) for key in ("success", "fail"))  # type: ignore[return-value]
@@ -71,7 +71,7 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
     counted, outcomes = succeeded_and_failed(triton, "mlp"), Counter(models_status(triton)["mlp"]["outcomes"])
     command = [str(triton.server.installation.perf_analyzer), "-m", "mlp", "-u", triton.server.grpc_url]
     command += ["-i", "grpc", "--input-data", "random", "--concurrency-range", str(clients)]
-    # Three short windows, however much they differ.
+    # Three short windows, of any difference.
     command += ["-p", "400", "-r", "3", "-s", "9999"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
     said = done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
     succeeded, failed = np.subtract(succeeded_and_failed(triton, "mlp"), counted)
     assert failed == 0
     assert succeeded >= int(reported[1]) > 0, said
-    # Triton counts an error that a model answers with as a success: the runtime knows better.
+    # Triton counts a model's error answer as a success; the runtime does not.
     assert dict(Counter(models_status(triton)["mlp"]["outcomes"]) - outcomes) == {"answered": succeeded}
 
 
@@ -91,7 +91,7 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
 
 
 def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: RunningTriton) -> None:
-    """Once a model's cost was seen to be a guess: while it runs long, others answer, and deadlines are kept."""
+    """While a model runs far longer than predicted, other models answer, and deadlines are kept."""
     wait_until_idle(triton)
     u = random_u32(np.random.default_rng(0), 1)
     x = np.ones((1, 64), np.float32)
@@ -103,7 +103,7 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
     with caller(triton) as call, caller(triton) as other, ThreadPoolExecutor(1) as pool:
         for _ in range(30):
             assert_same(sudden(call, 0), {"y": u})
-        # The first time comes as a surprise, which may make the others wait, but harms none of them.
+        # The first time is unexpected, and may delay the others without harming them.
         started, steps = time.monotonic(), 10_000
         surprise = pool.submit(sudden, other, steps)
         assert_same(call("exact", {"x": x}), exact)
@@ -151,7 +151,7 @@ CLIENTS = 16
 def start_stressed(
     start_triton: StartTriton, example_bundles: Path, tmp_path: Path
 ) -> Callable[[], RunningTriton]:
-    """Starts a server with slow and quick models, one of which has a short queue."""
+    """Return a server with slow and quick models, one of which has a short queue."""
     folders = {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
     (tmp_path / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
@@ -160,7 +160,7 @@ def start_stressed(
 
 
 class Pending:
-    """A gRPC request under way, and each of its ends: there should be one."""
+    """A gRPC request in flight, and all its ends, of which there should be one."""
 
     def __init__(self, client: Any, model: str, inputs: Mapping[str, Array]) -> None:
         self._ended = threading.Event()
@@ -172,7 +172,7 @@ class Pending:
         self._ended.set()
 
     def cancel_after(self, seconds: float) -> None:
-        """Gives up on it unless it ends before."""
+        """Cancel it unless it ends before."""
         if not self._ended.wait(seconds):
             self._context.cancel()
 
@@ -181,7 +181,7 @@ class Pending:
 
 
 class Client:
-    """One client of the mix: sends one random request after the other and checks the end of each."""
+    """One client of the mix: it sends random requests in turn and checks the end of each."""
 
     def __init__(self, server: RunningTriton, call: Caller, number: int, seed: int) -> None:
         self._call = call
@@ -204,7 +204,7 @@ class Client:
         kind()
 
     def expect(self, end: Arrays | Refused, want: Mapping[str, Array], *refusals: str) -> None:
-        """That it is the right answer, or one of these refusals; each is a code and how the message begins."""
+        """Check for the right answer, or one of these refusals; each is a code and the beginning of the message."""
         if not isinstance(end, Refused):
             assert_same(end, want)
             self.counts["answered"] += 1
@@ -219,7 +219,7 @@ class Client:
     def rows(self, most: int) -> int:
         return int(self._rng.integers(1, most + 1))
 
-    # Only answers are expected of the first three: the runtime's count of them must be ours.
+    # Only answers are expected of the first three: the runtime's count of them must equal ours.
 
     def plain_mlp(self) -> None:
         inputs = {"x": self._rng.standard_normal((self.rows(32), 256), np.float32)}
@@ -282,7 +282,7 @@ class Client:
         self.counts["INVALID_ARGUMENT"] += 1
 
     def late(self) -> None:
-        """With a deadline that some meet."""
+        """Send a request with a deadline that some meet."""
         name = self._random.choice(("exact", "sudden"))
         inputs, want = self.exact_rows() if name == "exact" else self.stepping_rows(0, 0)
         timeout = int(self._random.expovariate(1 / 20_000)) + 1
@@ -290,15 +290,15 @@ class Client:
         self.expect(end, want, "UNAVAILABLE [rsrv:DEADLINE]")
 
     def impatient(self) -> None:
-        """With a deadline of gRPC's own, which ends the call on the client's side."""
+        """Send a request with gRPC's own deadline, which ends the call at the client."""
         inputs, want = self.exact_rows()
         seconds = self._random.expovariate(1 / 0.02) + 1e-3
         end = outcome(lambda: self._call("exact", inputs, client_timeout=seconds))
-        # The server may notice first that the call is over: then it has cancelled it.
+        # The server may notice the end of the call first, and cancel it.
         self.expect(end, want, "DEADLINE_EXCEEDED", "CANCELLED")
 
     def cancelled(self) -> None:
-        """Several at once, given up on one after the other after a moment, in any order."""
+        """Send several at once, and cancel them in turn after a moment, in any order."""
         requests = []
         for _ in range(self.rows(4)):
             inputs, want = self.exact_rows() if self._random.random() < 0.5 else self.stepping_rows(40, 0)
@@ -339,7 +339,7 @@ def stress(
 
 
 def resources(server: RunningTriton) -> dict[int, tuple[int, int]]:
-    """Open files and resident bytes of each stub and of the runtime."""
+    """Return open files and resident bytes of each stub and of the runtime."""
     pids = [*server.stub_pids(), int(read_status(server.pid)["pid"])]
     return {
         pid: (len(os.listdir(f"/proc/{pid}/fd")), int(psutil.Process(pid).memory_info().rss)) for pid in pids
@@ -347,7 +347,7 @@ def resources(server: RunningTriton) -> dict[int, tuple[int, int]]:
 
 
 def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Iterator[str]:
-    """What has become too much since `before`."""
+    """Return the resources that have grown too much since `before`."""
     for pid, (files, nbytes) in resources(server).items():
         if files > before[pid][0] + 16:
             yield f"process {pid} has {files} files open, before {before[pid][0]}"
@@ -379,7 +379,7 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
     wait_until_idle(stressed)
     assert set(before) == set(resources(stressed)) == processes, "a process came or went"
     assert stressed.server.process.poll() is None
-    # Memory of the last requests is given back a moment after they end.
+    # Memory of the last requests is freed a moment after they end.
     wait_until(
         lambda: not list(grown(stressed, before)), 10, what=f"less than {list(grown(stressed, before))}"
     )
@@ -415,5 +415,5 @@ def leave_nothing_behind(stressed: RunningTriton) -> None:
         x = np.ones((1, 64), np.float32)
         assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
     assert set(resources(stressed)) == processes
-    # Triton 24.10 counts some of these calls as unanswered for ever, whatever the model, and would wait for them.
+    # Triton 24.10 counts some of these calls as unanswered for ever, for any model, and would wait for them.
     stressed.server.kill()

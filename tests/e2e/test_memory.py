@@ -1,4 +1,4 @@
-"""More models than fit, and models that come and go: each answer is right, and what was taken is given back."""
+"""More models than fit, and models that come and go: each answer is right, and all memory is returned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 MODELS = 20
 
-#: a model that does nothing: what the server itself loses with each load
+# : A model that does nothing: the server's own loss with each load.
 _PLAIN_CONFIG = """
 name: "{name}"
 backend: "python"
@@ -40,7 +40,7 @@ class TritonPythonModel:
 
 
 def serve(start: StartTriton, folder: Path, count: int, settings: str = "", **options: Any) -> RunningTriton:
-    """`count` products."""
+    """Serve `count` products."""
     make_products(folder / "bundles", count)
     (folder / "settings.yaml").write_text(settings)
     gen = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
@@ -59,7 +59,7 @@ def models(server: RunningTriton) -> dict[str, Any]:
 
 
 def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Models of different weights push each other off the device; all answers are exact, none too many are there."""
+    """Six models in room for two evict each other; all answers are exact, and no more are resident."""
     server = serve(start_triton, tmp_path, 6, f"runtime: {{weight_budget_bytes: {2 * WEIGHT_BYTES + 1000}}}")
 
     def work(call: Caller, number: int) -> int:
@@ -104,7 +104,7 @@ def ask_product(server: RunningTriton, number: int) -> None:
 
 
 def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
-    """Each model of a kind in turn is loaded, asked and unloaded."""
+    """Load, ask and unload each model of a kind in turn."""
     use = {"plain": ask_plain, "product": ask_product}[kind]
     for round_ in range(rounds):
         number = round_ % MODELS
@@ -114,13 +114,13 @@ def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
 
 
 def regions(server: RunningTriton) -> set[str]:
-    """Names of the server's shared memory, which are one for each stub."""
+    """Return the names of the server's shared memory, one for each stub."""
     lines = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
     return {line.split()[-1] for line in lines if "/dev/shm/" in line}
 
 
 def at_rest(server: RunningTriton) -> tuple[Held, Held]:
-    """What the server and the runtime hold when all models are gone."""
+    """Return what the server and the runtime hold when all models are gone."""
     wait_until(lambda: not models(server) and not server.stub_pids(), what="all models to be gone")
     runtime = int(read_status(server.pid)["pid"])
     return settled(lambda: held(server.pid)), settled(lambda: held(runtime))
@@ -129,7 +129,7 @@ def at_rest(server: RunningTriton) -> tuple[Held, Held]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_path: Path) -> None:
-    """500 loads of 20 models: the runtime is as before, and the server loses no more than with models without rsrv."""
+    """After 500 loads of 20 models the runtime is as before, and the server loses no more than with plain models."""
     server = serve(start_triton, tmp_path, MODELS, extra_args=["--model-control-mode=explicit"])
     add_plain_models(tmp_path / "gen", MODELS)
     for kind in ("plain", "product"):
@@ -144,7 +144,7 @@ def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_pa
     print(f"runtime: {runtime}; after 500 loads {runtime_then}")
     assert_returned(runtime, runtime_then)
     assert regions(server) == set()
-    # Its pools of threads grow now and then, whatever it serves.
+    # Its pools of threads grow now and then, with any models.
     assert end.descriptors < start.descriptors + 5
     assert end.threads < start.threads + 5
     # Triton loses some kilobytes with each load of any model.

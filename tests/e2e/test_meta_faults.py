@@ -1,4 +1,4 @@
-"""Meta models on the real server when things go wrong: processes that die, models that leave, loads that fail."""
+"""Meta models on the real server under faults: processes that die, models that leave, loads that fail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-#: Triton's own threads for an instance's answers and calls
+# : Triton's own threads for an instance's answers and calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
 ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
 
-#: 6 x; a request with a negative x says when it has done its first stage, and waits there
+# : 6 x; a request with a negative x reports the end of its first stage, and waits there.
 CHAIN = """
 import os
 import time
@@ -56,7 +56,7 @@ def execute(self, requests):
 
 
 def make_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
-    """`chain` and `outside`, and what they call."""
+    """Make a repository of `chain` and `outside`, and their callees."""
     bundles = folder / "bundles"
     write_scale(bundles / "double", 2, internal=True)
     write_scale(bundles / "triple", 3)
@@ -80,7 +80,7 @@ class Stopped:
         self._count = 0
 
     def send(self, count: int = 1, **options: Any) -> list[Future[Any]]:
-        """Further requests, which need not get inside."""
+        """Send further requests, which need not get inside."""
 
         def one(x: float) -> Any:
             with caller(self._server) as call:
@@ -104,7 +104,7 @@ class Stopped:
 
 
 class House:
-    """A server, and where its runs and the tests meet."""
+    """A server, and the meeting point of its runs and the tests."""
 
     def __init__(self, running: RunningTriton, folder: Path) -> None:
         self.server = running
@@ -130,7 +130,7 @@ class House:
 
 @pytest.fixture(scope="module", params=["direct", "bls"])
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Each transport on a server with the smallest pool of threads that calls through Triton may have."""
+    """Yield each transport on a server with the smallest pool of threads for calls through Triton."""
     folder = tmp_path_factory.mktemp(request.param)
     repository = make_repository(folder, request.param)
     meeting = folder / "meeting"
@@ -153,7 +153,7 @@ def six_times(future: Future[Any], number: int) -> None:
 
 
 def test_forty_requests_at_once_are_all_answered(house: House) -> None:
-    """With two threads in Triton for each instance's calls and answers: of both meta models, and then again."""
+    """Forty requests at once are answered with two threads for each instance's calls and answers, twice."""
 
     def work(call: Caller, number: int) -> None:
         for n in range(3):
@@ -166,7 +166,7 @@ def test_forty_requests_at_once_are_all_answered(house: House) -> None:
 
 
 def test_a_deadline_passes_before_the_gate(house: House) -> None:
-    """Two runs are inside; a third is told at its deadline, and those inside are not disturbed."""
+    """A third run is refused at its deadline, and the two inside are not disturbed."""
     with house.stopped() as stopped:
         inside = stopped.send(2)
         stopped.inside(2)
@@ -184,7 +184,7 @@ def test_a_deadline_passes_before_the_gate(house: House) -> None:
 
 
 def test_the_runtime_is_killed_in_the_middle_of_runs(house: House) -> None:
-    """Runs between stages and runs that wait end with RUNTIME_DOWN, and the next ones are served."""
+    """When the runtime is killed, runs between stages and waiting ones get RUNTIME_DOWN, and later ones are served."""
     old = int(read_status(house.server.pid)["pid"])
     with house.stopped() as stopped:
         requests = stopped.send(2)
@@ -218,7 +218,7 @@ def new_runtime(server: RunningTriton, old: int) -> bool:
 
 @one_transport("direct")
 def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
-    """Clients do not reach it any more; the meta model has it still, for it was loaded with it."""
+    """After a public callee is unloaded, clients cannot reach it, and its meta model still calls it."""
     with house.stopped() as stopped, caller(house.server) as call:
         (inside,) = stopped.send()
         stopped.inside(1)
@@ -234,7 +234,7 @@ def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
 
 @one_transport("bls")
 def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: House) -> None:
-    """The next stage is NOT_FOUND, by name, until it is loaded again; other meta models are served."""
+    """With bls, the next stage after an unload is NOT_FOUND, by name, until a load; other meta models are served."""
     with house.stopped() as stopped, caller(house.server) as call:
         (inside,) = stopped.send()
         stopped.inside(1)
@@ -251,7 +251,7 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
 
 
 def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Runs that call it through Triton fail with its name and what to do, others are served; so are all when it is done."""
+    """With bls, runs fail with a killed callee's name and what to do, until it is back; others are served."""
     server = start_triton(make_repository(tmp_path, "bls"), extra_args=EXPLICIT)
     house = House(server, tmp_path)
     with caller(server) as call:
@@ -266,7 +266,7 @@ def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Pat
         server.grpc.load_model("double")
         house.check(call)
     assert house.meta()["running"] == 0
-    # After the death of a stub Triton waits as long as it may before it ends.
+    # After the death of a stub, Triton waits for its longest time before it ends.
     server.server.kill()
 
 
@@ -281,7 +281,7 @@ def break_module(gen: Path) -> None:
 
 
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
-    """A callee that broke, a model.py without run, a transport that the repository is not made for: in the index."""
+    """The index has the reason of a failed load: a broken callee, a missing run, or another transport."""
     gen = make_repository(tmp_path, options=("--link", "copy"))
     more = tmp_path / "more"
     break_module(gen)
@@ -310,7 +310,7 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
 
 
 def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
-    """With thread-pool-size=1 whoever calls through Triton says so when it is loaded; the other one serves."""
+    """With thread-pool-size=1, a model that calls through Triton is refused when it is loaded; the other one serves."""
     server = start_triton(make_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
     state, said = server.server.model_states()["outside"]
     assert state == "UNAVAILABLE"

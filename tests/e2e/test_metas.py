@@ -110,7 +110,7 @@ def execute(self, requests):
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningTriton]:
-    """All of these, on either transport."""
+    """Yield a server of all of these, on either transport."""
     folder = tmp_path_factory.mktemp(request.param)
     config = folder / "settings.yaml"
     config.write_text(f"meta: {{transport: {request.param}}}")
@@ -126,7 +126,7 @@ def chain(x: float) -> float:
 
 
 def test_both_transports_give_the_same(server: RunningTriton) -> None:
-    """Chained, side by side, awaited, with hooks, with and without models outside, for any number of rows."""
+    """Both transports give the same for chained, parallel and awaited calls, hooks, external models and any rows."""
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:
             for count in (1, 3, 4, 16):
@@ -165,7 +165,7 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
 def test_each_failure_has_its_code_and_one_line(
     server: RunningTriton, case: int, code: str, text: str
 ) -> None:
-    """Whoever is at fault: the client sees which stage, and nothing of the inside."""
+    """Each failure has a code and one line with its stage, and no internals."""
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:
             with pytest.raises(Refused) as refused:
@@ -174,7 +174,7 @@ def test_each_failure_has_its_code_and_one_line(
                 refused.value.assert_is(code, protocol)
             assert text in refused.value.message
             assert "\n" not in refused.value.message
-            # And the next one is served.
+            # The next one is served.
             assert (call("alone", rows(1, 1.0))["y"] == 7).all()
     assert np.isfinite(read_status(server.pid)["metas"]["broken"]["device_seconds"])
 
@@ -183,7 +183,7 @@ def test_each_failure_has_its_code_and_one_line(
 
 
 def ask_something(call: Caller, rng: np.random.Generator) -> str:
-    """One random request, checked; returns how it ended. One in eight has a deadline that it may or may not make."""
+    """Send one random request, checked, and return its outcome. One in eight has a deadline that may pass."""
     count, x = int(rng.integers(1, 17)), float(rng.integers(0, 50))
     expected = {
         "chain": chain(x),
@@ -206,7 +206,7 @@ def ask_something(call: Caller, rng: np.random.Generator) -> str:
 
 
 def mix(server: RunningTriton, clients: int, seconds: float) -> Counter[str]:
-    """Random requests of many clients for a while; how they ended."""
+    """Send random requests of many clients for a while, and return their outcomes."""
 
     def work(call: Caller, number: int) -> Counter[str]:
         rng = np.random.default_rng(number)
@@ -232,13 +232,13 @@ def assert_idle(server: RunningTriton) -> None:
 
 
 def total_held(server: RunningTriton) -> Held:
-    """By the runtime and all stubs."""
+    """Return the bytes held by the runtime and all stubs."""
     pids = [int(read_status(server.pid)["pid"]), *server.stub_pids()]
     return sum((held(pid) for pid in pids[1:]), held(pids[0]))
 
 
-def test_many_clients_at_once_get_what_they_asked_for(server: RunningTriton) -> None:
-    """64 clients of meta models and of plain ones: every answer is right, and nothing stays behind."""
+def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> None:
+    """64 clients of meta models and of plain ones get right answers, and no memory stays."""
     ended = mix(server, 64, 3)
 
     assert ended["answered"] > 100, ended

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a real server: rsrv's own endpoint, and Triton's."""
+"""Prometheus' view of a real server: rsrv's own endpoint, and Triton's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Metrics:
         return self.samples(url).get((name, frozenset(labels.items())))
 
     def samples(self, url: str = "") -> Samples:
-        """All, parsed by Prometheus' own parser; no sample is there twice."""
+        """Return all samples, parsed by Prometheus' own parser; none is there twice."""
         try:
             with urllib.request.urlopen(url or self.own, timeout=10) as page:
                 text = page.read().decode()
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Of a server with three models."""
+    """Metrics of a server with three models."""
     folder, port = tmp_path_factory.mktemp("metrics"), free_port()
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
@@ -83,7 +83,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
 
 
 def test_requests_show_on_both_pages(metrics: Metrics) -> None:
-    """Ten requests of one model, each of one row, and one of another that has hooks and is wrong."""
+    """Ten requests of one model, and one failed of another with hooks, are on both pages."""
     exact = {"model": "exact"}
     wait_until(lambda: metrics.value("rsrv_queue_depth", **exact) == 0, what="the model")
     with caller(metrics.server) as call:
@@ -110,18 +110,18 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
     assert metrics.value("rsrv_runtime_up", metrics.tritons, **shown) == 1
     served = {name.removesuffix(end) for name, _ in samples for end in ("", "_bucket", "_sum", "_count")}
     assert {family.name for family in FAMILIES if not family.name.startswith("rsrv_meta_")} <= served | {
-        # Nothing of that kind has happened.
+        # None of this has happened.
         "rsrv_refused_total",
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
-        # Nobody wants traces.
+        # Traces are off.
         "rsrv_trace_spans_total",
     }
 
 
 def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> None:
-    """It is killed; the page is there all the time."""
+    """When the runtime is killed, the page stays, and shows its end and the next runtime."""
     before = metrics.value("rsrv_runtime_restarts_total")
     assert before is not None
     os.kill(read_status(metrics.server.pid)["pid"], signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> Non
 
 
 def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> None:
-    """Its manifest is no YAML for a while."""
+    """A bundle whose manifest is no YAML is on the page until it is repaired."""
     manifest = metrics.bundles / "hooked" / "manifest.yaml"
     text = manifest.read_bytes()
     wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 0, what="the model")
@@ -150,7 +150,7 @@ def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> 
 
 
 def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
-    """On rsrv's page; on Triton's, which forgets nothing, its gauges are 0."""
+    """Series of an unloaded model leave rsrv's page; on Triton's, which keeps them, its gauges are 0."""
     steady = {"model": "steady", "version": "1"}
     wait_until(
         lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **steady) == 1, what="the model on Triton's"
@@ -173,12 +173,12 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
 
 
 def kind(line: dict[str, Any]) -> tuple[object, ...]:
-    """Of a line of the log: who says it, of what, and the names of its fields."""
+    """Return the kind of a log line: its logger, its subject, and the names of its fields."""
     return line["logger"], line.get("event"), line.get("request"), tuple(line)
 
 
 def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
-    """With logs.format: json, of stubs, the runtime and the control process, in good days and bad; Triton's stay its own."""
+    """With logs.format: json, each line of stubs, runtime and control process is an object; Triton's stay text."""
     with caller(metrics.server) as call:
         row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
         refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
@@ -210,7 +210,7 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
 
 
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Making one there could end it; rsrv's own page has everything."""
+    """Without Triton's metrics, where creating one could end it, models serve, and rsrv's page is complete."""
     port = free_port()
     assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(tmp_path / "gen")]) == 0
     running = start_triton(

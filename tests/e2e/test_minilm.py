@@ -27,7 +27,7 @@ SENTENCES = (
 def test_cosines_agree_with_a_direct_computation(
     triton: RunningTriton, example_bundles: Path, protocol: str
 ) -> None:
-    """Alone and together, each sentence has the embedding that BERT in 64-bit numpy has for it."""
+    """Each sentence, alone and with others, gets the embedding of BERT in 64-bit numpy."""
     direct = Direct(example_bundles)
     expected = np.stack([direct.embedding(sentence) for sentence in SENTENCES])
 
@@ -44,7 +44,7 @@ def test_cosines_agree_with_a_direct_computation(
 
 
 def test_the_stages_belong_to_the_pipeline(triton: RunningTriton) -> None:
-    """Clients do not see them; the runtime counts both calls of each request, and keeps nothing."""
+    """Clients do not see the stages; the runtime counts both calls of each request, and keeps no tensor."""
     before = read_status(triton.pid)["metas"]["minilm"]
     with caller(triton) as call:
         call("minilm", {"text": as_text(["one"])})

@@ -23,12 +23,12 @@ from tests.e2e.calls import PROTOCOLS, Array, caller
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.examples.sources import source
 
-#: these check the examples; what they are made with has quicker tests
+# : These check the examples; the exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 
 def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
-    """Of the weights of these bundles: as if nothing were shared, and with each tensor once."""
+    """Return the bytes of these bundles' weights: without sharing, and with each tensor once."""
     found = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
     once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in found}
     return sum(array.nbytes for array in found), sum(once.values())
@@ -36,7 +36,7 @@ def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """Serves the real models, with room for each of their tensors once."""
+    """Serve the real models, with room for each of their tensors once."""
     folder = tmp_path_factory.mktemp("models")
     _, room = bytes_of(example_bundles, MODELS)
     (folder / "settings.yaml").write_text(f"runtime: {{weight_budget_bytes: {room}}}")
@@ -48,7 +48,7 @@ def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def close(got: Array, want: Array, dtype: str = "f32") -> None:
-    """As close as a bundle must be to its source."""
+    """Check that an answer is as close as a bundle must be to its source."""
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
 
@@ -57,7 +57,7 @@ def close(got: Array, want: Array, dtype: str = "f32") -> None:
 def test_files_become_the_classes_that_pytorch_finds(
     server: RunningTriton, example_bundles: Path, protocol: str
 ) -> None:
-    """PNG and JPEG files of different sizes in one request; the network in this process is eager PyTorch."""
+    """PNG and JPEG files of different sizes in one request get the classes of eager PyTorch in this process."""
     rng = np.random.default_rng(3)
     files = []
     for kind, size in (("PNG", (150, 120)), ("JPEG", (96, 200)), ("PNG", (110, 110))):
@@ -75,7 +75,7 @@ def test_files_become_the_classes_that_pytorch_finds(
 
 
 def test_images_become_the_logits_that_flax_finds(server: RunningTriton, example_bundles: Path) -> None:
-    """Three images in one request, and each alone."""
+    """Three images get Flax's logits, in one request and each alone."""
     image = np.random.default_rng(5).standard_normal((3, 64, 64, 3)).astype(np.float32)
     want = source(example_bundles, "vit_tiny")({"image": image})["logits"]
     with caller(server) as call:
@@ -86,7 +86,7 @@ def test_images_become_the_logits_that_flax_finds(server: RunningTriton, example
 
 
 def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, example_bundles: Path) -> None:
-    """As many as fit into one request, as right as when the network was trained."""
+    """Many scenes in one request get masks as good as in training."""
     known = unet.held_out()
     with caller(server) as call:
         logits = call("unet", {"image": known.images})["logits"]
@@ -99,7 +99,7 @@ def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, examp
 def test_the_operator_stands_for_the_solver(
     server: RunningTriton, example_bundles: Path, protocol: str, name: str, dtype: type
 ) -> None:
-    """In both precisions and on both grids, starts that it has not seen."""
+    """The operator solves unseen starts in both precisions and on both grids."""
     unseen, wanted = fno.held_out()
     for every in (2, 1):
         start: Array = unseen[:5, ::every].astype(dtype)
@@ -110,7 +110,7 @@ def test_the_operator_stands_for_the_solver(
 
 
 def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundles: Path) -> None:
-    """All answer, none gives way to another where only one backbone fits, and the status counts its bytes once."""
+    """Eight fine-tunes are resident in room for one backbone, and the status counts its bytes once."""
     with caller(server) as call:
         for name in family.TASKS:
             images, wanted = family.held_out(name)
@@ -124,6 +124,6 @@ def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundl
     for tier in found["memory"].values():
         assert tier["logical_bytes"] == logical
         assert tier["physical_bytes"] <= physical
-    # The heads are small: eight of the family are hardly more than one.
+    # The heads are small: eight of the family take little more than one.
     logical, physical = bytes_of(example_bundles, family.TASKS)
     assert physical < logical / 6

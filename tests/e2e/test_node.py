@@ -21,7 +21,7 @@ from tests.e2e.nodes import answer, free_block, running_node, server_pid
 from tests.waiting import wait_until
 
 MODEL = "versioned"
-#: nobody waits for a look at bundles that have changed
+# : Changed bundles need not be polled for.
 QUICK = "lifecycle: {look_s: 0.1}\n"
 
 
@@ -37,12 +37,12 @@ def wait_gone(pids: list[int], what: str) -> None:
 
 
 def runtime_directories(pids: list[int]) -> list[Path]:
-    """Of the servers among these processes."""
+    """Return the runtime directories of the servers among these processes."""
     return [found for pid in pids for found in base_directory().glob(f"{pid}-*")]
 
 
 def on_the_live_page(url: str) -> set[str]:
-    """Devices, as soon as there are two that have the model."""
+    """Return the devices on the live page, once two of them have the model."""
     found: set[str] = set()
     with urllib.request.urlopen(f"{url}live/stream", timeout=20) as stream:
         while len(found) < 2:
@@ -53,13 +53,13 @@ def on_the_live_page(url: str) -> set[str]:
 
 
 def public(start: int) -> str:
-    """The section `gateway`: three ports from this one on."""
+    """Return the section `gateway` with three ports from this one on."""
     http, grpc, admin = (f"127.0.0.1:{start + step}" for step in range(3))
     return f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
 
 
 def answering(url: str) -> set[str]:
-    """Workers that have answered requests, as this page says twice: with rsrv's metrics, and with Triton's."""
+    """Return the workers with answered requests on this page, by rsrv's metrics and by Triton's."""
     with urllib.request.urlopen(url, timeout=10) as page:
         families = {one.name: one for one in text_string_to_metric_families(page.read().decode())}
 
@@ -71,7 +71,7 @@ def answering(url: str) -> set[str]:
 
 
 def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
-    """Each has a port, a repository and cores of its own; both follow the bundles; SIGTERM leaves nothing."""
+    """Two workers with own ports, repositories and cores follow the bundles, survive a death, and end on SIGTERM."""
     start = free_block(30)
     grpc = start + 21
     settings = f"{QUICK}{public(start + 20)}node: {{first_port: {start}, drain_s: 5}}\n"
@@ -93,7 +93,7 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
         before = runtime_directories([first])
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: server_pid(node.workers()[0]) != first, 30, what="another server")
-        # Nothing of the dead one is in the way of its successor.
+        # The dead one leaves its successor no obstacle.
         assert not any(map(Path.exists, before))
         place(write_version(tmp_path / "two", 2), bundles / MODEL)
         ports = [*(worker.grpc_port for worker in workers), grpc]
@@ -112,7 +112,7 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
 
 
 def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, tmp_path: Path) -> None:
-    """There is no gateway; a node that is killed leaves no server behind; and all that is rsrv's in its log are objects."""
+    """One worker has the public ports without a gateway, ends with a killed node, and logs objects."""
     start = free_block(10)
     settings = f"{public(start)}logs: {{format: json}}\n"
     with running_node(bundles, tmp_path, settings, "--cpu-workers", 1) as node:
@@ -138,7 +138,7 @@ def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, t
 
 @pytest.mark.long
 def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """The server is there from the start; what is stopped for good answers again, from another process."""
+    """A node with an empty folder serves a later bundle, and replaces a server that hangs."""
     (tmp_path / "bundles").mkdir()
     start = free_block(10)
     settings = f"{QUICK}{public(start)}node: {{hang_s: 6}}\n"
@@ -148,7 +148,7 @@ def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_p
         place(write_version(tmp_path / "one", 1), tmp_path / "bundles" / MODEL)
 
         assert node.wait_answer(start + 1, MODEL) == 1
-        # One that does not listen for HTTP yet counts as one that starts.
+        # One that does not listen for HTTP yet counts as starting.
         wait_until(lambda: is_live(start), 30, what=f"HTTP:\n{node.tail()}")
         first = server_pid(node.workers()[0])
         os.kill(first, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_p
 
 
 def is_live(port: int) -> bool:
-    """Whether a server answers there over HTTP."""
+    """Return whether a server answers there over HTTP."""
     with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=5) as answer:
         return bool(answer.status == 200)
     return False

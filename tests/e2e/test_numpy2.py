@@ -1,6 +1,6 @@
-"""Stubs that run with numpy 2, which Triton 24.10 corrupts tensors with: rsrv goes around that, and says so.
+"""Stubs that run with numpy 2, with which Triton 24.10 corrupts tensors: rsrv works around it, and warns.
 
-What went wrong there was silent, and some of it only under concurrency: so every element of many answers is compared.
+The corruption was silent, and partly only under concurrency: so every element of many answers is compared.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, cal
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.test_answers import varied
 
-#: half a minute, for a pairing that Triton's image does not have
+# : Half a minute, for a pairing that Triton's image does not have.
 pytestmark = pytest.mark.long
 
-#: what the model with hooks takes and gives; rows long enough that memory used too late has changed
+# : Shapes of the model with hooks; rows are so long that memory used too late has changed.
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 WIDTH = 257
 
-#: Every array that a hook returns is a new one, which nobody but the stub holds.
+# : Every array that a hook returns is a new one, which only the stub holds.
 HOOKS = """
 import numpy as np
 
@@ -65,7 +65,7 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def check_every_dtype(call: Caller, rng: np.random.Generator) -> None:
-    """One request of varied tensors of all types."""
+    """Send one request of varied tensors of all types."""
     rows = int(rng.integers(1, 5))
     inputs = {f"x_{token}": varied(token, (rows, 5), rng) for token in DTYPES}
     got = call("every_dtype", inputs)
@@ -73,7 +73,7 @@ def check_every_dtype(call: Caller, rng: np.random.Generator) -> None:
 
 
 def check_hooks(call: Caller, rng: np.random.Generator) -> None:
-    """One request that both hooks and the model change; none of the three alone gives what is expected."""
+    """Send one request that both hooks and the model change; none of the three alone gives the expected result."""
     rows = int(rng.integers(1, 5))
     inputs = {f"x_{token}": varied(token, (rows, WIDTH), rng) for token in HOOKED}
     want: Arrays = {}
@@ -83,13 +83,13 @@ def check_hooks(call: Caller, rng: np.random.Generator) -> None:
 
 
 def check_matrix(call: Caller, rng: np.random.Generator) -> None:
-    """One request of some rows to the model that multiplies."""
+    """Send one request of some rows to the model that multiplies."""
     x = rng.integers(-50, 51, (int(rng.integers(1, 17)), 64)).astype(np.float32)
     assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
 
 
 def check_slow(call: Caller, rng: np.random.Generator) -> None:
-    """One request whose answer does not come from within execute()."""
+    """Send one request whose answer does not come from within execute()."""
     u = random_u32(rng, int(rng.integers(1, 5)))
     steps = rng.integers(20, 80, len(u), np.int32)
     got = call("elastic", {"x": u, "steps": steps.reshape(-1, 1)})
@@ -100,7 +100,7 @@ CHECKS = (check_every_dtype, check_hooks, check_matrix, check_slow)
 
 
 def test_each_stub_warns_of_numpy_2(numpy2: RunningTriton) -> None:
-    """The log of the server says, for each model, that this numpy and this Triton do not work together."""
+    """The server's log warns for each model that this numpy and this Triton do not work together."""
     warnings = re.findall(r"numpy 2\.\d+\S* and this Triton's stub do not work together", numpy2.log_text())
     assert len(warnings) == len(numpy2.stub_pids()) == 5
 
@@ -153,7 +153,7 @@ def test_concurrent_clients_of_all_models_are_answered_right_with_numpy_2(numpy2
 
 
 def test_strings_end_no_stub_with_numpy_2(numpy2: RunningTriton) -> None:
-    """BYTES tensors, the reading of which ends the process here, are refused before that."""
+    """BYTES tensors, whose reading ends the process here, are refused before that."""
     stubs = numpy2.stub_pids()
     with caller(numpy2) as call:
         for name in ("exact", "fresh"):

@@ -1,4 +1,4 @@
-"""Who goes first, who gets how much, and whose weights are where, seen by clients of a real server."""
+"""Order, shares and residency, seen by clients of a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.runtime_commands import command, configure
 from tests.waiting import wait_until
 
-#: steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second
+# : Steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second.
 _STEPS = 100
 SETTINGS = """
 models:
@@ -53,7 +53,7 @@ def status(server: RunningTriton) -> dict[str, Any]:
 
 
 def arrived(server: RunningTriton) -> int:
-    """Requests of `steady` that ever reached the runtime."""
+    """Return the number of requests of `steady` that ever reached the runtime."""
     steady = status(server)["steady"]
     return int(sum(steady["outcomes"].values()) + steady["queued"] + steady["executing"])
 
@@ -110,7 +110,7 @@ def test_urgent_requests_pass_those_that_wait(server: RunningTriton, send: Calla
 def test_deadlines_decide_once_the_discipline_is_edf(
     server: RunningTriton, send: Callable[..., list[str]]
 ) -> None:
-    """Set at run time: the sooner deadline goes first, and those that wait already are reordered."""
+    """After a change to edf at run time, the sooner deadline goes first, also among waiting requests."""
     send("whenever")
     send("late", timeout=60_000_000)
     assert configure(server.pid, {"discipline": "edf"})["discipline"] == "edf"
@@ -153,7 +153,7 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
             while not stop.is_set():
                 assert_same(call(model, inputs), {"y": bundles.stepped(row, steps)})
 
-    # More than one execution takes, of each: some always wait while others execute.
+    # Each sends more than one execution takes, so that some always wait while others execute.
     clients = ["elastic"] * 12 + ["steady"] * 3
     with ThreadPoolExecutor(len(clients)) as pool:
         futures = [pool.submit(work, model) for model in clients]

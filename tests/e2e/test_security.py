@@ -1,4 +1,4 @@
-"""What strangers can reach of a real server."""
+"""The parts of a real server that strangers can reach."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.e2e.harness import RunningTriton
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_clients_cannot_have_the_server_map_shared_memory(triton: RunningTriton, protocol: str) -> None:
-    """Neither memory of theirs nor Triton's own, by which the server was once taken over; inference works."""
+    """Clients can register neither their memory nor Triton's own, which once allowed a takeover; inference works."""
     client = triton.grpc if protocol == "grpc" else triton.http
     theirs = SharedMemory(create=True, size=4096)
     try:
-        # What stubs and server share is as good as their memory: whoever writes there decides what they do.
+        # Memory of stubs and server is as good as code: a writer decides what they do.
         own = [name for name in os.listdir("/dev/shm") if "triton" in name]
         for key in (theirs.name, *own[:1]):
             with pytest.raises(InferenceServerException) as refused:
@@ -38,8 +38,8 @@ def test_clients_cannot_have_the_server_map_shared_memory(triton: RunningTriton,
         np.testing.assert_array_equal(call("hooked", {"x": x})["y"], 2 * x)
 
 
-def test_who_wants_clients_to_share_memory_can_have_it(triton: RunningTriton) -> None:
-    """It is a matter of one option."""
+def test_an_option_allows_clients_to_share_memory(triton: RunningTriton) -> None:
+    """With one option, clients can register shared memory."""
     server = triton.server
     flags = [flag for flag in server.command() if "restricted" in flag]
     assert len(flags) == 2

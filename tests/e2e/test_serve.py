@@ -24,7 +24,7 @@ QUICK = "lifecycle: {look_s: 0.1}\n"
 
 
 class Terminal:
-    """A running `rsrv serve`, and what it has printed."""
+    """A running `rsrv serve`, and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: Path, port: int) -> None:
         self.process = process
@@ -41,7 +41,7 @@ class Terminal:
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[Terminal]:
-    """`rsrv serve bundles` in this folder, on ports of its own."""
+    """Run `rsrv serve bundles` in this folder, on ports of its own."""
     (folder / "rsrv.yaml").write_text(QUICK)
     port = free_block(3)
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> None:
-    """One command serves what is there, says where, takes and drops bundles as they come and go, and ends with Ctrl-C."""
+    """One command serves the bundles, prints the addresses, follows changes, and ends with Ctrl-C."""
     with serving(folder) as terminal:
         terminal.wait_for("Stop with Ctrl-C")
         assert "cats is ready" in terminal.text

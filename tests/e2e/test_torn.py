@@ -22,13 +22,13 @@ from tests.waiting import wait_until
 FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
 WEIGHTS = "weights.safetensors"
 TORN = f"{WEIGHTS} does not match the manifest: it is being written"
-#: What answers: the version in the weights, and that in the code.
+# : The versions of an answer: in the weights, and in the code.
 ONE, TWO = (1, 0), (2, 0)
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
-    """Two versions of one model, which differ in the weights."""
+    """Return two versions of one model, which differ in the weights."""
     folder = tmp_path_factory.mktemp("versions")
     return {ONE: write_version(folder / "one", 1), TWO: write_version(folder / "two", 2)}
 
@@ -49,14 +49,14 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
 
 
 def tear(bundle: Path, new: Path) -> None:
-    """Overwrites a bundle in place, as `cp` does, and stops before the last weight: answers would be of two versions."""
+    """Overwrite a bundle in place, as `cp` does, without the last weight: answers would be of two versions."""
     (bundle / "manifest.yaml").write_bytes((new / "manifest.yaml").read_bytes())
     with (bundle / WEIGHTS).open("r+b") as file:
         file.write((new / WEIGHTS).read_bytes()[: -4 * COLUMNS])
 
 
 def finish(bundle: Path, new: Path) -> None:
-    """Overwrites all of it, in place."""
+    """Overwrite all of it, in place."""
     for file in bundle.iterdir():
         with file.open("r+b") as opened:
             opened.write((new / file.name).read_bytes())
@@ -65,7 +65,7 @@ def finish(bundle: Path, new: Path) -> None:
 
 @contextmanager
 def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
-    """What `torn` answers from now on; that an answer is of one version is checked."""
+    """Collect the answers of `torn` from now on, and check that each is of one version."""
     stop = threading.Event()
     found: list[tuple[int, int] | Refused] = []
 
@@ -87,7 +87,7 @@ def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
 def test_a_torn_file_leaves_the_old_version_serving(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
-    """In dynamic mode, under traffic: finished, the new version serves; put back, the one that was there."""
+    """In dynamic mode under traffic, a torn file keeps the old version until it is finished or restored."""
     with serving(tmp_path, versions[ONE], "dynamic") as (server, life):
         bundle = tmp_path / "bundles" / "torn"
         with traffic(server) as found:
@@ -115,7 +115,7 @@ def test_a_torn_file_leaves_the_old_version_serving(
 def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
-    """In static mode, where nobody looks at the bundle: refused by name, never answered, and back with its content."""
+    """In static mode, a runtime after a crash refuses torn weights by name until their content is back."""
     with serving(tmp_path, versions[ONE], "static") as (server, life), caller(server) as call:
         bundle = tmp_path / "bundles" / "torn"
         with traffic(server) as found:

@@ -1,4 +1,4 @@
-"""Traces of a real server: a client's context goes in, and the request's stages come out at a collector."""
+"""Traces of a real server: a client's context goes in, and the request's stages reach a collector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAGES = ["preprocess", "queue", "load", "execute", "postprocess"]
 
 
 class Traced:
-    """A server whose requests are traced, and where their spans go."""
+    """A server whose requests are traced, and the collector of their spans."""
 
     def __init__(self, server: RunningTriton, collector: Collector, *, through_triton: bool) -> None:
         self.server = server
@@ -34,13 +34,13 @@ class Traced:
         self.through_triton = through_triton
 
     def spans(self, trace: str, *names: str) -> list[Seen]:
-        """These spans of a trace, when all of them have come."""
+        """Return these spans of a trace, when all of them have come."""
         wait_until(lambda: set(names) <= self.collector.of(trace).keys(), what=f"spans {names}")
         return [self.collector.of(trace)[name] for name in names]
 
     def asked_by(self, infer: Seen, client: str, protocol: str) -> None:
-        """That it is a part of one of Triton's spans, or else of the client's."""
-        missed = protocol == "grpc" and infer.parent == client  # as Triton does at times, see `traced`
+        """Check that it is a child of one of Triton's spans, or else of the client's."""
+        missed = protocol == "grpc" and infer.parent == client  # As Triton does at times, see `traced`.
         if self.through_triton and not missed:
             wait_until(lambda: infer.parent in self.collector.tritons, what="Triton's span")
         else:
@@ -82,7 +82,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_request_shows_its_stages(traced: Traced) -> None:
-    """By both protocols: hooks, waiting, the load and the execution lie within the request, one after the other."""
+    """Hooks, waiting, load and execution lie in order within the request's span, over both protocols."""
     for protocol in PROTOCOLS:
         trace, span = secrets.token_hex(16), secrets.token_hex(8)
         with caller(traced.server, protocol) as call:
@@ -106,7 +106,7 @@ def test_a_request_shows_its_stages(traced: Traced) -> None:
 
 
 def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
-    """Each with its hooks, its waiting and its execution; through Triton, these are parts of a request of its own."""
+    """A meta model's calls are spans of its run with their stages; through Triton, they have a request's span."""
     trace = secrets.token_hex(16)
     with caller(traced.server) as call:
         call("chain", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
@@ -127,7 +127,7 @@ def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
 
 
 def test_a_request_that_is_refused_says_why(traced: Traced) -> None:
-    """Its deadline has passed when it comes."""
+    """A request whose deadline has passed has the reason in its span."""
     trace = secrets.token_hex(16)
     options = {
         "headers": {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"},
@@ -142,8 +142,8 @@ def test_a_request_that_is_refused_says_why(traced: Traced) -> None:
     assert queue.error == "expired"
 
 
-def test_who_does_not_ask_is_not_traced(traced: Traced) -> None:
-    """Without a context, with one that is none; a later request's spans are there, and theirs would be."""
+def test_a_request_without_a_context_is_not_traced(traced: Traced) -> None:
+    """A request with no or an invalid context has no span, although a later request's spans have arrived."""
     before, trace = len(traced.collector.spans), secrets.token_hex(16)
     with caller(traced.server) as call:
         call("double", {"x": ROW})

@@ -1,4 +1,4 @@
-"""Whose weights are where, seen by clients and operators of a real server."""
+"""The places of weights, seen by clients and operators of a real server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime_commands import Refused, compact, set_residency
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-#: of `exact`: its kernel of 64 x 6 f32
+# : Bytes of `exact`: its kernel of 64 x 6 f32.
 _BYTES = 1536
 
 
@@ -82,7 +82,7 @@ def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Arr
     assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found
 
 
-def test_equal_weights_are_there_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
+def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
     """Three models with one kernel fit where one does, on the device and on the host."""
     kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
     settings = f"runtime: {{weight_budget_bytes: {_BYTES}}}"
@@ -129,7 +129,7 @@ def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: b
 def test_servers_on_one_machine_share_a_host_copy(
     start_triton: StartTriton, tmp_path: Path, x: bundles.Array
 ) -> None:
-    """Two servers, as two GPUs have, map one file for the kernel; who leaves last, even by force, removes it."""
+    """Two servers on one machine map one file for the kernel; the last to leave, also by a kill, removes it."""
     kernel = np.random.default_rng(3).integers(-9, 9, (64, 512)).astype(np.float32)
     export_bundle(
         lambda params, x: {"y": x @ params["kernel"]},

@@ -1,4 +1,4 @@
-"""`python -m tests.bench profile`: where rsrv's time goes at 1 and at 64 clients, thread by thread."""
+"""`python -m tests.bench profile`: rsrv's CPU time at 1 and at 64 clients, thread by thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FUNCTIONS = 20
 
 
 def show(window_s: float) -> None:
-    """Prints a table for each number of clients, and with py-spy at hand the costliest functions."""
+    """Print a table for each number of clients and, if py-spy is installed, the costliest functions."""
     with served("profile", models.rsrv_repository(1), has_runtime=True) as side:
         for clients in (1, 64):
             print(f"\n== {clients} clients", flush=True)
@@ -62,7 +62,7 @@ def _threads(side: Side, clients: int, window_s: float) -> None:
 def _thread_rows(
     role: str, pid: int, before: Mapping[int, ThreadTime], after: Mapping[int, ThreadTime], requests: int
 ) -> list[list[str]]:
-    """A line for all threads, one for each that did much, busiest first, and one for the rest."""
+    """Return a line for all threads, one for each busy one, and one for the rest."""
     busy: list[tuple[_Figures, str]] = []
     total, rest, small = _Figures(), _Figures(), 0
     for tid, end in after.items():
@@ -83,7 +83,7 @@ def _thread_rows(
 
 
 class _Figures(NamedTuple):
-    """Of one request: microseconds on a CPU and waiting for one, and how often a thread went to sleep."""
+    """Per request: microseconds on a CPU and waiting for one, and how often a thread slept."""
 
     cpu: float = 0.0
     waited: float = 0.0
@@ -103,7 +103,7 @@ def _py_spy() -> str | None:
 
 
 def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
-    """Samples stub and runtime, one after the other, and prints the functions that were at work."""
+    """Sample stub and runtime in turn, and print the functions at work."""
     for pid, role in server_processes(side.server.pid, has_runtime=True).items():
         if role not in (STUB, RUNTIME):
             continue
@@ -131,7 +131,7 @@ def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
 
 
 def _count(stacks: str) -> tuple[Counter[str], Counter[str]]:
-    """Samples by function: at the top of the stack, and anywhere in it."""
+    """Count samples by function: at the top of the stack, and anywhere in it."""
     own: Counter[str] = Counter()
     below: Counter[str] = Counter()
     for line in stacks.splitlines():

@@ -1,4 +1,4 @@
-"""Models whose weights are their substance: `count` chains of matrix products that differ in nothing else."""
+"""Models that consist of weights: `count` chains of matrix products that differ in nothing else."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
-#: numbers in a row, of the input, of the output, and of everything between
+# : Numbers in a row of the input, of the output, and of everything between.
 WIDTH = 512
-#: bytes of one layer's weights
+# : Bytes of one layer's weights.
 LAYER_BYTES = WIDTH * WIDTH * 4
 SIZES = (1, 2, 4, 8)
 
 
 def names(count: int) -> list[str]:
-    """`chain_0` is to be the most asked for."""
+    """Return the names; `chain_0` gets the most requests."""
     return [f"chain_{number}" for number in range(count)]
 
 
 def layers_of(nbytes: int) -> int:
-    """How many layers make `nbytes` of weights. Raises ValueError when no whole number does."""
+    """Return the number of layers with `nbytes` of weights. Raises ValueError if it is not whole."""
     layers, rest = divmod(nbytes, LAYER_BYTES)
     if rest or not layers:
         raise ValueError(f"{nbytes} bytes of weights: must be a multiple of {LAYER_BYTES}, one layer")
@@ -39,7 +39,7 @@ def layers_of(nbytes: int) -> int:
 
 
 def weights(name: str, layers: int) -> dict[str, Array]:
-    """The same in every process, and different for every name."""
+    """Return the weights, the same in every process, and different for every name."""
     rng = np.random.default_rng([2000, int(name.rpartition("_")[2])])
     scale = np.float32((2 / WIDTH) ** 0.5)
     return {
@@ -49,7 +49,7 @@ def weights(name: str, layers: int) -> dict[str, Array]:
 
 
 def reference(name: str, layers: int, x: Array) -> Array:
-    """f32 [n, WIDTH] -> f32 [n, WIDTH], in double precision until the end."""
+    """Map f32 [n, WIDTH] to f32 [n, WIDTH], in double precision until the end."""
     value = x.astype(np.float64)
     for kernel in weights(name, layers).values():
         value = np.maximum(value @ kernel, 0)
@@ -57,14 +57,14 @@ def reference(name: str, layers: int, x: Array) -> Array:
 
 
 def repository(count: int, nbytes: int) -> Path:
-    """A model repository with `count` chains of `nbytes` of weights each."""
+    """Make a model repository with `count` chains of `nbytes` of weights each."""
     layers = layers_of(nbytes)
     bundles = _ensure(count, layers)
     return generate(f"chains-{count}-{layers}", [bundles / name for name in names(count)])
 
 
 def _ensure(count: int, layers: int) -> Path:
-    """The folder of the bundles; those that are missing are made, all when their makers changed."""
+    """Return the folder of the bundles; missing ones are made, and all of them if their makers changed."""
     folder = WORK / "bundles" / f"chains-{layers}"
     stamp = folder / "stamp"
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
@@ -97,7 +97,7 @@ def _export(folder: Path, layers: int) -> None:
 
 
 def _vary(original: Path, folder: Path, layers: int) -> None:
-    """The same modules with other weights: nothing is lowered a second time."""
+    """Write the same modules with other weights, without lowering them again."""
     work = folder.with_name(f".{folder.name}")
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(original, work)

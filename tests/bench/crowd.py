@@ -1,8 +1,8 @@
-"""Clients of many models, some of which are asked for far more often than others; every answer is checked.
+"""Clients of many models with uneven popularity; every answer is checked.
 
-`python -m tests.bench.crowd` runs them in a process of their own, so that what they cost is not taken for the server's.
-It says `measuring` when its warm-up is over, and in the end one line of JSON: the latency of every request that was
-answered after that, in microseconds. It fails with the first answer that is wrong or missing.
+`python -m tests.bench.crowd` runs them in another process, so that their cost is not counted as the server's. It prints
+`measuring` when its warm-up is over, and at the end one line of JSON: the latency of every request answered after that,
+in microseconds. It fails with the first answer that is wrong or missing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Array = npt.NDArray[Any]
 
 
 def popularity(models: int, exponent: float) -> Array:
-    """Each model's share of the requests, the most asked for first: Zipf's law, 1 / rank ** exponent."""
+    """Return each model's share of the requests, most popular first: Zipf's law, 1 / rank ** exponent."""
     shares = np.arange(1, models + 1, dtype=np.float64) ** -exponent
     return np.asarray(shares / shares.sum())
 
 
 @dataclass(frozen=True)
 class Questions:
-    """For each model, the most asked for first: rows to send, and the answers to them; both [questions, width]."""
+    """For each model, most popular first: rows to send, and the answers to them; both [questions, width]."""
 
     sent: Mapping[str, Array]
     wanted: Mapping[str, Array]
@@ -79,7 +79,7 @@ def crowd(
     window_s: float,
     seed: int,
 ) -> Iterator[Crowd]:
-    """Clients beside the block, which starts when they are warm. Raises BenchFailed with what they met."""
+    """Run clients beside the block, which starts when they are warm. Raises BenchFailed with their error."""
     command = [sys.executable, "-m", "tests.bench.crowd", grpc_url, str(questions), str(clients)]
     command += [str(exponent), str(warm_s), str(window_s), str(seed)]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -99,7 +99,7 @@ def crowd(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The process of the clients."""
+    """Run the process of the clients."""
     url, file, clients, exponent, warm_s, window_s, seed = arguments
     questions = Questions.load(Path(file))
     begin = time.perf_counter() + float(warm_s)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> None:
 def _latencies(
     url: str, questions: Questions, rng: np.random.Generator, exponent: float, begin: float, end: float
 ) -> Iterator[float]:
-    """One client: request after request until `end`; microseconds of each that was answered after `begin`."""
+    """Run one client until `end`; return the microseconds of each request answered after `begin`."""
     client = triton.InferenceServerClient(url)
     models = list(questions.sent)
     shares = popularity(len(models), exponent)

@@ -1,4 +1,4 @@
-"""What the scheduler's decisions cost: the pure state machine alone, without a server."""
+"""The cost of the scheduler's decisions: the pure state machine alone, without a server."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
-#: models that all have work, and rows in one execution
+# : Models that all have work, and rows in one execution.
 MODELS = (10, 1000)
 ROWS = (1, 8, 32)
 _STEPS = 4000
-#: requests of each model that wait all the time
+# : Requests of each model that wait all the time.
 _WAITING = 40
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Times of `handle(ExecutionFinished)`: the end, its answers, and what executes next."""
+    """Times of `handle(ExecutionFinished)`: the end, its answers, and the next execution."""
 
     discipline: str
     models: int

@@ -1,4 +1,4 @@
-"""From samples to figures: which rounds count, medians, ratios of two sides, targets. Pure."""
+"""From samples to figures: the rounds that count, medians, ratios of two sides, targets. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: CPUs that the hypervisor may take from the machine in a round that counts.
+# : CPUs that the hypervisor may steal in a round that counts.
 MAX_STEAL = 0.1
 
 
@@ -20,37 +20,37 @@ class Sample:
     infer_per_s: float
     p50_us: float
     p99_us: float
-    #: completed in the window, by Triton's count
+    # : Completed in the window, by Triton's count.
     requests: int
     cpu_us: Mapping[str, float]
-    #: requests in one execute(), and rows in one execution of the runtime
+    # : Requests in one execute(), and rows in one execution of the runtime.
     triton_batch: float
     device_batch: float | None
-    #: compiled size -> executions of the runtime
+    # : Compiled size -> executions of the runtime.
     sizes: Mapping[int, int]
-    #: share of the time in which the runtime's device executed
+    # : Share of the time in which the runtime's device executed.
     busy: float | None
     steal_cpus: float
-    #: CPUs used by processes that belong to neither the server nor its clients
+    # : CPUs used by processes that are neither the server's nor its clients'.
     other_cpus: float
     server_us: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Swapping(Sample):
-    """A sample, with what moved meanwhile."""
+    """A sample, with the loads of weights during it."""
 
     seconds: float
-    #: answers by the runtime's own count, between the same two moments as the next two
+    # : Answers by the runtime's own count, between the same two moments as the next two.
     answered: int
-    #: requests that came while their model's weights were elsewhere, or on their way
+    # : Requests that came while their model's weights were absent or loading.
     misses: int
     loads: int
     evictions: int
 
     @property
     def hit_rate(self) -> float:
-        """Share of the requests that found the weights there."""
+        """Return the share of the requests that found the weights resident."""
         return 1 - self.misses / self.answered
 
 
@@ -70,17 +70,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The samples of the rounds that count, and what became of the others."""
+    """The samples of the rounds that count, and the number of the others."""
 
     samples: Sequence[Sample]
     kept: int
     dropped: int
-    #: all rounds were noisy, so all were kept
+    # : All rounds were noisy, so all were kept.
     noisy: bool
 
     @classmethod
     def of(cls, samples: Sequence[Sample], max_steal: float = MAX_STEAL) -> Rounds:
-        """Drops each round in which any sample lost more than `max_steal` CPUs, unless that would be all."""
+        """Drop each round in which a sample lost more than `max_steal` CPUs, unless that would be all."""
         numbers = {sample.round for sample in samples}
         bad = {sample.round for sample in samples if sample.steal_cpus > max_steal}
         noisy = bool(bad) and bad == numbers
@@ -93,18 +93,18 @@ class Rounds:
         return [sample for sample in self.samples if sample.side == side and sample.clients == clients]
 
     def spread(self, side: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-        """A figure of one side over the rounds."""
+        """Return a figure of one side over the rounds."""
         return Spread.of(value(sample) for sample in self.of_side(side, clients))
 
     def ratio(self, over: str, under: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-        """The ratio of two sides, taken within each round, over the rounds."""
+        """Return the ratio of two sides, taken within each round, over the rounds."""
         above = {sample.round: value(sample) for sample in self.of_side(over, clients)}
         below = {sample.round: value(sample) for sample in self.of_side(under, clients)}
         return Spread.of(above[number] / below[number] for number in sorted(above.keys() & below.keys()))
 
 
 def summed_sizes(samples: Iterable[Sample]) -> dict[int, int]:
-    """Executions by compiled size, over all samples, smallest size first."""
+    """Return the executions by compiled size, over all samples, smallest size first."""
     total: dict[int, int] = {}
     for sample in samples:
         for size, count in sample.sizes.items():
@@ -126,12 +126,12 @@ class Target:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def verdict(self) -> str:
-        """`pass`, or by how much it falls short, in percent of the limit."""
+        """Return `pass`, or the shortfall in percent of the limit."""
         if self.reached:
             return "pass"
         return f"falls short by {abs(self.value - self.limit) / self.limit:.0%}"
 
 
 def per_added_model(fewer: float, more: float, added: int) -> float:
-    """What each of the added models takes."""
+    """Return the cost of each added model."""
     return (more - fewer) / added

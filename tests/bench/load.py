@@ -1,4 +1,4 @@
-"""One measurement: perf_analyzer loads a model, and the server's processes are read over a window meanwhile."""
+"""One measurement: perf_analyzer loads a model, and the server's processes are read over a window."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status
 
-#: Windows that perf_analyzer measures; ours lies within them.
+# : Windows that perf_analyzer measures; ours lies within them.
 WINDOWS = 3
 
 
 class BenchFailed(Exception):
-    """A measurement could not be made; the text says why."""
+    """A measurement could not be made; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A running server that is measured, with what tells it apart in the results."""
+    """A running server that is measured, with its label in the results."""
 
     name: str
     server: TritonServer
@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass
 class Load:
-    """A running perf_analyzer, and after `load` ended, what it reported."""
+    """A running perf_analyzer, and after `load` ended, its report."""
 
     process: subprocess.Popen[str]
     report: dict[str, float] = field(default_factory=dict)
@@ -99,14 +99,14 @@ def load(
         command += ["-u", via or side.server.grpc_url, "-i", "grpc"]
         command += ["--input-data", data, "--concurrency-range", str(clients)]
         command += [] if header is None else ["-H", header]
-        # The windows are averaged, however much they differ: how steady it was shows over the rounds.
+        # The windows are averaged, with any difference: the rounds show how steady it was.
         command += ["-p", str(round(window_s * 1e3)), "-r", str(WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             running = Load(process)
             _await_answers(side, model, process, clients)
             yield running
-            # The windows, the statistics that it asks for, and the end of what is in flight.
+            # The windows, the statistics that it requests, and the end of requests in flight.
             said, _ = process.communicate(timeout=4 * WINDOWS * window_s + 30)
         finally:
             process.kill()
@@ -120,7 +120,7 @@ def load(
 
 
 def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clients: int) -> None:
-    """Until the load runs: its first requests, slower than the rest, are not to be in the window."""
+    """Wait until the load runs, because its first requests are slower than the rest."""
     count = _count(side, model) + 4 * clients
     _until(lambda: _count(side, model) >= count or process.poll() is not None, "the first answers")
     if process.poll() is not None:
@@ -146,11 +146,11 @@ def _statistics(side: Side, model: str) -> dict[str, Any]:
 
 
 def server_statistics(side: Side, model: str = "") -> list[dict[str, Any]]:
-    """Triton's own counters, of all models or of `/model`."""
+    """Return Triton's own counters, of all models or of `/model`."""
     url = f"http://{side.server.http_url}/v2/models{model}/stats"
     with urllib.request.urlopen(url, timeout=30) as answer:
         found: list[dict[str, Any]] = json.load(answer)["model_stats"]
-    # Triton leaves counts out that are still zero.
+    # Triton leaves out counts of zero.
     return [{"inference_count": 0, "execution_count": 0, **statistics} for statistics in found]
 
 
@@ -204,7 +204,7 @@ def _sample(
 
 
 def _stages(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float]:
-    """Microseconds per request in Triton's own stages. Only true of answers given in place."""
+    """Return the microseconds per request in Triton's own stages, which are right only for answers in place."""
     stages = {}
     for name in ("queue", "compute_input", "compute_infer", "compute_output"):
         before, after = first["inference_stats"].get(name, {}), second["inference_stats"][name]

@@ -27,17 +27,17 @@ from tests.bench.models import (
 from tests.bench.places import HERE, ROOT, WORK
 from tests.bench.plain_chain import STAGES
 
-#: numbers in a row of every tensor that clients send and get here
+# : Numbers in a row of every tensor of clients here.
 WIDTH = 256
 
-#: of the examples: the meta model and the models that it calls
+# : Of the examples: the meta model and its callees.
 DETECTOR = ("detector", "detector_backbone", "detector_head")
-#: runs of the detector at a time, of rsrv (the default of scheduler.meta_concurrency) and by hand
+# : Concurrent runs of the detector, of rsrv (the default of scheduler.meta_concurrency) and by hand.
 _AT_A_TIME = 2
 _EXAMPLES = ROOT / "build" / "bundles"
 
 CHAIN = "chain"
-#: the model that clients can call as well: one call of a chain's three
+# : The model that clients can call as well: one call of a chain's three.
 ONE_CALL = STAGES[0]
 _CHAIN = f"""
 def run(inputs, call):
@@ -65,7 +65,7 @@ dynamic_batching {{ }}
 
 
 def chain_case() -> Case:
-    """How to ask the chain, and what it should say."""
+    """Return the case of the chain."""
 
     def reference(x: Array) -> Array:
         return functools.reduce(lambda value, name: mlp_reference(_stage_weights(name), value), STAGES, x)
@@ -74,14 +74,14 @@ def chain_case() -> Case:
 
 
 def one_call_case() -> Case:
-    """How to ask the chain's first model."""
+    """Return the case of the chain's first model."""
     weights = _stage_weights(ONE_CALL)
     return Case(ONE_CALL, "x", (WIDTH,), "logits", 8, lambda x: mlp_reference(weights, x))
 
 
 @dataclass(frozen=True)
 class Relay:
-    """Two models with a tensor of `nbytes` between them: the first makes it of little, the second much less of it."""
+    """Two models with a tensor of `nbytes` between them, made from a small input and reduced to a small output."""
 
     label: str
     nbytes: int
@@ -95,21 +95,21 @@ class Relay:
         return f"drain_{self.nbytes}"
 
     def meta(self, *, keep: bool) -> str:
-        """The name of the meta model that keeps the tensor on the device, or does not."""
+        """Return the name of the meta model that keeps the tensor on the device, or does not."""
         return f"{'keep' if keep else 'relay'}_{self.nbytes}"
 
     @property
     def blocks(self) -> int:
-        """How often the input fits into the tensor."""
+        """Return how often the input fits into the tensor."""
         return self.nbytes // (4 * WIDTH)
 
     @property
     def step(self) -> int:
-        """Of so many blocks the second model looks at one."""
+        """Return the interval of the blocks that the second model reads."""
         return max(1, self.blocks // 64)
 
     def case(self, *, keep: bool) -> Case:
-        """How to ask the meta model, and what it should say."""
+        """Return the case of the meta model."""
         factors = 1 + np.arange(self.blocks, dtype=np.float32)[:: self.step] / np.float32(self.blocks)
         return Case(self.meta(keep=keep), "x", (WIDTH,), "z", 1, lambda x: np.asarray(x * factors.mean()))
 
@@ -123,7 +123,7 @@ RELAYS = (
 
 
 def repository(transport: str) -> Path:
-    """All of them, with sub-calls on this transport. What cannot be kept on the device there is left out."""
+    """Make a repository of all, with this transport of sub-calls. With bls, tensors cannot stay on the device."""
     build(_EXAMPLES, DETECTOR)
     bundles = [_EXAMPLES / name for name in DETECTOR]
     bundles += [ensure_bundle(name, _export_stage, HERE / "meta_models.py") for name in STAGES]
@@ -140,7 +140,7 @@ def repository(transport: str) -> Path:
 
 
 def plain_repository() -> Path:
-    """The chain and the detector by hand: what they call computes with jax in processes of their own."""
+    """Make the chain and the detector by hand: their callees compute with jax in processes of their own."""
     environment = plain_env.ensure()
     folder = WORK / "metas-plain"
     shutil.rmtree(folder, ignore_errors=True)

@@ -23,20 +23,20 @@ from tests.bench.verify import verify
 DIRECT, KEPT, BLS, PLAIN = "direct", "kept", "bls", "plain"
 ONE, ONE_PLAIN = "one call", "one plain call"
 DETECTOR_CLIENTS = (1, 8)
-#: seconds of a window in which requests with the largest tensors are measured, at least: there are few
+# : Seconds of a window in which requests with the largest tensors are measured, at least, as they are few.
 _LONG = 1.5
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One of those that take turns: what it is called in the results, and what is asked there."""
+    """One of the sides that take turns: its name in the results, and its request."""
 
     name: str
     server: Side
     model: str
     clients: int = 1
     least_window_s: float = 0.0
-    #: what requests carry, for perf_analyzer
+    # : The content of requests, for perf_analyzer.
     data: str = "random"
 
     def measure(self, number: int, window_s: float) -> Sample:
@@ -45,7 +45,7 @@ class Turn:
 
 
 def part(rounds: int, window_s: float) -> tuple[list[str], list[Target], dict[str, Any]]:
-    """Measures all; returns lines for people, targets, and the samples."""
+    """Measure all, and return lines for people, targets, and the samples."""
     with contextlib.ExitStack() as stack:
         servers = {
             transport: stack.enter_context(
@@ -74,7 +74,7 @@ def part(rounds: int, window_s: float) -> tuple[list[str], list[Target], dict[st
 
 
 def in_turns(turns: Sequence[Turn], rounds: int, window_s: float) -> list[Sample]:
-    """Each goes first in one round, and the others follow in their order."""
+    """Measure in turns: each goes first in one round, and the others follow in their order."""
     samples = []
     for number in range(rounds):
         first = number % len(turns)
@@ -86,7 +86,7 @@ def in_turns(turns: Sequence[Turn], rounds: int, window_s: float) -> list[Sample
 
 
 def verify_all(servers: Mapping[str, Side]) -> None:
-    """That everybody's answers are right, before anything is measured. Raises BenchFailed."""
+    """Check all answers before anything is measured. Raises BenchFailed."""
     for name, side in servers.items():
         count = verify(side.server.grpc_url, meta_models.chain_case())
         count += verify(side.server.grpc_url, meta_models.one_call_case())
@@ -116,7 +116,7 @@ def chain_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def chain_summary(rounds: Rounds) -> tuple[list[str], list[Target]]:
-    """Lines for people, and what was to be reached."""
+    """Return lines for people, and the targets."""
     lines = [
         f"a chain of {len(STAGES)} small models, and one call of such a model; 1 client",
         report.load_table(rounds, [(name, 1) for name in (ONE, DIRECT, BLS, ONE_PLAIN, PLAIN)]),
@@ -154,12 +154,12 @@ def relay_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def between(name: str, relay: Relay) -> str:
-    """What a side is called in the results."""
+    """Return a side's name in the results."""
     return f"{name}, {relay.label}"
 
 
 def relay_summary(rounds: Rounds, copying: float) -> list[str]:
-    """Lines for people; `copying`: microseconds of CPU that a copy of the largest tensor takes."""
+    """Return lines for people; `copying`: microseconds of CPU that a copy of the largest tensor takes."""
     names = [between(name, relay) for relay in RELAYS for name in (DIRECT, KEPT, BLS)]
     lines = [
         "two models with a tensor between them; 1 client",
@@ -193,7 +193,7 @@ def relay_summary(rounds: Rounds, copying: float) -> list[str]:
 def copies(
     rounds: Rounds, name: str, small: Relay, large: Relay, copying: float, roles: Sequence[str]
 ) -> list[float]:
-    """By round: what the large tensor costs these processes beyond one that is kept on the device, in copies.
+    """Return by round, in copies, the large tensor's cost to these processes beyond one kept on the device.
 
     That is CPU beyond the same with the small tensor; one copy takes `copying` microseconds.
     """
@@ -210,7 +210,7 @@ def copies(
 
 
 def copy_us(nbytes: int) -> float:
-    """Microseconds of CPU that one copy takes, from and to memory that was touched before."""
+    """Return the microseconds of CPU of one copy, from and to memory that was touched before."""
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     took = []
     for _ in range(9):
@@ -233,7 +233,7 @@ def detector_turns(servers: Mapping[str, Side]) -> list[Turn]:
 
 
 def detector_summary(rounds: Rounds) -> list[str]:
-    """Lines for people."""
+    """Return lines for people."""
     cases = [(name, clients) for clients in DETECTOR_CLIENTS for name in (DIRECT, BLS, PLAIN)]
     lines = ["the detector, an image a request", report.load_table(rounds, cases)]
     for clients in DETECTOR_CLIENTS:

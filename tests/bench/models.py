@@ -58,7 +58,7 @@ def mlp_names(count: int) -> list[str]:
 
 
 def mlp_weights(name: str, outputs: int = 10) -> dict[str, Array]:
-    """The weights of `mlp` or of a copy, the same in every process."""
+    """Return the weights of `mlp` or of a copy, the same in every process."""
     _, _, number = name.partition("_")
     rng = np.random.default_rng(int(number or 0))
     return {
@@ -70,7 +70,7 @@ def mlp_weights(name: str, outputs: int = 10) -> dict[str, Array]:
 
 
 def mlp_case(name: str) -> Case:
-    """How to ask one of the mlps, and what it should say."""
+    """Return the case of one of the mlps."""
     weights = mlp_weights(name)
     return Case(name, "x", (256,), "logits", 8, lambda x: mlp_reference(weights, x))
 
@@ -87,7 +87,7 @@ def image_weights() -> dict[str, Array]:
 
 
 def images_case() -> Case:
-    """How to ask `images`, and what it should say."""
+    """Return the case of `images`."""
     kernel = image_weights()["kernel"]
 
     def reference(image: Array) -> Array:
@@ -134,7 +134,7 @@ def write_plain_mlp(folder: Path, weights: Mapping[str, Array], environment: Pat
 
 
 def ensure_bundle(name: str, export: Callable[[Path], None], *makers: Path) -> Path:
-    """The bundle of this name, exported if its sources, `makers` among them, changed since."""
+    """Return the bundle of this name, exported again if its sources, `makers` among them, changed."""
     sources = [HERE / "models.py", *makers, *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))]
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     for source in sources:
@@ -177,7 +177,7 @@ def _export_images(folder: Path) -> None:
 
 
 def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
-    """A model repository, by rsrv-gen with these settings, whose lines are only shown when it fails."""
+    """Make a model repository by rsrv-gen with these settings; its lines are only shown when it fails."""
     repository = WORK / name
     config = WORK / f"{name}.yaml"
     config.write_text(settings)

@@ -22,7 +22,7 @@ RSRV, PLAIN = "rsrv", "plain"
 CLIENTS = (1, 16, 64)
 BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
-#: The stub's setting stub.in_place_ms: as it comes, always later, always in place.
+# : The stub's setting stub.in_place_ms: the default, always later, always in place.
 IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
 
 
@@ -40,7 +40,7 @@ def served(
     env: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> Iterator[Side]:
-    """A server on free ports for the length of the block, ready."""
+    """Yield a ready server on free ports."""
     log = WORK / f"{name}.log"
     log.unlink(missing_ok=True)
     cache = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
@@ -51,7 +51,7 @@ def served(
 
 
 def throughput(rounds: int, window_s: float) -> list[Sample]:
-    """rsrv and the plain model in turns, at each number of clients."""
+    """Measure rsrv and the plain model in turns, at each number of clients."""
     samples = []
     case = models.mlp_case(models.MLP)
     with (
@@ -87,7 +87,7 @@ class Footprint:
 
 
 def footprints(many: int) -> list[Footprint]:
-    """Both sides with 1, 2 and `many` models, each of which has answered."""
+    """Measure both sides with 1, 2 and `many` models, each of which has answered."""
     found = []
     for side_name, repository in ((RSRV, models.rsrv_repository), (PLAIN, models.plain_repository)):
         for count in (1, 2, many):
@@ -112,7 +112,7 @@ def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:
 
 
 def busy(rounds: int, window_s: float) -> list[Sample]:
-    """The device's busy share under large inputs, with the stub's ways of answering in turns."""
+    """Measure the device's busy share under large inputs, with the stub's ways of answering in turns."""
     samples = []
     repository = models.images_repository()
     paced = {
@@ -138,7 +138,7 @@ def busy(rounds: int, window_s: float) -> list[Sample]:
 
 
 def told(sample: Sample, rounds: int) -> str:
-    """A sample as a line of progress."""
+    """Return a sample as a line of progress."""
     return (
         f"[{sample.round + 1}/{rounds}] {sample.side}, {sample.clients} clients: {sample.infer_per_s:.0f}/s,"
         f" p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us"

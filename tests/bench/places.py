@@ -1,4 +1,4 @@
-"""Where the benchmark keeps what it makes. Standard library only."""
+"""The folders of the benchmark's products. Standard library only."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ HERE = ROOT / "tests" / "bench"
 #: Bundles, model repositories, logs, and the result.
 WORK = ROOT / "build" / "bench"
 RESULT = WORK / "result.json"
-#: The environment of the plain model, beside what else was fetched.
+# : The environment of the plain model, beside other fetched files.
 PLAIN_ENVIRONMENT = ROOT / ".triton" / "bench-plain"

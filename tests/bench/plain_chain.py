@@ -9,10 +9,10 @@ STAGES = ("stage_0", "stage_1", "stage_2")
 
 
 class TritonPythonModel:
-    """x: f32 [n, 256] -> logits: f32 [n, 256], what each stage makes of what the one before it made."""
+    """x: f32 [n, 256] -> logits: f32 [n, 256], each stage applied to the output of the one before."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Nothing to load."""
+        """Load nothing."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import triton_python_backend_utils as pb_utils
@@ -20,7 +20,7 @@ class TritonPythonModel:
         self._pb = pb_utils
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One request after the other."""
+        """Answer one request after the other."""
         pb = self._pb
         responses = []
         for request in requests:

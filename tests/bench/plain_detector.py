@@ -1,6 +1,7 @@
 """The detector for a Triton without rsrv: a model that calls two others, each of which computes in its own process.
 
-Its steps are the bundle's: of rsrv they have the functions of `rsrv.hooks`, which the stubs' environment knows, and nothing else.
+Its steps are the bundle's: of rsrv they use the functions of `rsrv.hooks`, which are in the stubs' environment, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _EXAMPLES = Path(examples.__file__).parent
 
 
 def write(repository: Path, bundles: Path, environment: Path, *, instances: int = 1) -> None:
-    """Add `detector` and the two models that it calls to a model repository, replacing those that are there.
+    """Add `detector` and its two callees to a model repository, replacing existing ones.
 
-    bundles: the folder of the built examples, whose weights these models have, too.
-    environment: a Python environment with jax and numpy for the models that compute (`plain_env.ensure()`).
-    instances: processes of the model that calls; each has one request at a time.
+    bundles: the folder of the built examples, whose weights these models have, too. environment: a Python environment
+    with jax and numpy for the models that compute (`plain_env.ensure()`). instances: processes of the model that calls;
+    each has one request at a time.
     """
     for name, function in STAGES.items():
         bundle = read_bundle(bundles / name, digest=False)

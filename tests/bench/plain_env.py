@@ -1,4 +1,4 @@
-"""The plain model's environment: what Triton 24.10's stub can use of numpy, and the newest jax that fits it."""
+"""The plain model's environment: the numpy that Triton 24.10's stub can use, and the newest jax that fits it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tests.bench.places import PLAIN_ENVIRONMENT
 
-#: numpy 1.26 because the stub of 24.10 hands over wrong inputs with numpy 2; jax 0.6 is the last that takes it.
+# : numpy 1.26, because the stub of 24.10 passes wrong inputs with numpy 2; jax 0.6 is the last that takes it.
 REQUIREMENTS = ("jax==0.6.2", "jaxlib==0.6.2", "numpy==1.26.4")
 
 
 def ensure() -> Path:
-    """The environment's folder, installed if it is not there. Raises RuntimeError with what to do."""
+    """Return the environment's folder, installed if missing. Raises RuntimeError with what to do."""
     if sys.version_info >= (3, 13):
         raise RuntimeError("the benchmark needs Python 3.11 or 3.12: numpy 1.26 is not made for newer ones")
     stamp = PLAIN_ENVIRONMENT / "stamp"

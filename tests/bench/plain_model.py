@@ -12,7 +12,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 class TritonPythonModel:
-    """x: f32 [n, 256] -> logits: f32 [n, 10], batched over what Triton hands over."""
+    """x: f32 [n, 256] -> logits: f32 [n, 10], batched over the requests that Triton passes."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Compile every size and run it once."""
@@ -36,7 +36,7 @@ class TritonPythonModel:
             np.asarray(self._apply(weights, np.zeros((size, 256), np.float32)))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One execution for all requests, padded to the next compiled size."""
+        """Run one execution for all requests, padded to the next compiled size."""
         pb = self._pb
         inputs = [pb.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
         x = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)

@@ -37,7 +37,7 @@ class TritonPythonModel:
     """image: u8 [n, side, side, 3] -> boxes, scores, classes and count of the detector."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Nothing to load."""
+        """Load nothing."""
         import asyncio  # noqa: F401  else the first request would import it
 
         import steps  # type: ignore[import-not-found]  # it is copied there
@@ -54,7 +54,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One request after the other."""
+        """Answer one request after the other."""
         pb = self._pb
         responses = []
         for request in requests:

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TritonPythonModel:
-    """The function of `networks.py` that its config names, batched over what Triton hands over."""
+    """The function of `networks.py` that its config names, batched over the requests that Triton passes."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Compile every size and run it once."""
@@ -41,7 +41,7 @@ class TritonPythonModel:
             self._run(np.zeros((size, *shape), dtype))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One execution for all requests, padded to the next compiled size."""
+        """Run one execution for all requests, padded to the next compiled size."""
         pb = self._pb
         inputs = [pb.get_input_tensor_by_name(request, self._input).as_numpy() for request in requests]
         x = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)

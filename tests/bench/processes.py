@@ -1,4 +1,4 @@
-"""The processes of one server: which they are, the CPU time that they took, and the memory that is theirs."""
+"""The processes of one server, their CPU time, and their own memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
 
 
 def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
-    """Process id -> role, of the server, its stubs and the runtime. The runtime is nobody's child: it is asked."""
+    """Return process id -> role of the server, its stubs and the runtime, which is no child and is asked."""
     found = {server_pid: SERVER}
     for child in psutil.Process(server_pid).children(recursive=True):
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):
@@ -57,7 +57,7 @@ class Memory:
 
     pss: float = 0.0
     uss: float = 0.0
-    #: not backed by a file: what a first process of a kind does not seem to have for itself only because it is alone
+    # : Not backed by a file: a lone first process of a kind would count shared pages as its own.
     anonymous: float = 0.0
 
     def __add__(self, other: Memory) -> Memory:
@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory(pid: int) -> Memory:
-    """What a process holds: its share of everything (PSS), and what would go with it (USS)."""
+    """Return a process's memory: its share of everything (PSS), and its unique part (USS)."""
     rollup = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, value = line.partition(":")
@@ -87,7 +87,7 @@ def shared_memory(pids: Iterator[int]) -> float:
                 if target.startswith(("/dev/shm/", "/memfd:")):
                     stat = link.stat()
                     regions[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-            except FileNotFoundError:  # closed meanwhile
+            except FileNotFoundError:  # It was closed in between.
                 continue
     return sum(regions.values()) / 1e6
 
@@ -110,7 +110,7 @@ def threads(pid: int) -> dict[int, ThreadTime]:
             running, waiting, _ = (int(field) for field in (task / "schedstat").read_text().split())
             status = (task / "status").read_text()
             name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # It ended in between.
             continue
         sleeps = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
         found[int(task.name)] = ThreadTime(name, running / 1e9, waiting / 1e9, sleeps)

@@ -12,7 +12,7 @@ ROLES = (SERVER, STUB, RUNTIME, CLIENT)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first to the left, the others to the right."""
+    """Return columns as wide as needed; the first aligned left, the others right."""
     widths = [max(len(line[i]) for line in (headers, *rows)) for i in range(len(headers))]
     lines = []
     for line in (headers, *rows):
@@ -36,7 +36,7 @@ def sizes_text(sizes: Mapping[int, int]) -> str:
 
 
 def load_table(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
-    """One line for each (side, clients): medians over the rounds."""
+    """Return one line for each (side, clients): medians over the rounds."""
     headers = ["", "clients", "infer/s", "p50 us", "p99 us", *(f"{role} us" for role in ROLES)]
     headers += ["server total us", "per execute()", "per execution"]
     return table(headers, [_load_row(rounds, side, clients) for side, clients in cases])
@@ -64,7 +64,7 @@ def server_cpu(sample: Sample) -> float:
 
 
 def sizes_lines(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
-    """The compiled sizes that the runtime used, a line for each case that has a runtime."""
+    """Return the compiled sizes that the runtime used, a line for each case that has a runtime."""
     lines = []
     for side, clients in cases:
         if sizes := summed_sizes(rounds.of_side(side, clients)):
@@ -90,7 +90,7 @@ def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
 
 
 def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
-    """How often weights moved, one line for each side: medians over the rounds."""
+    """Return how often weights moved, one line for each side: medians over the rounds."""
     headers = ["", "loads/s", "evictions/s", "requests per load", "hit rate", "device busy"]
     rows = []
     for name, samples in sides.items():
@@ -105,7 +105,7 @@ def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
 
 
 def targets_table(targets: Sequence[Target]) -> str:
-    """What is to be reached, and whether it was."""
+    """Return the targets, and whether each was reached."""
     rows = [
         [t.name, f"{t.value:.2f}", f"{'>=' if t.at_least else '<='} {t.limit:.2f}", t.verdict()]
         for t in targets
@@ -114,7 +114,7 @@ def targets_table(targets: Sequence[Target]) -> str:
 
 
 def rounds_line(rounds: Rounds) -> str:
-    """How many rounds count, and how quiet the machine was."""
+    """Return how many rounds count, and how quiet the machine was."""
     steal = Spread.of(sample.steal_cpus for sample in rounds.samples)
     other = Spread.of(sample.other_cpus for sample in rounds.samples)
     text = f"{rounds.kept} rounds, {rounds.dropped} dropped for steal"

@@ -27,12 +27,12 @@ PARTS = ("throughput", "memory", "busy", "decisions", "metas")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The amounts to measure."""
 
     rounds: int
-    #: seconds; a sample takes three windows
+    # : Seconds; a sample takes three windows.
     window_s: float
-    #: models of the larger server whose memory is measured
+    # : Models of the larger server whose memory is measured.
     models: int = 8
 
 
@@ -40,7 +40,7 @@ QUICK = Plan(rounds=1, window_s=0.3, models=3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when everything could be measured, whether or not the targets were reached."""
+    """Return the exit status: 0 if everything could be measured, with or without reached targets."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("verb", nargs="?", choices=("run", "profile"), default="run")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (%(default)s)")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(plan: Plan, parts: Sequence[str]) -> None:
-    """Measures the parts, prints the results, and writes them down."""
+    """Measure the parts, print the results, and write them down."""
     started = time.monotonic()
     result: dict[str, Any] = {"environment": environment(), "plan": asdict(plan)}
     text: list[str] = []
@@ -135,8 +135,8 @@ def _memory(plan: Plan) -> Part:
     for side in (RSRV, PLAIN):
         one, two, many = (by_case[side, count] for count in (1, 2, plan.models))
         added[side] = {
-            # From the second: a server's only stub has the pages of its libraries' files for itself, and these
-            # stop being unique when a second one comes.
+            # From the second: a server's only stub has the pages of its libraries' files for itself, and they stop
+            # being unique with a second one.
             "uss": per_added_model(two.total.uss, many.total.uss, plan.models - 2),
             "uss from the first": per_added_model(one.total.uss, many.total.uss, plan.models - 1),
             "anonymous": per_added_model(one.total.anonymous, many.total.anonymous, plan.models - 1),
@@ -200,7 +200,7 @@ def _metas(plan: Plan) -> Part:
 
 
 def environment() -> dict[str, object]:
-    """What the figures depend on."""
+    """Return the conditions of the figures."""
     revision = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=False
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""What the detector is asked, and what the sides answer: images with shapes in them, not noise, which has none."""
+"""The detector's requests, and the answers of the sides: images with shapes, because noise has none."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.bench.models import Array
 from tests.bench.places import WORK
 
 DETECTOR = "detector"
-#: images that requests carry in turns
+# : Images that requests carry in turns.
 _IMAGES = 32
-#: how far boxes (pixels) and scores may be apart: two versions of jax computed them
+# : The allowed differences of boxes (pixels) and scores, computed by two versions of jax.
 _TOLERANCE = {"boxes": 0.05, "scores": 1e-3}
 
 Answer = Mapping[str, Array]
 
 
 def images() -> Array:
-    """u8 [n, side, side, 3], the same in every process."""
+    """Return u8 [n, side, side, 3], the same in every process."""
     return np.asarray(scenes(_IMAGES, seed=11).images)
 
 
 def write_requests() -> Path:
-    """A file of requests of one image each, as perf_analyzer reads them."""
+    """Write a file of requests of one image each, as perf_analyzer reads them."""
     file = WORK / "scenes.json"
     entries = [
         {"image": {"b64": base64.b64encode(image.tobytes()).decode(), "shape": list(image.shape)}}
@@ -41,7 +41,7 @@ def write_requests() -> Path:
 
 
 def detect(grpc_url: str) -> list[Answer]:
-    """The answer to each image, which is asked about alone."""
+    """Return the answer to each image, asked alone."""
     client = triton.InferenceServerClient(grpc_url)
     found: list[Answer] = []
     for image in images():
@@ -54,7 +54,7 @@ def detect(grpc_url: str) -> list[Answer]:
 
 
 def compare(side: str, answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
-    """That one side finds what another does. Raises BenchFailed."""
+    """Compare the finds of two sides. Raises BenchFailed."""
     for index, (answer, other) in enumerate(zip(answers, wanted, strict=True)):
         for name, array in answer.items():
             difference = np.abs(array.astype(np.float64) - other[name]).max()

@@ -1,4 +1,4 @@
-"""What the runtime says about itself."""
+"""The runtime's own status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ModelStatus:
     dispatches: int
     rows: int
     device_seconds: float
-    #: compiled size -> executions; the models here have one input shape
+    # : Compiled size -> executions; the models here have one input shape.
     sizes: dict[int, int]
 
     def since(self, earlier: ModelStatus) -> ModelStatus:
-        """What was counted between two readings."""
+        """Return the counts between two readings."""
         sizes = {size: count - earlier.sizes.get(size, 0) for size, count in self.sizes.items()}
         return ModelStatus(
             self.dispatches - earlier.dispatches,
@@ -29,7 +29,7 @@ class ModelStatus:
 
 
 def model_status(status: dict[str, Any], model: str) -> ModelStatus:
-    """One model's counters; of a meta model, those of the models that it calls, added up."""
+    """Return one model's counters; of a meta model, the sums of its callees'."""
     metas = status["metas"]
     found = [status["models"][name] for name in (metas[model]["models"] if model in metas else [model])]
     sizes: Counter[int] = Counter()

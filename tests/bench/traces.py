@@ -1,6 +1,6 @@
-"""`python -m tests.bench.traces`: what traces cost a request, in CPU time: unwanted, wanted by nobody, and of all requests.
+"""`python -m tests.bench.traces`: the CPU cost of traces: off, unused, and of all requests.
 
-Two servers side by side are loaded in turns, so that what happens to the machine happens to all of them.
+Two servers side by side are loaded in turns, so that disturbances of the machine affect both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.e2e.collector import Collector, collecting
 
 _CONTROL = "control"
 _ROLES = (SERVER, STUB, RUNTIME, _CONTROL)
-#: `NAME:VALUE` of a header by which a request is traced
+# : `NAME:VALUE` of a header by which a request is traced.
 _SAMPLED = "traceparent:00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -68,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _cpu(
     side: Side, header: str | None, options: argparse.Namespace, number: int, collector: Collector
 ) -> list[float]:
-    """Microseconds per request, by role, and of all."""
+    """Return microseconds per request, by role, and in total."""
     control, seen = _control(side.server.pid), len(collector.spans)
     before = cpu_seconds(control)
     sample = measure(side, models.MLP, options.clients, number, options.window, header=header)
-    # Spans are sent later, and of requests beyond the window, too.
+    # Spans are sent later, also of requests beyond the window.
     _settle(collector)
     requests = sum(span.name == "execute" for span in collector.spans[seen:]) or sample.requests
     used = (cpu_seconds(control) - before) / requests * 1e6
@@ -81,7 +81,7 @@ def _cpu(
 
 
 def _settle(collector: Collector) -> None:
-    """Until no more spans come."""
+    """Wait until no more spans come."""
     count = -1
     while count != len(collector.spans):
         count = len(collector.spans)
@@ -89,7 +89,7 @@ def _settle(collector: Collector) -> None:
 
 
 def _control(server_pid: int) -> int:
-    """The control process of a server: nobody's child."""
+    """Return the control process of a server, which is no child of it."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
         if "rsrv.control" in line and str(server_pid) in line:

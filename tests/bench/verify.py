@@ -16,7 +16,7 @@ _TOLERANCE = 1e-4
 
 
 def check(model: str, answer: Array, wanted: Array) -> None:
-    """That an answer is right. Raises BenchFailed."""
+    """Check an answer. Raises BenchFailed."""
     if answer.shape != wanted.shape:
         raise BenchFailed(f"{model} answers with shape {answer.shape}, expected {wanted.shape}")
     error = float(np.abs(answer - wanted).max() / np.abs(wanted).max())
@@ -25,7 +25,7 @@ def check(model: str, answer: Array, wanted: Array) -> None:
 
 
 def verify(grpc_url: str, case: Case, requests: int = 96) -> int:
-    """Asks from several threads with varied inputs, and returns how many answers were right. Raises BenchFailed."""
+    """Send varied inputs from several threads, and return the number of right answers. Raises BenchFailed."""
     local = threading.local()
 
     def ask(seed: int) -> None:

@@ -31,35 +31,35 @@ from tests.bench.run import environment
 MIB = 2**20
 RESULT = WORK / "weights.json"
 RESIDENT = "all resident"
-#: questions that each model is asked, over and over in random order
+# : Questions for each model, asked repeatedly in random order.
 _QUESTIONS = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and for how long."""
+    """The amounts and the durations to measure."""
 
     models: int = 40
-    #: bytes of one model's weights, and of all that may be on the device at once
+    # : Bytes of one model's weights, and of all that may be on the device at once.
     bytes: int = 8 * MIB
     budget: int = 64 * MIB
-    #: of Zipf's law: how unevenly the models are asked for
+    # : The exponent of Zipf's law: how uneven the popularity is.
     exponent: float = 1.1
     clients: int = 32
     rounds: int = 7
-    #: seconds of one sample, after its warm-up
+    # : Seconds of one sample, after its warm-up.
     window_s: float = 4.0
     warm_s: float = 1.5
-    #: values of scheduler.eviction, each a side of its own; none: one side, as it comes
+    # : Values of scheduler.eviction, each a side of its own; none: one side with the default.
     evictions: tuple[str, ...] = ()
 
     @property
     def fitting(self) -> int:
-        """How many models' weights the budget holds."""
+        """Return how many models' weights the budget holds."""
         return self.budget // self.bytes
 
     def sides(self) -> dict[str, dict[str, str]]:
-        """Name -> what its server's environment says beside what all say."""
+        """Return name -> the environment of its server beyond the common one."""
         budget = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(self.budget)}
         limited = {
             f"budget, {eviction}": {**budget, "RSRV_SCHEDULER__EVICTION": eviction}
@@ -72,7 +72,7 @@ QUICK = Plan(models=6, bytes=MIB, budget=2 * MIB, rounds=1, window_s=1.0, warm_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when everything could be measured."""
+    """Return the exit status: 0 if everything could be measured."""
     plan = _parse(argv)
     WORK.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -132,7 +132,7 @@ def _parse(argv: Sequence[str] | None) -> Plan:
 
 
 def measure_all(plan: Plan) -> list[Swapping]:
-    """All sides in turns, on servers that run side by side; the one that is not measured is idle."""
+    """Measure all sides in turns, on servers that run side by side; those not measured are idle."""
     repository = chains.repository(plan.models, plan.bytes)
     questions = _ask_what(plan)
     samples = []
@@ -157,7 +157,7 @@ def measure_all(plan: Plan) -> list[Swapping]:
 
 
 def _ask_what(plan: Plan) -> Path:
-    """The file with what every model is asked, and the right answers."""
+    """Return the file of every model's questions and right answers."""
     rng = np.random.default_rng(1)
     layers = chains.layers_of(plan.bytes)
     names = chains.names(plan.models)
@@ -170,7 +170,7 @@ def _ask_what(plan: Plan) -> Path:
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one moment; those of the models added up."""
+    """All counters at one moment; those of the models are summed."""
 
     at: float
     cpu: Mapping[int, float]
@@ -246,7 +246,7 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
 
 
 def summary(plan: Plan, samples: Sequence[Swapping]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The results for people, and the ratios of each side to the one with everything resident."""
+    """Return the results for people, and the ratios of each side to the one with everything resident."""
     kept = Rounds.of(samples)
     samples = [sample for sample in samples if sample in kept.samples]
     names = list(plan.sides())

@@ -1,6 +1,6 @@
-"""`make chaos`: every fault in turn on real servers under load, until the time is over, and a table of what it did.
+"""`make chaos`: every fault in turn on real servers under load, until the time is over, and a table of the effects.
 
-Leaves with 1 if an answer was wrong or missing, a model was harmed that should not have been, or one did not recover.
+Exits with 1 if an answer was wrong or missing, a model was harmed that should not have been, or one did not recover.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULT = ROOT / "build" / "chaos.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="each fault once, with short pauses")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _turns(
     wanted: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
 ) -> Iterator[type[Fault]]:
-    """Each fault once, and then again until the time is over."""
+    """Yield each fault once, and then again until the time is over."""
     yield from wanted
     while time.monotonic() < until and (possible := [kind for kind in wanted if kind not in set(impossible)]):
         for kind in possible:
@@ -72,7 +72,7 @@ def _tell(kind: type[Fault], row: Row) -> None:
 
 
 def report(rows: dict[type[Fault], list[Row]], impossible: dict[type[Fault], str]) -> str:
-    """The table, and what it cannot say; as text that is Markdown, too."""
+    """Return the table with its remarks, as text that is also Markdown."""
     merged = {kind: together(some) for kind, some in rows.items()}
     lines = ["```", table(HEADERS, [cells(row, kind.expected) for kind, row in merged.items()]), "```", ""]
     for kind, row in merged.items():

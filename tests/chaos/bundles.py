@@ -1,4 +1,4 @@
-"""The bundles of the chaos tests: what fails, hangs, is large or takes long when it is asked to."""
+"""The bundles of the chaos tests, which fail, hang, grow or take long on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.e2e.metas import write_meta, write_scale
 
 OUTPUT = ROOT / "build" / "chaos_bundles"
 
-#: of the end-to-end tests' bundles, those that are served here, too
+# : Those of the end-to-end tests' bundles that are served here, too.
 BORROWED = ("exact", "only_rows", "elastic", "sudden")
 
 
 def _fragile(out_dir: Path) -> None:
-    """f32 [n, 4] -> three times as much; an element of BREAKS or more makes the execution fail on the device."""
+    """f32 [n, 4] -> three times the input; an element of BREAKS or more makes the execution fail on the device."""
 
     def fail(x: jax.Array) -> Any:
-        # A library's routine, called with elements of a type that it does not take: it says so when it is executed.
+        # A library's routine with elements of a type that it does not take, which it reports when it is executed.
         result = jax.ShapeDtypeStruct(x.shape, np.int32), jax.ShapeDtypeStruct((), np.int32)
         call = jax.ffi.ffi_call("lapack_spotrf_ffi", result)
         factor, _ = call(jax.lax.bitcast_convert_type(x, np.int32), uplo=np.uint8(ord("L")))
@@ -76,7 +76,7 @@ def postprocess(outputs):
 
 
 def _moody(out_dir: Path) -> None:
-    """f32 [n, 4] -> twice as much and one more, unless a hook is in a mood."""
+    """f32 [n, 4] -> twice the input and one more, unless a hook is in a mood."""
     export_bundle(
         lambda params, x: {"y": 2 * x},
         {},
@@ -88,7 +88,7 @@ def _moody(out_dir: Path) -> None:
 
 
 def _heavy(out_dir: Path) -> None:
-    """i32 [n, 4] -> the weights there, of which there is a second's worth of reading."""
+    """i32 [n, 4] -> the weights there, which take a second to read."""
     weights = np.arange(HEAVY, dtype=np.uint32) * np.uint32(HEAVY_FACTORS[out_dir.name])
     export_bundle(
         lambda params, at: {"y": params["table"][at]},
@@ -111,7 +111,7 @@ def _bulky(out_dir: Path) -> None:
 
 
 def _compiling(out_dir: Path) -> None:
-    """u32 [n, 4] -> the same, mixed up; compiling it takes seconds for each size."""
+    """u32 [n, 4] -> the input mixed up; compiling it takes seconds for each size."""
 
     def mix(params: Any, x: jax.Array) -> Any:
         h = x
@@ -131,7 +131,7 @@ def _triple(out_dir: Path) -> None:
 
 
 def _chain(out_dir: Path) -> None:
-    """f32 [n, 8] -> six times as much, in two stages."""
+    """f32 [n, 8] -> six times the input, in two stages."""
     body = """
     def run(inputs, call):
         return call("triple", {"x": call("double", inputs)["y"]})
@@ -153,7 +153,7 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 
 def ensure() -> Mapping[str, Path]:
-    """The bundles by name, built if need be."""
+    """Return the bundles by name, built if necessary."""
     here = Path(__file__)
     own = bundles.ensure_made(OUTPUT, MAKERS, (here, here.with_name("questions.py")))
     borrowed = bundles.ensure()

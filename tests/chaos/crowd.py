@@ -1,4 +1,4 @@
-"""Clients that connect, ask, and are gone before the answer comes, in a process of their own.
+"""Clients that connect, ask, and leave before the answer, in a process of their own.
 
 `python -m tests.chaos.crowd grpc|http URL COUNT RATE`: each client has a connection of its own; gRPC's cancel their
 request, HTTP's close the connection. They come at RATE a second, some of them at the same time.
@@ -23,11 +23,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.chaos.questions import QUESTIONS
 from tests.e2e.calls import tensors
 
-#: clients at a time
+# : Clients at a time.
 _TOGETHER = 16
-#: longest time in seconds from the request to the end of the client; a request takes some milliseconds
+# : Longest time in seconds from the request to the end of the client; a request takes some milliseconds.
 _LONGEST = 0.01
-#: what they ask: something short, and something that takes longer
+# : Their requests: a short one, and a longer one.
 _MODELS = {"grpc": ("exact", "elastic"), "http": ("exact",)}
 
 

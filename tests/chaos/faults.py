@@ -1,7 +1,7 @@
-"""The faults: what each does to a server under load, whom it may harm, and how to see that it is over.
+"""The faults: the action of each on a server under load, the models that it may harm, and the check of its end.
 
-`prepare` runs before the load, `strike` when it is steady; `relieve` takes the cause away, if that is not over by
-itself. `check` says afterwards what does not show in the clients' answers.
+`prepare` runs before the load, `strike` when it is steady; `relieve` removes the cause, if it does not end by itself.
+`check` afterwards finds what does not show in the clients' answers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive
 from tests.waiting import wait_until
 
-#: what Triton 24.10 does with requests that a stub had when it died (facts S6)
+# : How Triton 24.10 treats requests in a stub that dies (facts S6).
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
-#: what it does with answers of a stub that it has given up, and that goes on
+# : How it treats answers of a stub that it has given up, and that goes on.
 LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
 
-#: who asks beside every fault, unless it names these models as its victims
+# : The models asked beside every fault, unless it names these models as its victims.
 BYSTANDERS = (
     *clients("exact", grpc=2, http=1, pause=0.03),
     *clients("only_rows", grpc=1, http=1, pause=0.03),
@@ -48,40 +48,40 @@ class Fault:
     """One kind of fault."""
 
     name: ClassVar[str]
-    #: clients beside the bystanders
+    # : Clients beside the bystanders.
     load: ClassVar[Sequence[Client]] = WORK
     expected: ClassVar[Expected] = Expected(None)
-    #: seconds in which what should come back must
+    # : Seconds within which everything that should recover must.
     patience: ClassVar[float] = 20.0
-    #: of whom the health service must say within a second that it does not serve: a model, or "", the server; None: nobody
+    # : The service that must be reported as not serving within a second: a model, or "", the server; None: none.
     unhealthy: ClassVar[str | None] = None
-    #: where its server runs
+    # : The kind of its server.
     house: ClassVar[Kind] = "plain"
 
     def prepare(self, house: House) -> None:
         """Make ready, before there is load. Raises NotPossible."""
 
     def strike(self, house: House, load: Load) -> float:
-        """Returns when it struck, on the clock of `time.monotonic`, once the cause may be taken away."""
+        """Strike, and return the time of `time.monotonic` once the cause may be removed."""
         raise NotImplementedError
 
     def relieve(self, house: House, load: Load) -> None:
-        """Take the cause away."""
+        """Remove the cause."""
 
     def check(self, house: House) -> Iterable[str]:
-        """What is not as it must be, afterwards."""
+        """Return the violations, afterwards."""
         return ()
 
     def notes(self) -> Iterable[str]:
-        """What is worth telling, afterwards."""
+        """Return remarks, afterwards."""
         return ()
 
     def tidy(self, house: House) -> None:
-        """Leave the house as it was."""
+        """Restore the house."""
 
 
 def kill(pid: int, number: int) -> float:
-    """Send a signal; returns when."""
+    """Send a signal, and return the time."""
     at = time.monotonic()
     os.kill(pid, number)
     return at
@@ -91,7 +91,7 @@ def kill(pid: int, number: int) -> float:
 
 
 class _RuntimeDies(Fault):
-    """Everybody loses what was under way, and gets another runtime."""
+    """All requests in flight fail, and another runtime comes."""
 
     unhealthy: ClassVar[str | None] = ""
 
@@ -119,7 +119,7 @@ class KillExecuting(_RuntimeDies):
 
 class KillLoading(_RuntimeDies):
     name = "kill -9 the runtime while it loads weights"
-    #: only one of these fits, so that each question for the other is a load
+    # : Only one of these fits, so that each request for the other is a load.
     load = (*clients("heavy_a", grpc=1, pause=0.1), *clients("heavy_b", http=1, pause=0.1))
 
     def strike(self, house: House, load: Load) -> float:
@@ -191,7 +191,7 @@ class KillStub(Fault):
 
 
 class StopStub(Fault):
-    """Triton 24.10 ends in four of five cases, whatever the model; the node starts it again."""
+    """Triton 24.10 ends in four of five cases, with any model; the node starts it again."""
 
     name = "SIGSTOP a stub for 3 s, under rsrv-node"
     load = clients("elastic", grpc=6, http=2, pause=0)
@@ -260,7 +260,7 @@ class HookHoards(_MoodyHook):
 
 
 def _revive(model: str, house: House) -> None:
-    """What an operator would do when the control process has not: load it again."""
+    """Load it again, as an operator would if the control process has not."""
     if house.alive and (not house.server.stub_pids(model) or not house.model(model)):
         house.reload(model)
 
@@ -290,7 +290,7 @@ class KillControl(Fault):
         yield f"another control process answered after {self._seconds:.1f} s"
 
 
-# --- what the machine lacks ---------------------------------------------------------------------------------------
+# --- shortages of the machine -------------------------------------------------------------------------------------
 
 
 class FullSharedMemory(Fault):
@@ -299,7 +299,7 @@ class FullSharedMemory(Fault):
     expected = Expected({"bulky"})
 
     def __init__(self) -> None:
-        #: what was said about loading another model meanwhile
+        # : The result of loading another model in the meantime.
         self._said = ""
 
     def prepare(self, house: House) -> None:
@@ -439,7 +439,7 @@ class DeviceFails(Fault):
 class ExecutionHangs(_RuntimeDies):
     name = f"an execution that hangs (watchdog {WATCHDOG:.0f} s)"
     load = (*clients("sudden", grpc=1, http=1, pause=0.05), *WORK)
-    unhealthy = None  # until the watchdog has ended it
+    unhealthy = None  # Until the watchdog has ended it.
     expected = Expected(None, stays={"sudden": "what hung once is refused until its bundle changes"})
     patience = WATCHDOG + 20
 
@@ -484,7 +484,7 @@ class Crowd(Fault):
     name = "10,000 clients that connect and cancel"
     expected = Expected(())
     patience = 60
-    #: clients of each protocol, and how many of them come in a second
+    # : Clients of each protocol, and how many of them come in a second.
     count: ClassVar[int] = 5000
     rate: ClassVar[int] = 200
 
@@ -521,19 +521,19 @@ class Crowd(Fault):
 
 
 class _Loading:
-    """A model whose load takes seconds of compilation, each time anew."""
+    """A model whose load takes seconds of compilation, every time."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._thread: threading.Thread | None = None
-        #: what Triton said about it
+        # : Triton's answer about it.
         self.error = ""
 
     def prepare(self, house: House) -> None:
         self._known = set(house.disk.iterdir())
 
     def begin(self, house: House) -> None:
-        """Returns when one of its modules is compiled, and others are not."""
+        """Return when one of its modules is compiled, and others are not."""
         mark = house.log_mark()
         house.add(self._model)
 
@@ -549,7 +549,7 @@ class _Loading:
         self._thread.join()
 
     def check(self, house: House) -> Iterable[str]:
-        """Whether its load was answered, and whether it can be loaded now."""
+        """Check that its load was answered, and that it can be loaded now."""
         assert self._thread is not None
         self._thread.join(60)
         if self._thread.is_alive():

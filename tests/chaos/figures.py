@@ -1,4 +1,4 @@
-"""What the clients' records say about a fault. Pure."""
+"""From the clients' records to the figures of a fault. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple
 
-#: how a request ended, if not with an error; errors are named by their codes
+# : Outcomes of requests other than errors, which are named by their codes.
 RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
-#: the protocol of requests that are a fault, or a part of it
+# : The protocol of requests that are a fault, or a part of it.
 STRIKE = "strike"
-#: seconds within which the health service has to tell
+# : Seconds within which the health service has to report.
 TELLS_WITHIN = 1.0
-#: answers that a 99th percentile needs at least
+# : The least number of answers for a 99th percentile.
 _ENOUGH = 50
-#: so many times as slow as before is worth a remark
+# : The slowdown that is worth a remark.
 _SLOW = 2.0
 
 
@@ -28,12 +28,12 @@ class Record(NamedTuple):
     sent: float
     ended: float
     outcome: str
-    #: the beginning of an error's text
+    # : The beginning of an error's text.
     said: str = ""
 
 
 class Stretch(NamedTuple):
-    """When the load was steady, the fault struck, its cause was taken away, and all was over."""
+    """The times of the steady load, of the strike, of its relief, and of the end."""
 
     begin: float
     strike: float
@@ -43,15 +43,15 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """Whom a fault may harm, and how."""
+    """The allowed harm of a fault."""
 
-    #: models that may answer with errors, or late; None: all
+    # : Models that may answer with errors, or late; None: all.
     victims: Collection[str] | None
-    #: why a request to a victim may never be answered; empty: it must be
+    # : The reason why a request to a victim may stay unanswered; empty: it must be answered.
     excuse: str = ""
-    #: models that do not come back by themselves, and why; all others must
+    # : Models that do not recover by themselves, and why; all others must.
     stays: Mapping[str, str] = field(default_factory=dict)
-    #: models whose requests may get each other's answers, and why
+    # : Models whose requests may get each other's answers, and why.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
 
     def harms(self, model: str) -> bool:
@@ -64,38 +64,38 @@ class Row:
 
     fault: str
     strikes: int
-    #: requests under way at the strike
+    # : Requests in flight at the strike.
     in_flight: int
-    #: how those ended that were under way then or sent before all was over
+    # : Outcomes of those in flight then or sent before the end.
     right: int
     errors: Counter[str]
     wrong: int
     unanswered: int
-    #: seconds that the bystanders' right answers took
+    # : Seconds of the bystanders' right answers.
     before: Sequence[float]
     during: Sequence[float]
-    #: the longest that anybody waited for an answer, right or not, in seconds from the strike
+    # : The longest wait for an answer, right or not, in seconds from the strike.
     slowest: float
-    #: seconds from the relief until victims, or bystanders, answered right for good; inf: they did not
+    # : Seconds from the relief until victims, or bystanders, answered right for good; inf: they did not.
     victims_back: float
     bystanders_back: float
-    #: seconds from the strike until the health service told; None: it has nothing to tell
+    # : Seconds from the strike until the health service reported; None: it has nothing to report.
     told: float | None
-    #: what should not have been
+    # : The violations.
     problems: Sequence[str]
-    #: what is as it must be, but remarkable
+    # : Allowed, but remarkable.
     notes: Sequence[str]
 
     @property
     def slower(self) -> float | None:
-        """The bystanders' p99 as a multiple of what it was before; None: there were none, or too few answers."""
+        """Return the bystanders' p99 as a multiple of the earlier one; None: there were too few answers."""
         if min(len(self.before), len(self.during)) < _ENOUGH:
             return None
         return p99(self.during) / p99(self.before)
 
 
 def p99(seconds: Sequence[float]) -> float:
-    """The 99th percentile of at least one."""
+    """Return the 99th percentile of at least one."""
     return sorted(seconds)[ceil(0.99 * len(seconds)) - 1]
 
 
@@ -109,7 +109,7 @@ def judge(
     problems: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Row:
-    """What one strike did; `told`, `problems` and `notes` are what does not show in the records."""
+    """Judge one strike; `told`, `problems` and `notes` are not in the records."""
     touched = [r for r in records if r.ended > stretch.strike and r.sent < stretch.end]
     ends = Counter(r.outcome for r in touched)
     errors = Counter({end: n for end, n in ends.items() if end not in (RIGHT, WRONG, UNANSWERED)})
@@ -119,7 +119,7 @@ def judge(
         return [r.ended - r.sent for r in mine if since < r.ended <= until]
 
     def back(harmed: bool) -> float:
-        # Strikes are meant to fail: whether the model is back is for the load to say.
+        # Strikes are meant to fail; the load shows whether the model is back.
         asked = (r for r in records if r.protocol != STRIKE and r.model not in expected.stays)
         return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
 
@@ -145,7 +145,7 @@ def judge(
 
 
 def _back(records: Sequence[Record], stretch: Stretch) -> float:
-    """Seconds from the relief until the last of the models answers right for good. 0 without any."""
+    """Return the seconds from the relief until the last of the models answers right for good. 0 without any."""
     return max((_one_back(own, stretch) for own in _by_model(records).values()), default=0.0)
 
 
@@ -192,7 +192,7 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Several strikes of one fault: sums, and the worst of what has no sum."""
+    """Combine several strikes of one fault: sums, and the worst of values without a sum."""
     return Row(
         rows[0].fault,
         sum(row.strikes for row in rows),
@@ -213,7 +213,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def _once(texts: Iterable[Iterable[str]]) -> list[str]:
-    """Each text once, with how often it came if that was more."""
+    """Return each text once, with its count if that is more than one."""
     counts = Counter(text for some in texts for text in some)
     return [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
 
@@ -227,7 +227,7 @@ HEADERS = (
 
 
 def cells(row: Row, expected: Expected) -> list[str]:
-    """A line of the table, under HEADERS."""
+    """Return a line of the table, under HEADERS."""
     everybody = expected.victims is None
     return [
         row.fault,
@@ -250,7 +250,7 @@ def cells(row: Row, expected: Expected) -> list[str]:
 
 def _verdict(row: Row) -> str:
     verdict = "FAILED" if row.problems else "ok"
-    # No failure: others may need the machine, too.
+    # No failure, because other processes may use the machine, too.
     return verdict if row.slower is None or row.slower <= _SLOW else f"{verdict}, p99 x {row.slower:.1f}"
 
 
@@ -259,7 +259,7 @@ def _back_text(seconds: float) -> str:
 
 
 def remarks(row: Row, expected: Expected) -> list[str]:
-    """What a line of the table cannot say."""
+    """Return remarks that a line of the table has no room for."""
     errors = [f"{count} x {name}" for name, count in row.errors.most_common()]
     return [
         *(f"FAILED: {text}" for text in row.problems),

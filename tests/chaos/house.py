@@ -1,4 +1,4 @@
-"""A server in a house of its own: with a small /dev/shm and a small disk for compiled models, both to be filled."""
+"""A server with mounts of its own: a small /dev/shm and a small disk for compiled models, which can be filled."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.nodes import RunningNode, server_pid
 from tests.waiting import wait_until
 
-#: a server; one whose runtime reads a clock that can be set; one under rsrv-node
+# : A server; one whose runtime reads a clock that can be set; one under rsrv-node.
 Kind = Literal["plain", "clock", "node"]
-#: of the models there are, those that are served from the start
+# : The models that are served from the start.
 SERVED = (
     "exact",
     "only_rows",
@@ -47,20 +47,20 @@ SERVED = (
     "bulky",
     "chain",
 )
-#: what `chain` calls
+# : The callees of `chain`.
 INTERNAL = ("double", "triple")
-#: MiB of /dev/shm and of the disk for compiled models
+# : MiB of /dev/shm and of the disk for compiled models.
 _SHM, _DISK = 192, 64
-#: seconds; a hook, and an execution, that takes longer hangs
+# : Seconds after which a hook, or an execution, hangs.
 HOOK_TIMEOUT, WATCHDOG = 3.0, 5.0
-#: bytes that a stub may have, and that weights may take on the device: one heavy model at a time
+# : Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _SETTINGS = """
 runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}}}
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
 lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
 """
-#: what the shell of the house does first: $0 is the disk's place, the rest the server's command
+# : The first actions of the house's shell: $0 is the disk's path, the rest the server's command.
 _MOUNTS = (
     f"mount -t tmpfs -o size={_SHM}m,mode=1777 tmpfs /dev/shm && "
     f'mount -t tmpfs -o size={_DISK}m,mode=0700 tmpfs "$0" && exec "$@"'
@@ -68,11 +68,11 @@ _MOUNTS = (
 
 
 class NotPossible(Exception):
-    """This machine does not let a fault be tried; the message says why."""
+    """This machine does not allow a fault; the message has the reason."""
 
 
 def _unshare() -> list[str]:
-    """The command that gives a server mounts of its own; empty where nobody may."""
+    """Return the command that gives a server mounts of its own; empty if it is not allowed."""
     unshare = shutil.which("unshare")
     for flags in ("-m", "-rm"):
         if unshare is not None:
@@ -83,7 +83,7 @@ def _unshare() -> list[str]:
 
 
 def clock_library() -> Path:
-    """The library that gives processes a clock that can be set (PyPI's libfaketime). Raises NotPossible."""
+    """Return the library that gives processes a settable clock (PyPI's libfaketime). Raises NotPossible."""
     found = find_spec("libfaketime")
     if found is None or found.origin is None:
         raise NotPossible("the package libfaketime is not installed")
@@ -91,7 +91,7 @@ def clock_library() -> Path:
 
 
 class _HousedServer(TritonServer):
-    """`inside` is a command that runs the rest of its arguments."""
+    """A server; `inside` is a command that runs the rest of its arguments."""
 
     def __init__(self, *arguments: Any, inside: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -110,7 +110,7 @@ class _NodeServer(_HousedServer):
 
     @property
     def pid(self) -> int:
-        """The tritonserver that runs now."""
+        """Return the pid of the present tritonserver."""
         return server_pid(wait_until(RunningNode(self.process, self.folder).workers, what="a worker")[0])
 
     def command(self) -> list[str]:
@@ -132,7 +132,7 @@ class House:
     """A server on the chaos bundles, which may be killed and started again."""
 
     def __init__(self, folder: Path, kind: Kind = "plain") -> None:
-        """With a clock, `set_clock` sets what the runtime, and what it starts, read as the time of day."""
+        """With a clock, `set_clock` sets the time of day of the runtime and its children."""
         self._folder = folder
         self._server = _NodeServer if kind == "node" else _HousedServer
         self.bundles = folder / "bundles"
@@ -152,11 +152,11 @@ class House:
         self._prepare()
 
     def _clocked_python(self) -> Path:
-        """An interpreter whose wall clock `set_clock` sets. Raises NotPossible."""
+        """Return an interpreter whose wall clock `set_clock` sets. Raises NotPossible."""
         script = self._folder / "python"
         script.write_text(
             f"#!/bin/sh\nexport LD_PRELOAD={clock_library()} DONT_FAKE_MONOTONIC=1\n"
-            # A second after a change of the file its readers have noticed.
+            # Its readers notice a change of the file within a second.
             f"export FAKETIME_TIMESTAMP_FILE={self._clock} FAKETIME_CACHE_DURATION=1\n"
             f'exec {sys.executable} "$@"\n'
         )
@@ -215,13 +215,13 @@ class House:
 
     def stop(self) -> None:
         if self._running is not None and self._running.server.process.poll() is None:
-            # After the death of a stub Triton waits as long as it may before it ends.
+            # After the death of a stub, Triton waits for its longest time before it ends.
             self._running.server.kill()
         self._running = None
         self._stack.close()
 
     def revive(self) -> None:
-        """Start the server again, which has died."""
+        """Start the dead server again."""
         self.stop()
         self.start()
 
@@ -229,14 +229,14 @@ class House:
     def alive(self) -> bool:
         return self.server.server.process.poll() is None
 
-    # --- what faults need ---------------------------------------------------------------------------------
+    # --- tools of faults -----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = read_status(self.server.pid, timeout=2)
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
-        """The runtime's status of a model; empty while there is none."""
+        """Return the runtime's status of a model; empty if there is none."""
         try:
             found: Mapping[str, Any] = self.status()["models"].get(name, {})
         except (OSError, Closed):
@@ -255,9 +255,9 @@ class House:
             return None
 
     def wait_settled(self) -> None:
-        """Until the runtime, and the control process that it started, are past their own start.
+        """Wait until the runtime, and the control process that it started, are past their own start.
 
-        For some seconds after that no stub is taken for dead, either: they may be on their way to the runtime.
+        For some seconds after that no stub counts as dead, either, because it may be connecting to the runtime.
         """
         wait_until(
             lambda: self.status()["uptime_s"] > CONNECT_S, 2 * CONNECT_S, what="the runtime not to be new"
@@ -267,15 +267,15 @@ class House:
         return runtime_directory(self.server.pid, "0")
 
     def inside(self, path: Path | str) -> Path:
-        """Where to find what the server sees at this path."""
+        """Return the path outside of the server's path."""
         return Path(f"/proc/{self.server.pid}/root{path}") if self._unshare else Path(path)
 
     def control_socket(self) -> Path:
-        """Where the control process listens."""
+        """Return the path of the control process's socket."""
         return self.runtime_folder() / CONTROL_SOCKET
 
     def control_pid(self) -> int | None:
-        """Of the control process, if there is one."""
+        """Return the pid of the control process, if there is one."""
         wanted = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
         for process in psutil.process_iter(["cmdline"]):
             if set(wanted) <= set(process.info["cmdline"] or []):
@@ -289,12 +289,12 @@ class House:
 
     @property
     def disk(self) -> Path:
-        """Where compiled models are kept."""
+        """Return the folder of compiled models."""
         return self.inside(self._disk)
 
     @property
     def small_disk(self) -> Path:
-        """The same, if it is small enough to be filled. Raises NotPossible."""
+        """Return the same, if it is small enough to be filled. Raises NotPossible."""
         self._need_mounts("the compilation cache")
         return self.disk
 
@@ -303,18 +303,18 @@ class House:
             raise NotPossible(f"{what} cannot be filled: no mount namespaces here, for root nor for users")
 
     def set_clock(self, seconds: float) -> None:
-        """So far the runtime's wall clock is from the real one, from the next second on."""
+        """Set the runtime's wall clock so far from the real one, from the next second on."""
         fresh = self._clock.with_suffix(".new")
         fresh.write_text(f"{seconds:+.0f}\n")
         fresh.rename(self._clock)
 
     def saw_days(self) -> bool:
-        """Whether the log has lines of several days."""
+        """Return whether the log has lines of several days."""
         days = {line[:10] for line in self.server.log_text().splitlines() if line[4:5] == line[7:8] == "-"}
         return len(days) > 1
 
     def log_from(self, mark: int) -> str:
-        """What was logged since `log_mark`."""
+        """Return the log since `log_mark`."""
         return self.server.log_text()[mark:]
 
     def log_mark(self) -> int:
@@ -324,13 +324,13 @@ class House:
         wait_until(lambda: text in self.log_from(mark), timeout, what=f"{text!r} in the log")
 
     def add(self, model: str) -> None:
-        """Put a bundle where bundles are, and make a model of it."""
+        """Put a bundle among the others, and make a model of it."""
         if not (self.bundles / model).exists():
             shutil.copytree(self._made[model], self.bundles / model)
         self._generate(self.bundles / model)
 
     def remove(self, model: str) -> None:
-        """The opposite: unloaded and gone."""
+        """Unload a model and remove it."""
         shutil.rmtree(self.bundles / model, ignore_errors=True)
         if self.alive and self.ready(model):
             self.unload_model(model)
@@ -340,7 +340,7 @@ class House:
         return bool(self.server.grpc.is_model_ready(model))
 
     def load_model(self, model: str) -> str:
-        """Have Triton load it; why it did not, empty if it did."""
+        """Let Triton load it; return the reason of a failure, or ""."""
         try:
             self.server.grpc.load_model(model, client_timeout=60)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
@@ -352,13 +352,13 @@ class House:
         wait_until(lambda: not self.ready(model), what=f"{model} to be unloaded")
 
     def reload(self, model: str) -> None:
-        """Unload it and load it: so also a model comes back whose stub died. Fails the test if it does not."""
+        """Unload and load it, by which a model with a dead stub comes back, too. Fails the test if it does not."""
         self.unload_model(model)
         said = self.load_model(model)
         assert not said, said
 
     def strike(self, load: Load, model: str, question: Question, *, wait: bool = False) -> float:
-        """Send a request beside the load, to be judged with it; returns when it was sent."""
+        """Send a request beside the load, to be judged with it; return the time."""
         sent = time.monotonic()
 
         def send() -> None:
@@ -377,7 +377,7 @@ class House:
 
 @contextmanager
 def houses() -> Iterator[Callable[[Kind], House]]:
-    """Gives the house of a kind, with a server that serves; all end with the block."""
+    """Yield a function from a kind to its house, with a server that serves; all end with the block."""
     base = Path(tempfile.mkdtemp(prefix="rsrv-chaos-"))
     built: dict[Kind, House] = {}
 
@@ -401,7 +401,7 @@ def houses() -> Iterator[Callable[[Kind], House]]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable, here and for the server: where its runtime lives is for us to know, too."""
+    """Set a variable, here and for the server: its runtime's place has to be known here, too."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -414,7 +414,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Fill a file system to its last byte; returns what takes it back."""
+    """Fill a file system to its last byte; return a function that frees it."""
     file = folder / "filling"
     with file.open("wb", buffering=0) as filling, contextlib.suppress(OSError):
         for size in (2**20, 2**12):

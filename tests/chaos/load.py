@@ -1,7 +1,7 @@
-"""Clients that ask steadily, check every answer, and tell how each of their requests ended.
+"""Clients that ask steadily, check every answer, and report the outcome of each request.
 
-`python -m tests.chaos.load GRPC_URL HTTP_URL SEED CLIENTS...` runs them in a process of their own, so that what they
-cost is not taken for the server's. It writes a line of JSON for each request, and ends when its input does.
+`python -m tests.chaos.load GRPC_URL HTTP_URL SEED CLIENTS...` runs them in another process, so that their cost is not
+counted as the server's. It writes a line of JSON for each request, and ends with its input.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.e2e.calls import Array, output_names, tensors
 from tests.e2e.harness import ROOT
 from tests.waiting import wait_until
 
-#: seconds after which a client gives up waiting for an answer
+# : Seconds after which a client stops waiting for an answer.
 PATIENCE = 15.0
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
-#: HTTP's numbers for Triton's codes
+# : HTTP's numbers for Triton's codes.
 _CODES = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL", "503": "UNAVAILABLE"}
 
 
@@ -55,7 +55,7 @@ def clients(model: str, *, grpc: int = 0, http: int = 0, pause: float) -> list[C
 
 
 class Connection:
-    """One client's connection, made anew after whatever may have broken it. For one thread."""
+    """One client's connection, opened again after a failure. For one thread."""
 
     def __init__(self, protocol: str, url: str, patience: float = PATIENCE) -> None:
         self._protocol = protocol
@@ -65,7 +65,7 @@ class Connection:
         self._client: Any = None
 
     def ask(self, model: str, question: Question) -> tuple[str, str]:
-        """How the request ended, and an error's text."""
+        """Return the request's outcome, and an error's text."""
         if self._client is None:
             waits = {"network_timeout": self._patience} if self._protocol == "http" else {}
             self._client = self._library.InferenceServerClient(self._url, **waits)
@@ -93,12 +93,12 @@ class Connection:
                 client.close()
 
 
-#: the connection broke, or none could be made
+# : The connection broke, or none could be made.
 BROKEN = "no connection"
 
 
 def _code(status: str, message: str) -> str:
-    """The name of an error: Triton's code, and rsrv's own if it has one."""
+    """Return the name of an error: Triton's code, and rsrv's own if it has one."""
     status = status.removeprefix("StatusCode.")
     if status == "DEADLINE_EXCEEDED":
         return UNANSWERED
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
             with lock:
                 print(json.dumps(record), flush=True)
             if outcome != RIGHT:
-                # As a client would: not at once again.
+                # As a client would, not at once.
                 stop.wait(0.02)
         connection.close()
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
         thread.join()
 
 
-# --- seen from the process that wants them ------------------------------------------------------------------------
+# --- in the process that runs the tests ---------------------------------------------------------------------------
 
 
 class Load:
@@ -171,7 +171,7 @@ class Load:
             self.records.append(Record(*json.loads(line)))
 
     def right_since(self, moment: float) -> set[str]:
-        """Models that answered right for good since then: no failure of theirs ended later."""
+        """Return the models that answered right for good since then: no failure of theirs ended later."""
         last: dict[str, Record] = {}
         for record in list(self.records):
             if record.ended > moment:
@@ -179,11 +179,11 @@ class Load:
         return {name for name, record in last.items() if record.outcome == RIGHT}
 
     def beside(self, thread: threading.Thread) -> None:
-        """It may `note` a request until the load is stopped, which waits for it."""
+        """Run a thread that may `note` requests until the load is stopped, which waits for it."""
         self._beside.append(thread)
 
     def note(self, record: Record) -> None:
-        """A request of somebody else's, to be judged with the others."""
+        """Record a request from outside of the load, to be judged with it."""
         self.records.append(record)
 
     def wait_warm(self) -> None:
@@ -196,7 +196,7 @@ class Load:
         wait_until(warm, 60, what="right answers of all models")
 
     def stop(self) -> None:
-        """Ends it; returns when the last request has ended."""
+        """End it; return when the last request has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(2 * PATIENCE)
@@ -214,7 +214,7 @@ class Load:
 
 @contextlib.contextmanager
 def load(grpc_url: str, http_url: str, wanted: Sequence[Client], seed: int) -> Iterator[Load]:
-    """Clients beside the block."""
+    """Run clients beside the block."""
     command = [sys.executable, "-m", "tests.chaos.load", grpc_url, http_url, str(seed), *map(str, wanted)]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     made = Load(process, frozenset(client.model for client in wanted))

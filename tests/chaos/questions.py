@@ -1,4 +1,4 @@
-"""What clients ask the models of the chaos tests, and what they must be told: numpy alone, and exact to the bit."""
+"""The clients' requests to the models of the chaos tests, and the right answers: numpy alone, and exact to the bit."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ class Question(NamedTuple):
     """Inputs of a request, and its answer."""
 
     inputs: Arrays
-    #: empty where there is no right answer: any that is no error is wrong
+    # : Empty if there is no right answer, so that any answer except an error is wrong.
     wanted: Arrays
 
 
-# --- what the models compute --------------------------------------------------------------------------------------
+# --- the models' functions ----------------------------------------------------------------------------------------
 
-#: `fragile` answers three times as much, and its device fails for elements from here on
+# : `fragile` answers three times its input, and its device fails for elements from here on.
 BREAKS = 1e6
-#: elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB
+# : Elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB.
 HEAVY = 2**25
-#: element i of these weights is i times this, in 32 bits
+# : Element i of these weights is i times this, in 32 bits.
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
-#: elements in a row of `bulky`, 4 MiB of f32, and which of them it answers with
+# : Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
 BULKY, BULKY_STEP = 2**20, 2**12
-#: rounds of `compiling`, each of which is compiled by itself
+# : Rounds of `compiling`, each of which is compiled by itself.
 MIXES = 600
-#: what the hooks of `moody` do, by a request's first element; anything else is none of these
+# : Actions of the hooks of `moody`, by a request's first element; any other value is none of these.
 MOODS = ("hang", "hoard", "exit")
 _FIRST_MOOD = 1000.0
 
 
 def mood(name: str) -> Question:
-    """A request of `moody` whose preprocess hook does that."""
+    """Return a request of `moody` whose preprocess hook does that."""
     x = np.zeros((1, 4), np.float32)
     x[0, 0] = _FIRST_MOOD + MOODS.index(name)
     return Question({"x": x}, {})
 
 
 def breaking() -> Question:
-    """A request of `fragile` that its device cannot execute."""
+    """Return a request of `fragile` that its device cannot execute."""
     return Question({"x": np.full((1, 4), 2 * BREAKS, np.float32)}, {})
 
 
 def endless() -> Question:
-    """A request of `sudden` that takes weeks."""
+    """Return a request of `sudden` that takes weeks."""
     inputs = {"x": np.ones((1, 4), np.uint32), "steps": np.full((1, 1), 2**31 - 1, np.int32)}
     return Question(inputs, {})
 
 
 def mixing() -> list[tuple[int, int]]:
-    """The shifts and the factors of the rounds of `compiling`: h <- (h ^ h >> shift) * factor."""
+    """Return the shifts and the factors of the rounds of `compiling`: h <- (h ^ h >> shift) * factor."""
     rng = np.random.default_rng(11)
     pairs = zip(rng.integers(1, 31, MIXES), rng.integers(0, 2**31, MIXES), strict=True)
     return [(int(shift), 2 * int(half) + 1) for shift, half in pairs]
@@ -119,7 +119,7 @@ def _heavy(name: str) -> Callable[[np.random.Generator], Question]:
 
 
 def bulky(rng: np.random.Generator, rows: int) -> Question:
-    """A request of `bulky` of some rows, at most 4."""
+    """Return a request of `bulky` of some rows, at most 4."""
     x = np.full((rows, BULKY), -1, np.float32)
     x[:, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, (rows, BULKY // BULKY_STEP))
     return Question({"x": x}, {"y": x[:, ::BULKY_STEP]})

@@ -1,4 +1,4 @@
-"""Faults one after another on a real server under load, and what became of the load."""
+"""Faults one after another on a real server under load, and their effects on the load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.e2e.harness import crashed_by_a_cancellation
 class Pace(NamedTuple):
     """Seconds."""
 
-    #: of load before the strike
+    # : Of load before the strike.
     before: float
-    #: of load after it, at least
+    # : Of load after it, at least.
     during: float
-    #: for which all must be well again
+    # : For which all must be well again.
     settled: float
-    #: whether a server that has just started, and is busy with itself, is left alone before bystanders are timed
+    # : Whether a server that has just started, and is busy, gets time before bystanders are timed.
     calm: bool
 
 
@@ -32,7 +32,7 @@ QUICK = Pace(1.5, 1.5, 0.5, calm=False)
 
 
 def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
-    """One strike of one fault, under load. Raises NotPossible."""
+    """Strike with one fault under load. Raises NotPossible."""
     fault.prepare(house)
     if pace.calm and fault.expected.victims is not None:
         house.wait_settled()
@@ -60,7 +60,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
                 raise
         died = not house.alive
         if died:
-            # Everybody is harmed, and whoever runs Triton starts it again.
+            # All models are harmed, and Triton's supervisor starts it again.
             expected = replace(expected, victims=None)
             if crashed_by_a_cancellation(house.server):
                 notes.append(
@@ -83,11 +83,11 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
 
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:
-    """Until all models have been answering right for a while, nobody has patience any more, or the server died."""
+    """Wait until all models have answered right for a while, the time is over, or the server died."""
     awaited = clients.models - set(fault.expected.stays)
     well_since: float | None = None
     while house.alive and (now := time.monotonic()) < relief + fault.patience:
-        # Who is not answered at all is not well, either.
+        # A model that does not answer at all is not well, either.
         if not clients.right_since(max(relief, now - pace.settled)) >= awaited:
             well_since = None
         elif well_since is None:

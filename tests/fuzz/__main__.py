@@ -13,7 +13,7 @@ from tests.fuzz.watched import Verdict
 
 
 def main() -> int:
-    """Returns 0 if nothing bad was found."""
+    """Return 0 if no failure was found."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Hostile input, made from seeds.",
@@ -56,7 +56,7 @@ def main() -> int:
             _report("answers", check_answers(seeds(options.answers))),
         ]
         if options.requests:
-            # Only now: it starts threads, and the others fork.
+            # Only now, because it starts threads, and the others fork.
             from tests.fuzz.servers import check_requests
 
             found.append(_report("requests", check_requests(seeds(options.requests), folder)))
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _report(what: str, verdicts: Iterable[Verdict]) -> int:
-    """Print what is bad at once, and a line at the end; how many are."""
+    """Print failures at once, and a line at the end; return their number."""
     started = time.monotonic()
     outcomes: Counter[str] = Counter()
     slowest, largest, bad = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""Every bundle, however bad, is read, planned and built, or refused in words; nothing else happens."""
+"""Every bundle, however bad, is read, planned and built, or refused in words, without other effects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.fuzz.corpus import write_module_mutant, write_mutant
 from tests.fuzz.manifests import Files
 from tests.fuzz.watched import Verdict, watch
 
-#: what one bundle may cost that is read three times, whatever is in it
+# : Limits for one bundle that is read three times.
 SECONDS = 10.0
 NBYTES = 400 << 20
-#: what one may cost that is compiled, too
+# : Limits for one that is compiled, too.
 COMPILING = 20.0
 COMPILING_NBYTES = 1 << 30
 
@@ -40,7 +40,7 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
     def case(seed: int) -> str:
         with _folder(scratch) as parent:
             path = write_mutant(seed, good, parent)
-            # First what reads many bundles, and must not end because of one.
+            # First the readers of many bundles, which must not end because of one.
             scan(path.parent, linked=True)
             sources = read_sources([path.parent])
             models = {name: one for name, one in sources.good.items() if one.bundle.manifest.kind == "model"}
@@ -57,12 +57,12 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
 
 
 def check_modules(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
-    """Make a bundle of every seed of which only a module is damaged; what passes is compiled, and runs."""
+    """Make a bundle of every seed of which only a module is damaged; a module that passes is compiled, and runs."""
     inspector = Inspector()
     devices: list[Device] = []
 
     def case(seed: int) -> str:
-        if not devices:  # in the child: jax starts threads
+        if not devices:  # In the child, because jax starts threads.
             devices.append(JaxDevice("cpu"))
         (device,) = devices
         with _folder(scratch) as parent:

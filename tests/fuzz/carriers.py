@@ -1,4 +1,4 @@
-"""Bad requests, in what carries their content: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
+"""Bad requests in their carriers: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _HEADERS = (
     (b"Content-Length", b"9999999999"), (b"Content-Length", b"0"), (b"Transfer-Encoding", b"chunked"), (b"Transfer-Encoding", b"x"),
 )  # fmt: skip
 _LENGTHS = (b"0", b"1", b"-1", b"9999", b"x", b"", b"18446744073709551616", b"1e3", b"4294967296")
-#: without the time
+# : Without the time.
 _gzip = partial(gzip.compress, mtime=0)
 _COMPRESSED: tuple[Callable[[bytes], bytes], ...] = (
     _gzip,
@@ -108,7 +108,7 @@ def trace_header(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def not_utf8_trace_header(rng: Random, draft: Draft) -> None:
-    """Triton makes it a parameter where it is told to forward it (docs/monitoring.md)."""
+    """Triton makes it a parameter if it is told to forward it (docs/monitoring.md)."""
     draft.headers.append((b"traceparent", text_bytes(rng.choice(NOT_UTF8))))
 
 
@@ -121,7 +121,7 @@ def compression(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def chunks(rng: Random, draft: Draft) -> None:
-    """Few ones: CVE-2025-23310 is about what many thousand do to Triton's own front end before 25.07."""
+    """Few chunks: CVE-2025-23310 is about the effect of many thousand on Triton's own front end before 25.07."""
     wrong = rng.choice(
         (b"", b"-1\r\n", b"zz\r\nx\r\n", b"ffffffffffffffff\r\n", b"5;" + b"x" * 3000 + b"\r\nhello\r\n")
     )
@@ -158,7 +158,7 @@ def metadata(rng: Random, draft: Draft) -> None:
 
 @piece("grpc")
 def frames(rng: Random, draft: Draft) -> None:
-    """HTTP/2 of any type, length and stream."""
+    """Send HTTP/2 of any type, length and stream."""
     data = rng.choice((b"", _PREFACE, _PREFACE + b"\0\0\0\4\0\0\0\0\0", _PREFACE + b"\0\0\0\4\0\0\0\0\0"))
     for _ in range(rng.choice((1, 5, 40))):
         load = rng.randbytes(rng.choice((0, 4, 8, 60)))

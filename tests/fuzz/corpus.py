@@ -1,7 +1,7 @@
-"""Bundles that something is wrong with: the same one for the same seed.
+"""Bundles with errors, reproducible by their seeds.
 
-Each is a good bundle after one to three changes, to its manifest, its weights, its modules, its hooks, or to what the file
-system says of them.
+Each is a good bundle after one to three changes, to its manifest, its weights, its modules, its hooks, or to its
+properties in the file system.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _HOOKS = b"def preprocess(inputs):\n    return inputs\n\ndef postprocess(outputs
 
 
 def good_bundles(scratch: Path) -> list[Files]:
-    """The bundles that all others are made from: plain, with hooks, with variants, of format 2.0, a meta model.
+    """Return the bundles from which all others are made: plain, with hooks, with variants, of format 2.0, a meta model.
 
     The first and that with variants have checksums, and the same without come last.
     """
-    # Elsewhere: jax starts threads, and children are to be forked here.
+    # Elsewhere, because jax starts threads, and children are to be forked here.
     subprocess.run([sys.executable, "-m", __name__, str(scratch)], check=True)
     first, variants = _read(scratch / "plain"), _read(scratch / "variants")
     old = first["manifest.yaml"].replace(b"shape: nc", b"shape: cn").replace(b"shape: na", b"shape: an")
@@ -50,15 +50,15 @@ def good_bundles(scratch: Path) -> list[Files]:
 
 
 def _without_checksums(files: Files) -> Files:
-    """Of format 3.0."""
+    """Convert it to format 3.0."""
     document = {**yaml12.load(files["manifest.yaml"]), "format_version": "3.0"}
     del document["sha256"]
     return {**files, "manifest.yaml": json.dumps(document).encode()}
 
 
 def _seal(files: Files) -> None:
-    """Give a bundle that has checksums those of its files as they are: else no change to a file gets any further."""
-    with contextlib.suppress(ValueError, TypeError):  # because of an earlier change
+    """Update the checksums of a bundle that has some, as otherwise no change to a file gets any further."""
+    with contextlib.suppress(ValueError, TypeError):  # Because of an earlier change.
         if "sha256" in yaml12.load(files["manifest.yaml"]):
             summed = [name for name in files if name.endswith((".mlir", ".safetensors"))]
             sums = {name: hashlib.sha256(files[name]).hexdigest() for name in summed}
@@ -102,7 +102,7 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
     directory = parent / (rng.choice(_NAMES) if rng.random() < 0.05 else "mutant")
     directory.mkdir()
     for name, content in files.items():
-        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+        with contextlib.suppress(OSError, ValueError):  # A name that no file can have.
             (directory / name).write_bytes(content)
     if rng.random() < 0.25:
         rng.choice(_OF_FILES)(rng, directory)
@@ -110,7 +110,7 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
 
 
 def write_module_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
-    """Likewise, but only one of its modules is damaged."""
+    """Do the same, with only one of its modules damaged."""
     rng = Random(seed)
     files = dict(rng.choice([files for files in good if "model.b1.mlir" in files]))
     files["model.b1.mlir"] = _damaged(rng, files["model.b1.mlir"])
@@ -140,7 +140,7 @@ _NAMES = (
 
 
 def _weights_header(rng: Random, files: Files) -> None:
-    """The header lies about one thing."""
+    """Make the header lie about one thing."""
     header, buffer = _weights(files)
     entries = [name for name in header if name != "__metadata__"]
     if entries:
@@ -190,7 +190,7 @@ def _weights_header(rng: Random, files: Files) -> None:
 
 
 def _weights_metadata(rng: Random, files: Files) -> None:
-    """The order of the arguments is none."""
+    """Break the order of the arguments."""
     header, buffer = _weights(files)
     deep = "[" * 100_000 + "]" * 100_000
     header["__metadata__"] = rng.choice(
@@ -204,7 +204,7 @@ def _weights_metadata(rng: Random, files: Files) -> None:
 
 
 def _weights_bytes(rng: Random, files: Files) -> None:
-    """The file is not what it was."""
+    """Change the file."""
     raw = files.get("weights.safetensors", b"")
     match rng.randrange(8):
         case 0:
@@ -234,7 +234,7 @@ def _weights_bytes(rng: Random, files: Files) -> None:
         case 6:
             header, buffer = _weights(files)
             text = json.dumps(header)
-            raw = safetensors_bytes(text[:-1] + ", " + text[1:], buffer)  # every key twice
+            raw = safetensors_bytes(text[:-1] + ", " + text[1:], buffer)  # Every key twice.
         case _:
             raw = _damaged(rng, raw)
     files["weights.safetensors"] = raw
@@ -259,7 +259,7 @@ def _weights(files: Files) -> tuple[dict[str, Any], bytes]:
 
 
 def _module(rng: Random, files: Files) -> None:
-    """A module is damaged, exchanged, gone, or called something else."""
+    """Damage, exchange, remove or rename a module."""
     modules = [name for name in files if name.endswith(".mlir")]
     if not modules:
         return
@@ -293,7 +293,7 @@ _MODULE_NAMES = (
 
 
 def _damaged(rng: Random, raw: bytes) -> bytes:
-    """Some bytes are others."""
+    """Change some bytes."""
     damaged = bytearray(raw)
     for _ in range(rng.choice((1, 1, 2, 10))):
         if len(damaged) < 2:
@@ -315,7 +315,7 @@ def _damaged(rng: Random, raw: bytes) -> bytes:
 
 
 def _hooks(rng: Random, files: Files) -> None:
-    """The Python is none, or is much."""
+    """Break the Python, or make it huge."""
     count = rng.choice((500, 20_000))
     files["model.py"] = rng.choice(
         (
@@ -348,11 +348,11 @@ def _some_file(rng: Random, directory: Path) -> Path:
 
 
 def _special(rng: Random, directory: Path) -> None:
-    """One of the files is none."""
+    """Replace one of the files by something that is no file."""
     path = _some_file(rng, directory)
     with contextlib.suppress(OSError):
         path.unlink()
-    with contextlib.suppress(OSError):  # a device, without the right to make one
+    with contextlib.suppress(OSError):  # A device, without the right to make one.
         match rng.randrange(9):
             case 0:
                 os.mkfifo(path)
@@ -360,7 +360,7 @@ def _special(rng: Random, directory: Path) -> None:
                 with socket.socket(socket.AF_UNIX) as sock:
                     sock.bind(str(path))
             case 2:
-                os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero
+                os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero.
             case 3:
                 path.mkdir()
             case 4:
@@ -386,12 +386,12 @@ def _special(rng: Random, directory: Path) -> None:
 
 
 def _sparse(rng: Random, directory: Path) -> None:
-    """One of the files is huge, and takes no room."""
+    """Make one of the files huge and sparse."""
     path = _some_file(rng, directory)
     with contextlib.suppress(OSError), path.open("ab") as file:
         size = rng.choice((2**31 + 5, 2**40, 2**43))
         if path.name == "weights.safetensors" and rng.random() < 0.7:
-            # With a header that says so.
+            # With a header of that size.
             file.truncate(0)
             header = {
                 "__metadata__": {"argument_order": '["w"]'},

@@ -1,4 +1,4 @@
-"""Requests before they are bytes, and their bytes: with all that clients' encoders refuse, as text that is no UTF-8."""
+"""Requests before they are bytes, and their bytes, with all that clients' encoders refuse, as invalid UTF-8."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.chaos.questions import QUESTIONS
 
 Random = random.Random
 _BYTE = re.compile(rb"\\udc([89a-f][0-9a-f])")
-#: what of an entry of the inputs is not KServe's, but this tensor as bytes and as a list; and what gRPC sends for the former
+# : Keys of an input's entry beyond KServe's: this tensor as bytes and as a list; and gRPC's field for the former.
 _OURS = ("raw", "data", "raws")
-#: texts with bytes that are none; as what JSON makes of them, see json_bytes
+# : Texts with bytes that are none, as in JSON, see json_bytes.
 NOT_UTF8 = (
     "\udcff",
     "a\udcc3",
@@ -35,9 +35,9 @@ class Draft:
     """A request that is being changed."""
 
     model: str
-    #: KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data"
+    # : KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data".
     document: dict[str, Any]
-    #: HTTP: whether tensors are bytes after the JSON
+    # : HTTP: whether tensors are bytes after the JSON.
     binary: bool
     method: bytes = b"POST"
     path: bytes = b""
@@ -46,13 +46,13 @@ class Draft:
     #: gRPC
     call: str = "ModelInfer"
     metadata: list[tuple[str, str | bytes]] = field(default_factory=list)
-    #: change all of the bytes in the end
+    # : Change all of the bytes in the end.
     damage: Callable[[bytes], bytes] = bytes
-    #: the server may wait for more of it, or drop it without an answer
+    # : The server may wait for more of it, or drop it without an answer.
     cut: bool = False
-    #: it would end Triton 24.10 itself, and the gateway lets no such request through
+    # : It would end Triton 24.10 itself, and the gateway refuses it.
     only_gateway: bool = False
-    #: it is not gRPC that goes to the gRPC port
+    # : Bytes for the gRPC port that are no gRPC.
     h2: bool = False
 
     @property
@@ -69,16 +69,16 @@ class Piece(NamedTuple):
 
     change: Change
     protocols: tuple[str, ...]
-    #: whether it makes elements of tensors any number
+    # : Whether it gives tensors any number of elements.
     numbers: bool
 
 
-#: by name
+# : By name.
 PIECES: dict[str, Piece] = {}
 
 
 def piece(*protocols: str, numbers: bool = False) -> Callable[[Change], Change]:
-    """Put a function among PIECES, for both protocols if it does not say for which."""
+    """Add a function to PIECES, by default for both protocols."""
 
     def put(change: Change) -> Change:
         PIECES[change.__name__] = Piece(change, protocols or ("http", "grpc"), numbers)
@@ -103,7 +103,7 @@ def honest(seed: int, model: str, *, binary: bool) -> Draft:
 
 
 def http_bytes(draft: Draft) -> bytes:
-    """The head and the body."""
+    """Return the head and the body."""
     inputs, tensors = [], b""
     for entry in draft.inputs:
         sent = {key: value for key, value in entry.items() if key not in _OURS}
@@ -120,7 +120,7 @@ def http_bytes(draft: Draft) -> bytes:
     own = [(b"Host", b"localhost"), (b"Content-Length", b"%d" % len(body))]
     if draft.binary:
         own.append((b"Inference-Header-Content-Length", b"%d" % len(text)))
-    # What a change says comes in place of these.
+    # The values of a change replace these.
     given = {name.lower() for name, _ in draft.headers}
     headers = [pair for pair in own if pair[0].lower() not in given] + draft.headers
     path = draft.path or b"/v2/models/" + text_bytes(draft.model) + b"/infer"
@@ -129,12 +129,12 @@ def http_bytes(draft: Draft) -> bytes:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they stand for (PEP 383)."""
+    """Return JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they stand for (PEP 383)."""
     return _BYTE.sub(lambda found: bytes.fromhex(found[1].decode()), json.dumps(value).encode())
 
 
 def text_bytes(value: object) -> bytes:
-    """Likewise, without quotes; what is no text, as JSON."""
+    """Return the same without quotes; a value that is no text as JSON."""
     if not isinstance(value, str):
         return json_bytes(value)
     try:
@@ -144,7 +144,7 @@ def text_bytes(value: object) -> bytes:
 
 
 def message_bytes(draft: Draft) -> bytes:
-    """An inference.ModelInferRequest (grpc_service.proto)."""
+    """Return an inference.ModelInferRequest (grpc_service.proto)."""
     document = draft.document
     out = _field(1, draft.model) + _field(3, document["id"]) + _parameters(4, document.get("parameters"))
     for entry in draft.inputs:
@@ -182,7 +182,7 @@ def _parameters(number: int, value: object) -> bytes:
 
 
 def _parameter(value: object) -> bytes:
-    """An InferParameter."""
+    """Return an InferParameter."""
     match value:
         case bool():
             return b"\x08" + _varint(value)

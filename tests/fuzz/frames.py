@@ -1,6 +1,6 @@
-"""Frames of every kind, good and bad, against a runtime's loop: whoever sends them is answered or closed on.
+"""Frames of every kind, good and bad, against a runtime's loop: their sender is answered or disconnected.
 
-And what a stub reads, against a runtime that says anything.
+And frames for a stub, from a runtime that misbehaves.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.fuzz.watched import Verdict, watch
 
 SECONDS = 4.0
 NBYTES = 256 << 20
-#: seconds in which a loop that is well has answered
+# : Seconds in which a healthy loop answers.
 _PATIENCE = 20.0
-#: descriptors beyond those of the two connections that are always there
+# : Descriptors beyond those of the two permanent connections.
 _FEW = 12
 
 
@@ -41,7 +41,7 @@ def check_frames(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> 
     started: list[_Served] = []
 
     def case(seed: int) -> str:
-        if not started:  # in the child: threads do not survive its fork
+        if not started:  # In the child, because threads do not survive its fork.
             started.append(_Served(good[0], scratch))
         return started[0].misbehave(Random(seed))
 
@@ -57,7 +57,7 @@ class _Served:
     """A loop with a model and a meta model that calls it, and one connection for each."""
 
     def __init__(self, model: Files, scratch: Path) -> None:
-        # It tells of every connection that it closes, and that is most of them; an error of its own is worth a line.
+        # It logs every connection that it closes, which is most of them; an error of its own has a line.
         logging.getLogger("rsrv.transport").addFilter(lambda record: record.exc_info is not None)
         place = Path(scratch, f"served-{os.getpid()}")
         bundle, meta = place / "model", place / "meta"
@@ -89,7 +89,7 @@ class _Served:
         return RuntimeConnection(greet(connect(self._path)))
 
     def is_well(self) -> None:
-        """The witness is served, and nothing is left of the others. Raises AssertionError."""
+        """Check that the witness is served, and nothing is left of the others. Raises AssertionError."""
         self._ids += 1
         at = self._request.offset
         self._witness.submit(
@@ -100,7 +100,7 @@ class _Served:
         assert self._thread.is_alive(), "the loop has ended"
 
     def _undo(self) -> None:
-        """Take back what anybody may command: a model that is paused serves nobody."""
+        """Undo the commands of any connection: a paused model serves no request."""
         with connect(self._path) as sock:
             sock.settimeout(_PATIENCE)
             receiver = Receiver(sock)
@@ -179,11 +179,11 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-# --- what a stub hears ------------------------------------------------------------------------------------
+# --- frames for a stub ------------------------------------------------------------------------------------
 
 
 def _hear(rng: Random) -> str:
-    """Have a stub read a few frames of a runtime that has lost its mind; how that ended."""
+    """Let a stub read a few frames of a misbehaving runtime; return the outcome."""
     before = _descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     speaker = Speaker(rng, ())
@@ -211,7 +211,7 @@ def _hear(rng: Random) -> str:
 
 
 def _fds_with(kind: Kind, rng: Random, stack: ExitStack) -> list[int]:
-    """What comes beside a frame, or something else."""
+    """Return the descriptors that belong to a frame, or others."""
     if rng.random() < 0.3:
         return some_fds(rng, stack)
     if kind not in (Kind.WELCOME, Kind.REGISTERED):

@@ -1,4 +1,4 @@
-"""Changes to a manifest that leave it a manifest to look at, or to a bomb."""
+"""Changes to a manifest that leave it readable, or make it a bomb."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv_bundle import yaml12
 
-#: a bundle's files, by name
+# : A bundle's files, by name.
 Files = dict[str, bytes]
 Random = random.Random
 
@@ -29,7 +29,7 @@ _RAW = {
 
 
 def value(rng: Random, files: Files) -> None:
-    """One value, anywhere, becomes another."""
+    """Replace one value, anywhere, by another."""
     document = _document(files)
     place = _place(rng, document)
     if place is not None:
@@ -39,7 +39,7 @@ def value(rng: Random, files: Files) -> None:
 
 
 def key(rng: Random, files: Files) -> None:
-    """One key, anywhere, goes, comes, or is called something else."""
+    """Remove, add or rename one key, anywhere."""
     document = _document(files)
     place = _place(rng, document)
     if place is not None:
@@ -67,7 +67,7 @@ def key(rng: Random, files: Files) -> None:
 
 
 def many(rng: Random, files: Files) -> None:
-    """One list, or mapping, gets very long."""
+    """Make one list or mapping very long."""
     document = _document(files)
     count = rng.choice((300, 5000, 60_000))
     entry = {"name": "x", "dtype": "f32", "shape": "nc", "dims": {"c": 1}}
@@ -94,13 +94,13 @@ def many(rng: Random, files: Files) -> None:
 def _document(files: Files) -> dict[str, Any]:
     try:
         document = yaml12.load(files["manifest.yaml"])
-    except ValueError:  # because of an earlier change
+    except ValueError:  # Because of an earlier change.
         document = None
     return document if isinstance(document, dict) else {}
 
 
 def _place(rng: Random, document: Any) -> tuple[Any, Any] | None:
-    """Some list or mapping of the document, and one of its keys."""
+    """Return some list or mapping of the document, and one of its keys."""
     places: list[tuple[Any, Any]] = []
 
     def collect(value: Any) -> None:
@@ -116,14 +116,14 @@ def _place(rng: Random, document: Any) -> tuple[Any, Any] | None:
 
 
 def _dump(document: Any, files: Files) -> None:
-    text = json.dumps(document, default=str)  # which is YAML, too
+    text = json.dumps(document, default=str)  # This is YAML, too.
     for marker, raw in _RAW.items():
         text = text.replace(marker, raw)
     files["manifest.yaml"] = text.encode()
 
 
 def text(rng: Random, files: Files) -> None:
-    """YAML's own devices, anywhere in the text."""
+    """Insert YAML's own devices anywhere in the text."""
     text = files["manifest.yaml"]
     at = rng.randrange(len(text) + 1)
     piece = rng.choice(
@@ -145,7 +145,7 @@ def text(rng: Random, files: Files) -> None:
 
 
 def bomb(rng: Random, files: Files) -> None:
-    """Little text that is much to whoever reads it."""
+    """Write a little text that expands to much for its reader."""
     levels = rng.choice((8, 14, 40))
     count = rng.choice((2_000, 20_000, 90_000))
     bombs = (

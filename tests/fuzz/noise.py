@@ -1,4 +1,4 @@
-"""What servers write to their logs, by the second and by the process: bad requests are cheap, and so must telling of them be."""
+"""The servers' log lines by second and process: bad requests are cheap, and so must their lines be."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-#: lines that one process may write in a second, and bytes of one of them
+# : Lines that one process may write in a second, and bytes of one of them.
 LINES, NBYTES = 10, 4000
-#: a line of rsrv's begins so: its second, logger and model
+# : The beginning of rsrv's lines: second, logger and model.
 _OURS = re.compile(rb"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} [DIWEC] ([\w.]+(?: [^:]+)?): ")
-#: one of Triton's own, or of its libraries': they are not throttled, whatever the model is
+# : Lines of Triton or its libraries, which are not throttled, with any model.
 _TRITONS = re.compile(rb"[IWEF]\d{4} |\[libprotobuf |\[\x1b?\[1;31mERROR|\s*$")
 
 
 class Noise:
-    """Of some logs, from now on."""
+    """The noise of some logs, from now on."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self._read = {log: log.stat().st_size for log in logs}
@@ -25,11 +25,11 @@ class Noise:
         self._count = self._nbytes = self._theirs = 0
 
     def told(self) -> list[str]:
-        """What was too much since this was asked before."""
+        """Return the excess since the last call."""
         return [said for log in self._read for line in self._new(log) for said in self._take(log, line)]
 
     def _new(self, log: Path) -> list[bytes]:
-        """Whole lines."""
+        """Return whole lines."""
         with log.open("rb") as file:
             file.seek(self._read[log])
             text = file.read()
@@ -44,7 +44,7 @@ class Noise:
             return []
         if ours is not None:
             self._place[log] = b" ".join(ours.groups())
-        # Else it continues the line before.
+        # Otherwise it continues the line before.
         place = log, self._place[log]
         self._lines[place] += 1
         self._count += 1

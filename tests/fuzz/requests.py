@@ -1,6 +1,6 @@
-"""Requests that something is wrong with: the same one for the same seed. Pure.
+"""Requests with errors, reproducible by their seeds. Pure.
 
-Each is an honest request after one to three changes: to its content, which both protocols carry, or to what carries it.
+Each is an honest request after one to three changes: to its content, which both protocols carry, or to its carrier.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tests.fuzz.carriers import TRACES
 from tests.fuzz.drafts import NOT_UTF8, PIECES, Draft, Random, honest, http_bytes, message_bytes, piece
 from tests.fuzz.manifests import VALUES
 
-#: answered at once; answered later; with hooks; a meta model
+# : Answered at once; answered later; with hooks; a meta model.
 MODELS = ("exact", "elastic", "moody", "chain")
-#: those to which numbers are only numbers: the others take long, hang or exit when theirs say so
+# : Models to which numbers are only numbers: the others take long, hang or exit on some.
 _STOLID = ("exact", "chain")
 
 
@@ -24,22 +24,22 @@ class Attack:
     """One bad request."""
 
     seed: int
-    #: names of its changes, of PIECES
+    # : Names of its changes, of PIECES.
     pieces: tuple[str, ...]
-    #: "http", "grpc", or "h2": bytes for the gRPC port that are no call
+    # : "http", "grpc", or "h2": bytes for the gRPC port that are no call.
     protocol: str
-    #: whether it goes to the gateway, else to the server
+    # : Whether it goes to the gateway, or else to the server.
     gateway: bool
-    #: what the connection carries, or the call's message
+    # : The bytes of the connection, or the call's message.
     data: bytes
     call: str
     metadata: tuple[tuple[str, str | bytes], ...]
-    #: as Draft has it
+    # : As in Draft.
     cut: bool
 
 
 def make(seed: int) -> Attack:
-    """The attack of this seed."""
+    """Return the attack of this seed."""
     rng = Random(seed)
     protocol, gateway = rng.choice(("http", "grpc")), rng.random() < 0.5
     names = [name for name, piece in PIECES.items() if protocol in piece.protocols]
@@ -87,8 +87,8 @@ _SHAPES: tuple[Any, ...] = (
     [], [0], [0, 64], [-1], [-1, 64], [1, -64], [-(2**63), 1], [1, 64, 1, 1], [1] * 20_000, [1.5, 64], ["1", "64"], [[1, 64]], None,
     "1,64", 64, {"n": 1}, [True, 64], [17, 64],
 )  # fmt: skip
-#: With numbers as JSON beside it, Triton 24.10 makes room for all that a shape says, and aborts if there is less: so only
-#: with bytes, or through the gateway.
+# : With numbers as JSON beside it, Triton 24.10 allocates for the whole shape, and aborts if there is less: so only
+# with bytes, or through the gateway.
 _HUGE = ([2**31, 64], [2**63 - 1, 2**63 - 1], [2**64, 1], [10**30, 1], [2**32, 2**32], [2**40])
 _SIZES = (0, 1, -1, 255, 257, 2**31, 2**32 + 4, 2**63, 2**64 - 1, 10**30, "256", 1.5, None, True)
 _OF_TENSORS = (
@@ -109,7 +109,7 @@ def _value(rng: Random) -> Any:
 
 
 def _put(holder: dict[str, Any], name: str, value: Any) -> None:
-    """One parameter."""
+    """Put one parameter."""
     if not isinstance(holder.get("parameters"), dict):
         holder["parameters"] = {}
     holder["parameters"][name] = value
@@ -122,7 +122,7 @@ def request_id(rng: Random, draft: Draft) -> None:
 
 @piece()
 def not_utf8_id(rng: Random, draft: Draft) -> None:
-    """Triton's HTTP passes what is no UTF-8 on; gRPC's does not."""
+    """Triton's HTTP passes on text that is no UTF-8; gRPC's does not."""
     draft.document["id"] = rng.choice(NOT_UTF8)
 
 
@@ -151,7 +151,7 @@ def parameters(rng: Random, draft: Draft) -> None:
 
 @piece()
 def inputs(rng: Random, draft: Draft) -> None:
-    """One too many, many too many, one too few, another order."""
+    """Add one or many inputs, remove one, or reorder them."""
     first = draft.inputs[0]
     more = {"name": "more", "shape": [1], "datatype": "INT8", "raw": b"x", "data": [1]}
     both = [*draft.inputs]
@@ -160,7 +160,7 @@ def inputs(rng: Random, draft: Draft) -> None:
 
 @piece()
 def tensor(rng: Random, draft: Draft) -> None:
-    """A name, or a type, that is another or none."""
+    """Change or remove a name or a type."""
     key, values = rng.choice(
         (("name", (*_TEXTS, *NOT_UTF8, "y", None, 7)), ("datatype", (*_DTYPES, *NOT_UTF8)))
     )
@@ -182,14 +182,14 @@ def shape(rng: Random, draft: Draft) -> None:
 
 @piece()
 def claimed_shape(rng: Random, draft: Draft) -> None:
-    """Numbers as JSON, and far fewer than the shape says."""
+    """Send numbers as JSON, far fewer than the shape needs."""
     draft.only_gateway, draft.binary = True, False
     rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE)
 
 
 @piece()
 def overflowing_shape(rng: Random, draft: Draft) -> None:
-    """So many rows that their bytes, in 64 bits, are none, or as many as one row's: Triton 24.10 passes them."""
+    """Send so many rows that their bytes overflow 64 bits to none, or to one row's: Triton 24.10 passes them."""
     draft.binary = True
     row = rng.choice((16, 32, 256))
     tensor = {"shape": [rng.choice((2**62, 2**64 // row, 2**64 // row + 1)), row // 4], "raw": bytes(row)}
@@ -198,14 +198,14 @@ def overflowing_shape(rng: Random, draft: Draft) -> None:
 
 @piece()
 def length(rng: Random, draft: Draft) -> None:
-    """The tensor is shorter or longer than its shape says."""
+    """Make the tensor shorter or longer than its shape."""
     entry, size = rng.choice(draft.inputs), rng.choice((0, 1, 255, 4096, 1 << 16))
     entry.update(raw=bytes(size), data=[0] * min(size, 300))
 
 
 @piece(numbers=True)
 def numbers(rng: Random, draft: Draft) -> None:
-    """Any elements: bytes, and JSON that is no number."""
+    """Send any elements: bytes, and JSON that is no number."""
     entry = rng.choice(draft.inputs)
     data = [_value(rng) if rng.random() < 0.1 else 0 for _ in range(64)]
     entry.update(raw=rng.randbytes(len(entry["raw"])), data=rng.choice((data, [data], data[:4], _value(rng))))
@@ -213,7 +213,7 @@ def numbers(rng: Random, draft: Draft) -> None:
 
 @piece("grpc")
 def raw_contents(rng: Random, draft: Draft) -> None:
-    """Another number of tensors' bytes than of tensors, or elements beside them."""
+    """Send another number of raw contents than of tensors, or elements beside them."""
     entry = rng.choice(draft.inputs)
     entry["raws"] = rng.choice(([], [entry["raw"]] * 2, [b""] * 300))
     entry["contents"] = rng.choice((b"", b"\x2a\x06\x32\x04\0\0\x80\x3f"))
@@ -229,12 +229,12 @@ def outputs(rng: Random, draft: Draft) -> None:
 @piece()
 def model(rng: Random, draft: Draft) -> None:
     draft.model = rng.choice((*_TEXTS, *NOT_UTF8, "double", "none", draft.model + "/versions/7"))
-    draft.cut = True  # as HTTP's path it may end a line
+    draft.cut = True  # In HTTP's path it may end a line.
 
 
 @piece(numbers=True)
 def damage(rng: Random, draft: Draft) -> None:
-    """Some bytes are others, or there twice, or gone."""
+    """Change, double or remove some bytes."""
     changes = [
         (rng.random(), rng.choice((0, 1, 9)), rng.randbytes(rng.choice((0, 1, 9))))
         for _ in range(rng.choice((1, 4, 30)))
@@ -246,7 +246,7 @@ def damage(rng: Random, draft: Draft) -> None:
             data = data[:at] + more + data[at + gone :]
         return data
 
-    draft.binary = True  # else it may make a shape huge
+    draft.binary = True  # Otherwise it may make a shape huge.
     draft.damage, draft.cut = damaged, True
 
 

@@ -1,4 +1,4 @@
-"""Bad requests on their way: raw bytes over HTTP and to the gRPC port, any bytes as the message of a call."""
+"""Sending bad requests: raw bytes over HTTP and to the gRPC port, any bytes as the message of a call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import grpc
 from local_triton import LOOPBACK
 from tests.fuzz.requests import Attack
 
-#: whose methods the calls are
+# : The service of the calls.
 _SERVICE = "/inference.GRPCInferenceService/"
-#: seconds in which a request, however bad, is answered or its connection closed
+# : Seconds in which any request is answered or its connection closed.
 PATIENCE = 15.0
-#: what no client is to see of the server's machine: paths, places in sources, tracebacks, addresses
+# : Internals of the server that no client may see: paths, source positions, tracebacks, addresses.
 _INSIDE = re.compile(
     r"""Traceback|File ["']|\.py\b|\.cc:\d|/(?:work|usr|tmp|home|opt|proc|dev/shm|root)\b|\bline \d+|0x[0-9a-f]{6,}"""
 )
-#: Triton's front ends call these faults their own, of JSON and of messages that they cannot read
+# : Faults of JSON and of unreadable messages that Triton's front ends report as their own.
 _TRITONS = re.compile(
     r"(500|INTERNAL) .*(nable to (parse|set)|failed to parse|failed to get request params|was not found in the JSON)",
     re.DOTALL,
@@ -37,7 +37,7 @@ class Ports(NamedTuple):
 class Answer(NamedTuple):
     #: "answered", "refused", "closed", or one of `watched.BAD`
     outcome: str
-    #: an error's code and text, as the client gets them
+    # : An error's code and text, as the client gets them.
     said: str = ""
 
 
@@ -60,7 +60,7 @@ class Sender:
         self._stack.close()
 
     def send(self, attack: Attack) -> Answer:
-        """What became of it; never raises."""
+        """Send it, and return the outcome; never raises."""
         ports = self._ports[attack.gateway]
         match attack.protocol:
             case "http":
@@ -73,7 +73,7 @@ class Sender:
 
 
 def judged(answer: Answer) -> Answer:
-    """The same, or what no client is to see of it."""
+    """Return the same, or the leaked internals."""
     if (found := _INSIDE.search(answer.said)) is not None:
         return Answer("leak", f"{found[0]!r} in: {answer.said}")
     if answer.said.startswith(("500", "INTERNAL", "UNKNOWN")) and not _TRITONS.match(answer.said):
@@ -88,7 +88,7 @@ def _connect(port: int, attack: Attack) -> socket.socket:
         if attack.cut:
             sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # the server has heard enough; it may have answered
+        pass  # The server closed the connection, and may have answered.
     return sock
 
 
@@ -101,7 +101,7 @@ def _http(port: int, attack: Attack) -> Answer:
     except TimeoutError:
         return Answer("hang", f"no answer within {PATIENCE:g} s")
     except (OSError, HTTPException):
-        # A request that is whole as HTTP has it is owed an answer.
+        # A request that is complete in HTTP must be answered.
         return Answer("closed" if attack.cut else "unanswered")
     if response.status < 400:
         # A stream that has begun has no other status to fail with.

@@ -1,4 +1,4 @@
-"""A real server and a gateway before it under bad requests, beside honest ones: both live on, and answer these right."""
+"""A real server behind a gateway under bad requests, beside honest ones: both survive, and answer these right."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.fuzz.requests import MODELS, Attack, make
 from tests.fuzz.sending import Answer, Ports, Sender
 from tests.fuzz.watched import Verdict
 
-#: requests between two looks at the server, and senders of them
+# : Requests between two checks of the server, and their senders.
 _BATCH, _TOGETHER = 16, 4
-#: seconds between two requests of an honest client
+# : Seconds between two requests of an honest client.
 _PAUSE = 0.1
-#: bytes that the gateway lets through, which some bad requests exceed
+# : Bytes that the gateway accepts, which some bad requests exceed.
 _MESSAGE = 1 << 20
-#: a collector that nobody is, so that what clients say of traces is read
+# : An address without a collector, so that clients' trace contexts are read.
 _SETTINGS = "traces: {endpoint: 'http://127.0.0.1:9'}\n"
-#: docs/security.md and docs/monitoring.md
+# : As in docs/security.md and docs/monitoring.md.
 _FLAGS = (
     "--http-restricted-api=logging,trace:fuzz=nobody-knows",
     "--grpc-restricted-protocol=logging,trace:fuzz=nobody-knows",
@@ -48,7 +48,7 @@ _FLAGS = (
 
 
 def check_requests(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
-    """Send the request of every seed; print what became of the honest ones.
+    """Send the request of every seed, and print the outcomes of the honest ones.
 
     After a death, or a request that is not answered, other servers go on.
     """
@@ -82,7 +82,7 @@ def _generate(scratch: Path) -> None:
 
 
 class _Sent(NamedTuple):
-    """What became of an attack, and when; seconds of the monotonic clock."""
+    """The outcome and the times of an attack; seconds of the monotonic clock."""
 
     attack: Attack
     answer: Answer
@@ -100,17 +100,17 @@ class _Sent(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """As by a server that died."""
+        """Return an outcome as of a server that died."""
         unavailable = self.answer.said.startswith(("503", "UNAVAILABLE"))
         return self.answer.outcome in ("unanswered", "hang") or unavailable
 
 
 class _Life:
-    """Of a server, and of the gateway and the clients beside it. A context manager."""
+    """The life of a server, its gateway and the honest clients. A context manager."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
         self._stack = ExitStack()
-        #: a process died, or a request was not answered: what comes needs other servers
+        # : A process died, or a request was not answered, so that later requests need other servers.
         self.over = False
         with self._stack:
             self._server = self._stack.enter_context(
@@ -150,7 +150,7 @@ class _Life:
         self._stack.close()
 
     def strike(self, attacks: Sequence[Attack]) -> tuple[list[Verdict], list[Attack]]:
-        """Send them, and look at the servers; what became of them, and those that found no server."""
+        """Send them, and check the servers; return the outcomes, and those that found no server."""
         sent = list(self._pool.map(self._send, attacks))
         self._sent += len(sent)
         if dead := self._dead():
@@ -158,7 +158,7 @@ class _Life:
             return self._blame(sent, dead)
         first, last = attacks[0].seed, attacks[-1].seed
         self._before = f"seeds {first} to {last}"
-        # Where one is not answered, others may wait as long.
+        # If one is not answered, others may wait as long.
         self.over = any(one.answer.outcome == "hang" for one in sent)
         found = [("noise", said) for said in self._noise.told()]
         if not self.over:
@@ -167,7 +167,7 @@ class _Life:
         return [one.verdict() for one in sent] + bad, []
 
     def end(self) -> list[Verdict]:
-        """Of honest requests that were still under way; and print what there was in all."""
+        """End the honest requests in flight, and print the totals."""
         if self.over:
             return []
         for one in self._loads:
@@ -186,9 +186,9 @@ class _Life:
         return _Sent(attack, answer, began, time.monotonic())
 
     def _blame(self, sent: Sequence[_Sent], dead: str) -> tuple[list[Verdict], list[Attack]]:
-        """The seeds that were under way when something died are to blame; those that came later were not tried."""
+        """Blame the seeds in flight at a death; later ones were not tried."""
         if crashed_by_a_cancellation(self._server):
-            return [], []  # once in many thousand, a fault of Triton's that later releases do not have
+            return [], []  # Once in many thousand, a fault of Triton that later releases do not have.
         died = min((one.ended for one in sent if one.lost), default=inf)
         tried = [one for one in sent if one.began <= died]
         blamed = [one for one in tried if one.lost or one.answer.outcome == "closed"] or tried
@@ -206,19 +206,19 @@ class _Life:
         return verdicts, [one.attack for one in sent if one.began > died]
 
     def _processes(self) -> dict[int, str]:
-        """Pids that must stay, and what they are."""
+        """Return the pids that must stay, and their roles."""
         found = dict.fromkeys(self._server.stub_pids(), "a stub") | {self._server.pid: "tritonserver"}
         runtime = psutil.Process(read_status(self._server.pid)["pid"])
         gateway = psutil.Process(self._gateway.pid)
         for name, process in (("the runtime", runtime), ("the gateway", gateway)):
             found[process.pid] = name
-            # The process that looks at modules ends when no model is being built.
+            # The process that inspects modules ends when no model is being built.
             lasting = (one for one in process.children() if "rsrv_bundle.inspection" not in one.cmdline())
             found |= {child.pid: f"a child of {name}" for child in lasting}
         return found
 
     def _dead(self) -> str:
-        """Which processes died; empty: none."""
+        """Return the processes that died; empty: none."""
         gone = [what for pid, what in self._pids.items() if not is_alive(pid)]
         with contextlib.suppress(OSError, Closed, psutil.Error):
             if not gone and (new := set(self._processes()) - set(self._pids)):
@@ -237,7 +237,7 @@ class _Life:
         return said
 
     def _new_failures(self) -> list[str]:
-        """Of the honest clients, since it was asked before."""
+        """Return the honest clients' failures since the last call."""
         failed: list[Record] = []
         for index, one in enumerate(self._loads):
             records = one.records[self._seen[index] :]

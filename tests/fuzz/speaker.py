@@ -1,4 +1,4 @@
-"""Frames of every kind that there is: mostly good ones, or mostly not; and descriptors that may come with them."""
+"""Frames of every kind, mostly good or mostly bad, and descriptors that may come with them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rsrv.wire.memory import create_sealed
 
 Random = random.Random
 
-#: kinds for stubs; the others are for runtimes
+# : Kinds for stubs; the others are for runtimes.
 _TO_STUB = frozenset(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
-#: what fields of a frame's entries hold: good values, and wild ones
+# : Fields of a frame's entries: good values, and wild ones.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
     "deadline_ns": ((0, 0, 1, 2**62), (-1, 2**63 - 1, -(2**63))),
     "rows": ((1, 1, 2, 4, 5), (0, 1000, 2**31, 2**32 - 1)),
@@ -42,32 +42,32 @@ _JUNK: tuple[Any, ...] = (
 
 
 class Speaker:
-    """One connection's frames, of every kind that there is: mostly good ones, or mostly not."""
+    """One connection's frames of every kind, mostly good or mostly bad."""
 
     def __init__(self, rng: Random, keys: Sequence[str]) -> None:
         self._rng = rng
         self._wildness = rng.choice((0.0, 0.003, 0.03, 0.3))
-        #: what it registers for; nothing, if it is a runtime
+        # : The model that it registers for; empty, if it is a runtime.
         self.key = rng.choice(keys) if keys else ""
         self._meta = self.key.startswith("meta")
         self._numbers = itertools.count()
         self._runs = [1]
 
     def is_wild(self) -> bool:
-        """Whether the next thing shall be what no stub does."""
+        """Return whether the next action is one that no stub does."""
         return self._rng.random() < self._wildness
 
     def frame(self, kind: Kind | None = None) -> bytes:
-        """The next one, of some kind, or of this one."""
+        """Return the next frame, of some kind, or of this one."""
         kind = kind or self._rng.choice(tuple(Kind) if self.is_wild() else self._kinds())
         try:
             frame = self._good(kind)
-        except (struct.error, ProtocolError):  # what cannot even be packed
+        except (struct.error, ProtocolError):  # Values that cannot be packed.
             frame = HEADER.pack(kind, 0, 1)
         return self._spoiled(frame) if self.is_wild() else frame
 
     def _kinds(self) -> list[Kind]:
-        """What may come once it is registered, also kinds that nobody here has heard of."""
+        """Return the kinds that may come after a registration, also unknown ones."""
         if not self.key:
             return sorted(_TO_STUB)
         never = {Kind.HELLO, Kind.REGISTER, Kind.SEGMENT, Kind.DROP_SEGMENT}
@@ -75,7 +75,7 @@ class Speaker:
         return [kind for kind in Kind if kind not in _TO_STUB and kind not in never]
 
     def _good(self, kind: Kind) -> bytes:
-        """As a stub would send it, but for wild numbers."""
+        """Return a frame as a stub would send it, except for wild numbers."""
         rng = self._rng
         many = range(rng.choice((1, 1, 3, 20)))
         match kind:
@@ -110,7 +110,7 @@ class Speaker:
         return self._one(self._runs, _WILD_IDS)
 
     def _fields(self, of: Any, **known: int) -> list[int]:
-        """Values for an entry of a frame, whatever fields it has got by now."""
+        """Return values for an entry of a frame, with any fields."""
         known.setdefault("request", self._request())
         return [known.get(name, self._one(*_FIELDS.get(name, _OTHER_FIELDS))) for name in of._fields]
 
@@ -134,7 +134,7 @@ class Speaker:
         return calls.Spot(kind, self._one(*_FIELDS["segment"]), self._one((at,), _FIELDS["inputs_at"][1]))
 
     def _object(self) -> Any:
-        """What a frame of JSON says: what it should, with some of it exchanged."""
+        """Return the object of a JSON frame, with some of it exchanged."""
         rng = self._rng
         names = ("m", "meta", "nobody", None)
         body: dict[str, Any] = rng.choice(
@@ -159,7 +159,7 @@ class Speaker:
         return rng.choice(_JUNK) if self.is_wild() else body
 
     def _spoiled(self, frame: bytes) -> bytes:
-        """The frame, after something happened to it."""
+        """Return the frame after some damage."""
         rng = self._rng
         spoiled = bytearray(frame)
         at = rng.randrange(len(spoiled))
@@ -186,7 +186,7 @@ class Speaker:
                 spoiled = bytearray(rng.randbytes(rng.choice((1, 7, 8, 9, 64, 4096))))
             case _:
                 spoiled[8:] = rng.randbytes(len(spoiled) - 8)
-        return bytes(spoiled) or b"\0"  # an empty message would be the end
+        return bytes(spoiled) or b"\0"  # An empty message would be the end.
 
 
 _COMMANDS = (
@@ -207,7 +207,7 @@ def _completion(rng: Random) -> Completion:
 
 
 def some_fds(rng: Random, stack: ExitStack) -> list[int]:
-    """Descriptors of all kinds, which are closed with the stack."""
+    """Return descriptors of all kinds, which are closed with the stack."""
 
     def memfd(size: int, seals: int) -> int:
         fd = os.memfd_create("odd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

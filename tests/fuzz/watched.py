@@ -1,4 +1,4 @@
-"""Cases run one after the other in a child process, which is watched: for its life, its time and its memory."""
+"""Cases run one after the other in a child process, whose life, time and memory are watched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one case."""
+    """The outcome of one case."""
 
     seed: int
-    #: what the case returned, or one of BAD
+    # : The result of the case, or one of BAD.
     outcome: str
     detail: str = ""
-    #: CPU time of the child
+    # : CPU time of the child.
     seconds: float = 0.0
-    #: by how much its memory grew at the worst
+    # : The greatest growth of its memory.
     nbytes: int = 0
 
     @property
@@ -32,17 +32,17 @@ class Verdict:
         return self.outcome in BAD
 
 
-#: the child, or a server, died; did not end; raised something; took more CPU time, or more memory, than any case may
+# : The child, or a server, died; did not end; raised an error; took more CPU time, or more memory, than any case may.
 BAD = ("crash", "hang", "fault", "slow", "bloat", "unanswered", "leak", "harm", "noise")
 
 Case = Callable[[int], str]
 
 
 def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> Iterator[Verdict]:
-    """Run `case(seed)` for each seed, in a child that is forked anew when it dies.
+    """Run `case(seed)` for each seed, in a child that is forked again when it dies.
 
-    No case may take more than `seconds` of CPU time, or twelve times that by the clock, or `nbytes` of memory beyond what
-    there was before.
+    No case may take more than `seconds` of CPU time, or twelve times that by the clock, or `nbytes` of memory beyond
+    the earlier amount.
     """
     left = list(seeds)
     while left:
@@ -68,7 +68,7 @@ def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> I
 
 
 def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:
-    """What the child says, until it ends; it is killed when it says nothing for that long."""
+    """Yield the child's lines until it ends; it is killed when it prints none for that long."""
     rest = b""
     while True:
         if not select.select([pipe], [], [], seconds)[0]:
@@ -81,7 +81,7 @@ def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:
 
 
 def _run(case: Case, seeds: Sequence[int], out: int) -> NoReturn:
-    """In the child."""
+    """Run in the child."""
     try:
         for seed in seeds:
             before, started = _forget_peak(), time.process_time()
@@ -103,7 +103,7 @@ def _run(case: Case, seeds: Sequence[int], out: int) -> NoReturn:
 
 
 def _forget_peak() -> int:
-    """Have the kernel count the peak anew; the memory now, in bytes."""
+    """Have the kernel count the peak from here; return the present memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 

@@ -1,10 +1,10 @@
-"""The least that a gRPC gateway in Python can do: pass every unary call on as bytes.
+"""The minimal gRPC gateway in Python: every unary call is passed on as bytes.
 
 Inference goes to each server in turn, all other calls to the first.
 
     python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 
-What a gateway costs beyond this is its own doing; what this costs is grpc.aio's.
+This is the cost of grpc.aio; a gateway's cost beyond it is its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _PassThrough(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def serve(listen: str, servers: Sequence[str]) -> None:
-    """Until it is cancelled; all are HOST:PORT."""
+    """Serve until cancelled; all are HOST:PORT."""
     async with AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(grpc.aio.insecure_channel(server, options=_LIMITS))

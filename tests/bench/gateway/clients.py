@@ -1,8 +1,8 @@
-"""Clients that check every answer, and go on when a request fails, in a process of their own.
+"""Clients in a process of their own that check every answer, and continue when a request fails.
 
-`python -m tests.bench.gateway.clients` asks all models of a file of questions. Which are asked for most changes with time.
-It says `asking` when every client has been answered, and leaves a file with all requests after that: when each began and ended,
-by the clock that all processes of a machine share, and what became of it.
+`python -m tests.bench.gateway.clients` asks all models of a file of questions, with a popularity that changes over
+time. It prints `asking` when every client has been answered, and leaves a file with all requests after that: the start
+and end of each, by the clock that all processes of a machine share, and its outcome.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Array = npt.NDArray[Any]
 
 OK, WRONG = "OK", "WRONG"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-#: of Zipf's law
+# : The exponent of Zipf's law.
 _EXPONENT = 1.1
-#: seconds that a request may take, and that a client rests after a failure, at least
+# : Seconds that a request may take, and the least pause of a client after a failure.
 _DEADLINE, _PAUSE = 20.0, 0.01
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What became of each; [requests], seconds of time.monotonic()."""
+    """The outcome of each; [requests], seconds of time.monotonic()."""
 
     began: Array
     ended: Array
-    #: the status' name, or WRONG
+    # : The status' name, or WRONG.
     code: Array
 
     def failed(self) -> Counter[str]:
-        """By code, without wrong answers."""
+        """Return the failures by code, without wrong answers."""
         bad = self.code[(self.code != OK) & (self.code != WRONG)]
         return Counter(map(str, bad))
 
@@ -57,12 +57,12 @@ class Requests:
         return int((self.code == WRONG).sum())
 
     def between(self, begin: float, end: float) -> Requests:
-        """Those that ended then."""
+        """Return those that ended in between."""
         inside = (self.ended >= begin) & (self.ended < end)
         return Requests(self.began[inside], self.ended[inside], self.code[inside])
 
     def p99_ms(self) -> float:
-        """Of those that were answered; NaN: none was."""
+        """Return the percentile of the answered ones, or NaN."""
         answered = self.code == OK
         taken = (self.ended - self.began)[answered]
         return float(np.percentile(taken, 99) * 1e3) if taken.size else float("nan")
@@ -106,7 +106,7 @@ def asking(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The process of the clients."""
+    """Run the process of the clients."""
     url, questions, clients, seconds, turn_s, pause_s, found = arguments
     crowd = _Crowd(url, Questions.load(Path(questions)), float(turn_s), float(pause_s))
     asked = asyncio.run(crowd.run(int(clients), float(seconds)))
@@ -122,7 +122,7 @@ class _Crowd:
         self._shares = np.cumsum(popularity(len(self._models), _EXPONENT))
         self._turn_s = turn_s
         self._pause_s = pause_s
-        #: made once: what is measured is not the making of requests
+        # : Made once, because making requests is not measured.
         self._requests = {
             model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
         }
@@ -141,7 +141,7 @@ class _Crowd:
         return [one for client in found for one in client]
 
     def _call(self, number: int) -> Any:
-        # Else channels with the same options share one connection.
+        # Otherwise channels with the same options share one connection.
         channel = grpc.aio.insecure_channel(self._url, options=[("rsrv.client", number)])
         return channel.unary_unary(_METHOD)
 

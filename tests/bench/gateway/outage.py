@@ -1,4 +1,4 @@
-"""One of two workers is killed under load."""
+"""The death of one of two workers under load."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.bench.report import table
 
 CLIENTS = 16
 _MODELS = 4
-#: seconds of load before the worker dies, and after
+# : Seconds of load before the worker dies, and after.
 BEFORE_S, AFTER_S = 2.0, 4.0
-#: a request that takes this many times the 99th percentile of those before is one that the death has harmed
+# : A request counts as harmed by the death if it takes this multiple of the earlier 99th percentile.
 _HARMED = 3
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -31,27 +31,27 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outage:
-    """What became of the requests when a worker died."""
+    """The outcomes of the requests when a worker died."""
 
     round: int
-    #: on both workers, when it died
+    # : On both workers, at its death.
     under_way: int
-    #: these were on the one that died, as everybody that ...
+    # : These were on the dead one, as those that ...
     failed: int
-    #: ... began later cannot have been
+    # : ... began later cannot have been.
     failed_later: int
     wrong: int
-    #: answers per second and their 99th percentile, before and after
+    # : Answers per second and their 99th percentile, before and after.
     before_per_s: float
     after_per_s: float
     before_p99_ms: float
     after_p99_ms: float
-    #: from the death until the last request had ended that failed, or took far longer than those before
+    # : Seconds from the death to the end of the last failed or harmed request.
     harm_ms: float
 
 
 def judge(number: int, requests: Requests, killing: float, killed: float, end: float) -> Outage:
-    """`killing`, `killed`: before the worker was told to die, and when it was dead; `end` of the load."""
+    """Judge the outage. `killing`, `killed`: before the kill and after the death; `end` of the load."""
     before = requests.between(killing - BEFORE_S, killing)
     after = requests.between(killed, end)
     bad = requests.code != OK
@@ -72,14 +72,14 @@ def judge(number: int, requests: Requests, killing: float, killed: float, end: f
 
 
 def part(rounds: int) -> Part:
-    """Measures; returns lines for people, targets, and all that was found."""
+    """Measure, and return lines for people, targets, and all figures."""
     repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
     file = WORK / "gateway-outage.yaml"
     found = []
     with ExitStack() as stack:
         pair = [stack.enter_context(Worker(name, repository)) for name in ("left", "right")]
         for number in range(rounds):
-            # A worker that has ended is another one, as far as its control service goes.
+            # A worker that has ended has another control service.
             write_workers(file, [worker.entry() for worker in pair])
             with gateway(file) as running:
                 running.wait_alive({worker.name for worker in pair})
@@ -90,7 +90,7 @@ def part(rounds: int) -> Part:
 
 
 def strike(running: Gateway, victim: Worker, questions: Path, number: int) -> Outage:
-    """Kill it under load. Raises BenchFailed when an answer was wrong."""
+    """Kill it under load. Raises BenchFailed if an answer was wrong."""
     seconds = BEFORE_S + AFTER_S
     with asking(running.url, questions, clients=CLIENTS, seconds=seconds, turn_s=seconds) as load:
         time.sleep(BEFORE_S)

@@ -1,4 +1,4 @@
-"""What passing a request on costs: direct, through the least that Python can do, and through the gateway."""
+"""The cost of passing a request on: direct, through a minimal proxy in Python, and through the gateway."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.bench.verify import verify
 
 WAYS = (DIRECT, BARE, GATEWAY)
 CLIENTS = (1, 16)
-#: what a request carries -> the model that takes that much
+# : Size of a request -> the model that takes it.
 SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
 SMALL = "1 kB"
-#: seconds over which is looked at what the gateway takes without requests
+# : Seconds over which the idle gateway is measured.
 _IDLE_S = 4.0
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -43,7 +43,7 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one moment; those of the workers added up."""
+    """All counters at one moment; those of the workers are summed."""
 
     at: float
     cpu: Mapping[int, float]
@@ -62,7 +62,7 @@ class _Reading:
 
 
 def part(rounds: int, window_s: float) -> Part:
-    """Measures; returns lines for people, targets, and the samples."""
+    """Measure, and return lines for people, targets, and the samples."""
     repository = models.gateway_repository()
     with contextlib.ExitStack() as stack:
         workers = [
@@ -92,7 +92,7 @@ def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[
 
 
 def _idle(ways: Sequence[Way]) -> float:
-    """Cores that the gateway takes without requests."""
+    """Return the cores that the gateway uses without requests."""
     (process,) = next(way.processes for way in ways if way.name == GATEWAY)
     before = cpu_seconds(process)
     time.sleep(_IDLE_S)
@@ -154,12 +154,12 @@ def _measure(
 
 
 def passing_us(sample: Sample) -> float:
-    """Microseconds of CPU per request of what is between the client and the workers."""
+    """Return the microseconds of CPU per request of the processes between client and workers."""
     return sample.cpu_us.get(PASSING, 0.0)
 
 
 def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-    """How much more than direct, taken within each round, over the rounds."""
+    """Return the cost above direct, taken within each round, over the rounds."""
     direct = {sample.round: value(sample) for sample in rounds.of_side(DIRECT, clients)}
     return Spread.of(value(sample) - direct[sample.round] for sample in rounds.of_side(way, clients))
 
@@ -214,7 +214,7 @@ def _row(rounds: Rounds, way: str, clients: int) -> list[str]:
 
 
 def _targets(rounds: Rounds) -> list[Target]:
-    """What is to be reached with small requests."""
+    """Return the targets for small requests."""
     many = max(CLIENTS)
     wanted = (
         ("added p50, us", added(rounds, GATEWAY, 1, _p50), 600.0, False),

@@ -32,14 +32,14 @@ from tests.bench.processes import cpu_seconds, memory
 from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
-#: What happens to a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is taken out of the file,
-#: and stops when nothing of the gateway's is there; STOP: it is told to end while it is in the file; KILL: SIGKILL.
+# : Events of a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is removed from the file, and
+# stops when it has no request of the gateway; STOP: it is told to end while it is in the file; KILL: SIGKILL.
 JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
 _MODELS = 8
-#: of the weights of so many models, beside each other on one worker
+# : Room for the weights of so many models on one worker.
 _FITTING = 4
 _NAMES = ("ann", "bob", "cat")
-#: lpt_packing, and anew so often that models move
+# : lpt_packing, with repacks so frequent that models move.
 _PACKING = {
     "mode": "lpt_packing",
     "rebalance_device_s": 2.0,
@@ -51,9 +51,9 @@ _PACKING = {
 class Plan:
     seconds: float = 600.0
     clients: int = 8
-    #: seconds between an answer and the same client's next request: workers that start need cores, too
+    # : Seconds between an answer and the same client's next request, because starting workers need cores, too.
     rest_s: float = 0.01
-    #: seconds between two events, and for which one model is the most asked for
+    # : Seconds between two events, and for which one model is the most popular.
     pause_s: float = 8.0
     turn_s: float = 20.0
     seed: int = 1
@@ -64,13 +64,13 @@ QUICK = Plan(seconds=40.0, pause_s=1.0, turn_s=5.0)
 
 @dataclass(frozen=True)
 class Held:
-    """What the gateway holds at a moment."""
+    """Resources of the gateway at a moment."""
 
     at: float
-    #: of what would go with them (USS), 10^6 bytes
+    # : Unique memory (USS), 10^6 bytes.
     megabytes: float
     files: int
-    #: CPU time so far, in seconds
+    # : CPU time so far, in seconds.
     cpu_s: float
 
     @classmethod
@@ -82,13 +82,13 @@ class Held:
 
 @dataclass
 class Course:
-    """What happened."""
+    """The events and figures of the run."""
 
     begin: float
     held: list[Held] = field(default_factory=list)
-    #: (when, what happens, to whom)
+    # : (time, event, worker)
     events: list[tuple[float, str, str]] = field(default_factory=list)
-    #: times that a model's requests went elsewhere, as far as was looked
+    # : Changes of a model's worker, as far as observed.
     moves: int = 0
     repacks: Mapping[str, int] = field(default_factory=dict)
     end: float = 0.0
@@ -102,7 +102,7 @@ class Soak:
 
 
 def soak(plan: Plan) -> Soak:
-    """Raises BenchFailed, ServerFailed."""
+    """Run the soak. Raises BenchFailed, ServerFailed."""
     repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
     file = WORK / "gateway-soak.yaml"
     env = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(_FITTING * workers.MODEL_BYTES)}
@@ -127,7 +127,7 @@ def soak(plan: Plan) -> Soak:
 
 
 class _Director:
-    """Has workers come and go."""
+    """Lets workers come and go."""
 
     def __init__(self, plan: Plan, running: Gateway, everyone: Sequence[Worker], file: Path) -> None:
         self._plan = plan
@@ -140,7 +140,7 @@ class _Director:
         self._course = Course(time.monotonic())
 
     def run(self) -> Course:
-        """For as long as the plan says, a little less than which the load lasts, too."""
+        """Run as long as the plan says, a little shorter than the load."""
         course = self._course
         end = course.begin + self._plan.seconds
         self._look()
@@ -158,7 +158,7 @@ class _Director:
         return course
 
     def _endings(self) -> Any:
-        """All kinds in each three, in random order."""
+        """Return all kinds of events, each three times, in random order."""
         while True:
             yield from self._random.sample((LEAVE, STOP, KILL), 3)
 
@@ -186,7 +186,7 @@ class _Director:
         write_workers(self._file, [worker.entry() for worker in self._listed])
 
     def _until_idle(self, worker: Worker) -> None:
-        """Until the gateway does not know it any more, and its runtime has answered all."""
+        """Wait until the gateway has dropped it, and its runtime has answered all."""
         self._gateway.wait_alive({other.name for other in self._listed})
         time.sleep(1.0)
 
@@ -216,7 +216,7 @@ class _Director:
 
 
 def report(found: Soak) -> list[str]:
-    """For people."""
+    """Return lines for people."""
     requests, course = found.requests, found.course
     failed = requests.failed()
     lasted = course.end - course.begin
@@ -237,7 +237,7 @@ def report(found: Soak) -> list[str]:
 
 
 def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
-    """Failures by the kind of the last event before, and code."""
+    """Return the failures by the kind of the last event before, and code."""
     starts = [course.begin + since for since, _, _ in course.events]
     blamed: Counter[tuple[str, str]] = Counter()
     for ended, code in zip(requests.ended, requests.code, strict=True):
@@ -271,7 +271,7 @@ def _minutes(requests: Requests, course: Course) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when it went through and no answer was wrong."""
+    """Return the exit status: 0 if it completed and no answer was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, metavar="S", help=f"({Plan().seconds:.0f})")
     parser.add_argument("--seed", type=int, default=1, metavar="N")

@@ -1,4 +1,4 @@
-"""What is measured: workers, and the ways by which a request gets to them, each a process of its own."""
+"""The workers and the ways by which a request reaches them, each a process of its own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.bench.load import BenchFailed
 from tests.bench.places import ROOT, WORK
 
 DIRECT, BARE, GATEWAY = "direct", "bare", "gateway"
-#: roles of processes: what passes requests on, and what answers them
+# : Roles of processes: those that pass requests on, and those that answer them.
 PASSING, WORKERS = "passing", "workers"
-#: seconds until a gateway takes requests, or sees what it should
+# : Seconds until a gateway accepts requests, or sees a change.
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """How requests get to the workers: HOST:PORT to ask, and process id -> role of what is between."""
+    """A way of requests to the workers: HOST:PORT to ask, and process id -> role of the processes between."""
 
     name: str
     url: str
@@ -60,11 +60,11 @@ class Gateway:
         return found
 
     def alive(self) -> set[str]:
-        """The workers that it can send requests to."""
+        """Return the workers to which it can send requests."""
         return {worker.name for worker in self.status().workers if worker.alive}
 
     def wait_alive(self, workers: set[str]) -> None:
-        """Returns when it knows these workers, and no others, to be alive. Raises BenchFailed."""
+        """Wait until it knows exactly these workers to be alive. Raises BenchFailed."""
         until = time.monotonic() + _PATIENCE
         while (found := self.alive()) != workers:
             if time.monotonic() > until:
@@ -89,7 +89,7 @@ class Gateway:
 
 @contextmanager
 def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
-    """Ready in front of the workers, for the length of the block. `settings` are of the section gateway."""
+    """Yield a ready one in front of the workers. `settings` are of the section gateway."""
     ports = free_ports(3)
     config, log = WORK / "gateway.yaml", WORK / "gateway.log"
     section = dict(
@@ -107,7 +107,7 @@ def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
 
 @contextmanager
 def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
-    """The least that a proxy in Python can be."""
+    """Run a minimal proxy in Python."""
     (port,) = free_ports(1)
     url = f"{LOOPBACK}:{port}"
     command = [sys.executable, "-m", "tests.bench.gateway.bare", url]
@@ -120,7 +120,7 @@ def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
 
 @contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """It ends with the block, and with us, however we end."""
+    """Run a process that ends with the block, and with this process in any case."""
     bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
     with log.open("wb") as output:
         process = subprocess.Popen([*bound, *command], cwd=ROOT, stdout=output, stderr=output)
@@ -136,7 +136,7 @@ def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def entry(name: str, server: TritonServer) -> dict[str, Any]:
-    """A server as gateway.workers has it, with its control service."""
+    """Return a server as gateway.workers has it, with its control service."""
     return {
         "name": name,
         "host": LOOPBACK,
@@ -148,7 +148,7 @@ def entry(name: str, server: TritonServer) -> dict[str, Any]:
 
 
 def write_workers(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """At once, as whoever watches the file wants it."""
+    """Write the file atomically, as its readers need it."""
     aside = file.with_suffix(".new")
     with aside.open("w") as out:
         YAML(typ="safe").dump([dict(one) for one in entries], out)

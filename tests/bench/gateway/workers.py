@@ -1,4 +1,4 @@
-"""Workers that come and go: tritonservers that keep their name and their ports when they are started again."""
+"""Workers that come and go: tritonservers that keep their name and their ports over restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.bench.crowd import Questions
 from tests.bench.gateway.stage import entry
 from tests.bench.places import ROOT, WORK
 
-#: bytes of each model's weights
+# : Bytes of each model's weights.
 MODEL_BYTES = 2**20
-#: questions that each model is asked, over and over in random order
+# : Questions for each model, asked repeatedly in random order.
 _QUESTIONS = 16
 
 
 class Worker:
-    """As a context manager it starts, and always ends, whatever became of it meanwhile."""
+    """As a context manager it starts, and always ends."""
 
     def __init__(self, name: str, repository: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Worker:
         return self._server is not None and self._server.process.poll() is None
 
     def start(self) -> None:
-        """Returns when it is ready."""
+        """Start it, and wait until it is ready."""
         http, grpc, metrics = self._ports
         self._server = TritonServer(
             self._repository,
@@ -57,15 +57,15 @@ class Worker:
         self._server.start().wait_ready(timeout=300)
 
     def terminate(self) -> None:
-        """SIGTERM, and all that follows from it."""
+        """Send SIGTERM, with its consequences."""
         self.server.terminate()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone. What it has started follows by itself."""
+        """Send SIGKILL, and wait for its end. Its children follow by themselves."""
         self.server.kill()
 
     def entry(self) -> dict[str, Any]:
-        """As gateway.workers has it; of one that has ended, as it was."""
+        """Return its entry in gateway.workers; of an ended one, the last entry."""
         return entry(self.name, self.server)
 
     def __enter__(self) -> Self:
@@ -80,12 +80,12 @@ class Worker:
 
 
 def repository(models: int) -> Path:
-    """A model repository with so many small chains."""
+    """Return a model repository with so many small chains."""
     return chains.repository(models, MODEL_BYTES)
 
 
 def questions(models: int) -> Path:
-    """The file with what each of them is asked, and the right answers."""
+    """Return the file of questions and right answers."""
     rng = np.random.default_rng(1)
     layers = chains.layers_of(MODEL_BYTES)
     sent = {

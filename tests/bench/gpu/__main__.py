@@ -1,4 +1,4 @@
-"""The command line: measure, print tables, write everything as JSON, and fail where something is wrong."""
+"""The command line: measure, print tables, write everything as JSON, and fail on errors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ PARTS = ("transfer", "numerics", "cold", "turns", "traffic")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. Sizes in bytes, times in seconds."""
+    """The amounts to measure. Sizes in bytes, times in seconds."""
 
-    # Below 1 GiB, from where on XLA never stages.
+    # Below 1 GiB, above which XLA never stages.
     transfer_bytes: int = 1_000_000_000
     tensors: Sequence[int] = (1, 300)
     rounds: int = 5
@@ -50,13 +50,13 @@ class Plan:
     matrix: int = 2048
     traffic_models: int = 200
     traffic_bytes: int = 256_000_000
-    #: share of all the models' bytes
+    # : The share of all the models' bytes.
     traffic_budget: float = 0.25
     traffic_seconds: float = 30.0
     traffic_clients: int = 16
 
 
-#: for a machine without a GPU: whether everything works
+# : For a machine without a GPU: whether everything works.
 SMALL = Plan(
     transfer_bytes=4 << 20,
     tensors=(1, 16),
@@ -78,14 +78,14 @@ SMALL = Plan(
 class Results:
     machine: dict[str, str]
     rates: list[Rate] = field(default_factory=list)
-    #: whether jax computes with memory that its allocator does not know
+    # : Whether jax computes with memory that its allocator does not know.
     imported: str = ""
     scratch: Scratch | None = None
     products: list[numerics.Product] = field(default_factory=list)
     cold: list[Cold] = field(default_factory=list)
     turns: list[Turns] = field(default_factory=list)
     traffic: Traffic | None = None
-    #: what must hold on any machine, and does not
+    # : The violations of what must hold on any machine.
     wrong: list[str] = field(default_factory=list)
 
     def rate(self, way: str, tensors: int) -> float:
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
 
-    # As the runtime's own process has it.
+    # As in the runtime's own process.
     sys.setswitchinterval(0.0005)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rsrv-gpu-", dir=options.directory) as directory:
@@ -152,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(device: JaxDevice, plan: Plan, parts: Sequence[str], directory: Path, results: Results) -> None:
-    """Fills in the results, printing each table when it is there."""
-    # First of all: the allocator's peak never falls.
+    """Fill in the results, and print each table when it is complete."""
+    # First of all, because the allocator's peak never falls.
     results.scratch = transfer.measure_scratch(device, plan.scratch_elements)
     print(f"one execution's scratch: {results.scratch.said} bytes by analysis, {results.scratch.seen} seen\n")
     for tensors in plan.tensors:
@@ -190,7 +190,7 @@ def measure(device: JaxDevice, plan: Plan, parts: Sequence[str], directory: Path
 
 
 def check(results: Results, device: JaxDevice, on_gpu: bool) -> None:
-    """What must hold on any machine. That answers were right, the measurements themselves have checked."""
+    """Check what must hold on any machine. The measurements themselves have checked the answers."""
     wrong = results.wrong
     if left := [array.shape for array in jax.live_arrays() if array.size > 1024]:
         wrong.append(f"arrays are left on the device: {left[:5]}")
@@ -220,7 +220,7 @@ def check(results: Results, device: JaxDevice, on_gpu: bool) -> None:
 
 
 def make_targets(results: Results, plan: Plan) -> list[Target]:
-    """What is wanted of a GPU: reported, not demanded."""
+    """Return the targets for a GPU, which are reported and not required."""
     targets = []
     for tensors in plan.tensors:
         limit = results.rate(LIMIT, tensors)

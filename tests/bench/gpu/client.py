@@ -1,4 +1,4 @@
-"""A runtime in this process, as its own loop and scheduler run it on a real device, and its clients."""
+"""A runtime in this process, with its own loop and scheduler on a real device, and its clients."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rsrv.wire.paths import SOCKET, make_private, runtime_directory
 from rsrv.wire.socket import connect, listen, read_status
 from tests.bench.gpu.models import Model
 
-#: seconds that an answer may take
+# : The longest time of an answer, in seconds.
 _TIMEOUT = 120.0
 
 
 class Wrong(Exception):
-    """An answer that is not the model's, or none."""
+    """An answer that is wrong or missing."""
 
 
 class Client:
-    """One model over one connection. One thread at a time may ask."""
+    """One model over one connection, for one thread at a time."""
 
     def __init__(self, socket: Path, model: Model) -> None:
         self.model = model
@@ -44,7 +44,7 @@ class Client:
         )
 
     def ask(self, x: np.ndarray[Any, Any]) -> float:
-        """Seconds until the answer was there. Raises Wrong if it is not the right one."""
+        """Return the seconds until the answer. Raises Wrong if it is not the right one."""
         started = time.perf_counter()
         slab, variant = self._slab, self._variant
         input, output = variant.inputs.tensors[0], variant.outputs.tensors[0]
@@ -67,7 +67,7 @@ class Client:
 
 @contextmanager
 def serving(device: Device, settings: Settings, models: Sequence[Model]) -> Iterator[list[Client]]:
-    """A runtime with these models, registered one after the other. Finds its directory as a tritonserver's does."""
+    """Serve these models, registered in turn. The runtime finds its directory as a tritonserver's does."""
     directory = runtime_directory(os.getpid(), "0")
     make_private(directory)
     socket = directory / SOCKET
@@ -91,7 +91,7 @@ def serving(device: Device, settings: Settings, models: Sequence[Model]) -> Iter
 
 
 def _until_nothing_is_left(seconds: float = 30) -> None:
-    """Every model has left: its weights are freed, or the next part would find the device full."""
+    """Wait until every model's weights are freed, as the next part would otherwise find the device full."""
     end = time.monotonic() + seconds
     while (status := read_status(os.getpid()))["models"] or status["memory"]["device"]["held_bytes"]:
         if time.monotonic() > end:
@@ -100,6 +100,6 @@ def _until_nothing_is_left(seconds: float = 30) -> None:
 
 
 def counts() -> tuple[int, int]:
-    """Requests answered and weights loaded so far, over all models of the runtime."""
+    """Return the requests answered and the weights loaded so far, over all models of the runtime."""
     models = read_status(os.getpid())["models"].values()
     return sum(m["outcomes"].get("answered", 0) for m in models), sum(m["loads"] for m in models)

@@ -1,8 +1,8 @@
-"""Bundles with as many bytes of weights as wanted, that cost next to nothing to make and whose answers are known.
+"""Bundles with any number of bytes of weights, cheap to make and with known answers.
 
-The weights are zeros but for the first and the last element of each tensor, and lie in files with holes: two models
-share no tensor, a tensor that came in part or in another's place changes the answer, and the disk holds little.
-All arithmetic is on small integers and therefore exact.
+The weights are zeros except for the first and the last element of each tensor, in sparse files: two models share no
+tensor, a partial or misplaced tensor changes the answer, and the files take little disk. All arithmetic is on small
+integers and therefore exact.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import numpy as np
 from rsrv_bundle.export import export_bundle
 from tests.unit.bundle.forge import seal
 
-#: elements of a model's input
+# : Elements of a model's input.
 WIDTH = 4
 _WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What models have in common, so that they share one compilation. `steps` matrix products take time."""
+    """The common shape of models, so that they share one compilation. `steps` matrix products take time."""
 
     nbytes: int
     tensors: int = 8
     steps: int = 0
-    #: rows and columns of those matrices
+    # : Rows and columns of those matrices.
     matrix: int = 128
 
     @property
     def elements(self) -> list[int]:
-        """Of each tensor, f32."""
+        """Elements of each tensor, f32."""
         each, rest = divmod(self.nbytes // 4, self.tensors)
         return [each + (i < rest) for i in range(self.tensors)]
 
@@ -49,7 +49,7 @@ class Model:
     name: str
     path: Path
     nbytes: int
-    #: what is added to its input
+    # Return the sum that is added to its input.
     constant: float
 
     def answer(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -57,10 +57,10 @@ class Model:
 
 
 def make_models(directory: Path, shape: Shape, names: Sequence[str]) -> list[Model]:
-    """Bundles at `directory`/name. Different names give different weights, also for different shapes."""
+    """Make bundles at `directory`/name. Different names give different weights, also for different shapes."""
     template = directory / "template"
     params = {f"{i:04}": np.zeros(n, np.float32) for i, n in enumerate(shape.elements)}
-    # Lowered for a CPU, it runs on a GPU as well; there, the exporter's own check of the numerics is left out.
+    # Lowered for a CPU, it also runs on a GPU, where the exporter's own check of the numerics is skipped.
     export_bundle(
         lambda params, x: {"y": _function(shape, params, x)},
         params,
@@ -77,18 +77,18 @@ def _function(shape: Shape, params: Mapping[str, Any], x: Any) -> Any:
     total = sum(_factor(i) * params[name].sum() for i, name in enumerate(sorted(params)))
     if shape.steps:
         start = jnp.full((shape.matrix, shape.matrix), 1e-3, jnp.float32) + x[0, 0] * 1e-9
-        # Never so, which no compiler knows.
+        # Never true, which no compiler knows.
         total += jnp.where(spend(shape.steps, start).sum() > 1e30, 1.0, 0.0)
     return x + total
 
 
 def spend(steps: int, start: Any) -> Any:
-    """Matrix products, one after the other."""
+    """Compute matrix products in sequence."""
     return jax.lax.fori_loop(0, steps, lambda _, m: jnp.tanh(m @ m), start)
 
 
 def _factor(tensor: int) -> int:
-    """So that tensors in each other's place are noticed."""
+    """Return a factor by which exchanged tensors are noticed."""
     return tensor % 7 + 1
 
 

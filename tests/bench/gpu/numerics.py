@@ -1,6 +1,6 @@
-"""How the device multiplies f32: what each treatment of a module comes to, by the runtime's own probe.
+"""How the device multiplies f32 after each treatment of a module, by the runtime's own probe.
 
-Not run on a GPU yet (docs/exporting.md): what it finds there may say that the check is wrong, and not the device.
+Not yet run on a GPU (docs/exporting.md): a failure there may be the check's fault, and not the device's.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rsrv.settings import Numerics
 from rsrv_bundle.modules import signature_of
 from rsrv_bundle.precision import Treatment, treat
 
-#: of the probe's matrices
+# : Of the probe's matrices.
 _SIDE = 512
-#: said outright: the process has another default with runtime.numerics: f32
+# : Stated explicitly, because with runtime.numerics: f32 the process has another default.
 _DEFAULT = jax.lax.Precision.DEFAULT
 
 
 @dataclass(frozen=True)
 class Product:
-    """How a module was computed after a treatment."""
+    """The result of a module after a treatment."""
 
     module: str
     treatment: Treatment
-    #: what is in it then
+    # : Its precision then.
     precision: str
     computes: Computes
 
@@ -46,7 +46,7 @@ def _tf32(x: Any, y: Any) -> Any:
 
 
 def _convolution(x: Any, y: Any) -> Any:
-    """Of images of one pixel and 512 channels, which is the same product, by another library."""
+    """Return a convolution of images of one pixel and 512 channels: the same product, by another library."""
     images, kernel = x.reshape(_SIDE, 1, 1, _SIDE), y.reshape(1, 1, _SIDE, _SIDE)
     found = jax.lax.conv_general_dilated(
         images,
@@ -82,7 +82,7 @@ def measure(device: Device) -> list[Product]:
 
 
 def check(device: Device, numerics: Numerics, products: list[Product]) -> list[str]:
-    """What must hold on any device, and does not."""
+    """Return the violations of what must hold on any device."""
     wrong = [
         f"{one.module}: in {one.computes} although it is pinned"
         for one in _of(products, "pin")
@@ -99,7 +99,7 @@ def check(device: Device, numerics: Numerics, products: list[Product]) -> list[s
     }
     if found is not None and kept != {found}:
         wrong.append(f"the probe says {found}, a model's product is in {kept}")
-    # With f32 the libraries are told not to use it, whatever they are asked for.
+    # With f32 the libraries are told not to use it, for any request.
     if device.hardware.has_tf32 and numerics != "f32":
         wrong += [
             f"{one.module}: in {one.computes}"

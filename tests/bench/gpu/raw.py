@@ -1,7 +1,7 @@
-"""Without jax's client: copies of the driver's own to memory of its own, and jax arrays around that memory.
+"""Without jax's client: the driver's own copies to its own memory, and jax arrays around that memory.
 
-The copies are the limit that the product's way is measured against. The arrays say whether another way is open:
-weights in memory that XLA's allocator knows nothing of, whose transfers need not wait for executions.
+The copies are the limit for the product's way. The arrays show whether another way is possible: weights in memory that
+XLA's allocator does not know, whose transfers need not wait for executions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, CUDA, Around
 from rsrv.runtime.device import Array
 
-#: bytes; where tensors may start in memory that XLA is given
+# : Alignment in bytes of tensors in memory that XLA is given.
 _ALIGNMENT = 256
-_STREAM_NON_BLOCKING = 1  # waits for no other stream
+_STREAM_NON_BLOCKING = 1  # Waits for no other stream.
 
 
 class Raw(Protocol):
@@ -32,11 +32,11 @@ class Raw(Protocol):
     addresses: list[int]
 
     def copy(self) -> float:
-        """Bring all arrays there; the seconds that it took."""
+        """Copy all arrays there, and return the seconds."""
 
 
 class _Memcpy:
-    """On a CPU: to memory that is there already."""
+    """On a CPU: to memory that exists already."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = arrays
@@ -81,7 +81,7 @@ class _Copies:
 
 @contextmanager
 def raw(arrays: Sequence[Array]) -> Iterator[Raw]:
-    """For jax's first device. One thread may use it."""
+    """Return the copier for jax's first device, for one thread."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         yield _Memcpy(arrays)
@@ -96,7 +96,7 @@ def raw(arrays: Sequence[Array]) -> Iterator[Raw]:
 
 
 def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Offsets one behind the other, and the bytes of all."""
+    """Return successive offsets, and the bytes of all."""
     places, at = [], 0
     for array in arrays:
         places.append(at)
@@ -105,7 +105,7 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
 
 
 def computes_with(memory: Raw, arrays: Sequence[Array]) -> str:
-    """Whether an executable gives the right answer on arrays around the memory: "yes", or what jax says."""
+    """Return whether an executable gives the right answer on arrays around the memory: "yes", or jax's error."""
     memory.copy()
     function = jax.jit(lambda *tensors: [tensor.astype(np.uint64).sum() for tensor in tensors])
     try:

@@ -11,7 +11,7 @@ from tests.bench.report import table
 
 
 def rates_table(rates: Sequence[Rate]) -> str:
-    """One line for each way; the share is of the limit for the same tensors, medians both."""
+    """Return one line for each way; the share is of the limit for the same tensors, both as medians."""
     limits = {rate.tensors: rate.median for rate in rates if rate.way == LIMIT}
     rows = [
         [

@@ -42,7 +42,7 @@ class Cold:
 def measure_cold(
     device: JaxDevice, directory: Path, sizes: Sequence[int], rounds: int, limit: float
 ) -> list[Cold]:
-    """Each size's model is evicted by one that fills the budget, and asked again. Medians over the rounds."""
+    """Measure each size after its eviction by a model that fills the budget. Medians over the rounds."""
     ascending = sorted(sizes)
     models: list[Model] = []
     for size in ascending:
@@ -66,7 +66,7 @@ def measure_cold(
 
 
 def steps_for(seconds: float, matrix: int) -> int:
-    """How many matrix products, at least 1, make an execution take so long on jax's device."""
+    """Return how many matrix products, at least 1, make an execution take so long on jax's device."""
     struct: Any = jax.ShapeDtypeStruct
     times = []
     for steps in (64, 128):
@@ -84,7 +84,7 @@ def steps_for(seconds: float, matrix: int) -> int:
 
 @dataclass(frozen=True)
 class Turns:
-    """Models that ask for the device in turns, of which `fit` fit at a time."""
+    """Models that use the device in turns, of which `fit` fit at a time."""
 
     models: int
     fit: int
@@ -96,19 +96,19 @@ class Turns:
 
     @property
     def overlapped(self) -> float:
-        """Calls per second if every call loads, beside the execution before it."""
+        """Return the calls per second if every call loads, beside the execution before it."""
         return 1 / max(self.compute_s, self.transfer_s)
 
     @property
     def serial(self) -> float:
-        """The same, one after the other: all that is possible where only one fits."""
+        """Return the same without overlap, the only possibility in room for one."""
         return 1 / (self.compute_s + self.transfer_s)
 
 
 def measure_turns(
     device: JaxDevice, directory: Path, shape: Shape, models: int, fit: int, seconds: float, limit: float
 ) -> Turns:
-    """Every model always has one request under way."""
+    """Measure with one request of every model always in flight."""
     made = make_models(directory, shape, [f"turns{fit}{chr(ord('a') + i)}" for i in range(models)])
     budget = shape.nbytes * fit + shape.nbytes // 2
     with serving(device, settings_for(budget), made) as clients:
@@ -131,7 +131,7 @@ def measure_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Many models under Zipf traffic of as many requests at a time as there are `clients`."""
+    """Many models under Zipf traffic with `clients` requests at a time."""
 
     models: int
     nbytes: int
@@ -155,14 +155,14 @@ def measure_traffic(
     clients: int = 16,
     exponent: float = 1.0,
 ) -> Traffic:
-    """A request's model is drawn with a probability of rank^-exponent. A hit: no load was needed for it."""
+    """Draw a request's model with a probability of rank^-exponent. A hit needed no load."""
     made: list[Model] = make_models(directory, shape, [f"many{i:03}" for i in range(models)])
     weights = np.arange(1, models + 1, dtype=float) ** -exponent
     weights /= weights.sum()
     starting = time.perf_counter()
     with serving(device, settings_for(budget), made) as all_clients:
         register_s = time.perf_counter() - starting
-        # Until the popular ones are there.
+        # Until the popular ones are resident.
         _run(all_clients, clients, seconds / 4, lambda _, rng: int(rng.choice(models, p=weights)))
         before = counts()
         started = time.perf_counter()
@@ -190,7 +190,7 @@ def _run(
     seconds: float,
     choose: Callable[[int, np.random.Generator], int],
 ) -> list[float]:
-    """So many threads ask, one request after the other; the seconds that each took. Raises what they raise."""
+    """Run so many threads of successive requests; return the seconds of each. Raises their errors."""
     end = time.perf_counter() + seconds
     took: list[float] = []
     failures: list[Exception] = []

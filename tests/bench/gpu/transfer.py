@@ -1,4 +1,4 @@
-"""From the host to the device, without a runtime: how fast the product's way is beside the fastest that there is."""
+"""From the host to the device, without a runtime: the speed of the product's way beside the fastest one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rsrv.runtime.device import Array, Device, Executable
 from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.raw import computes_with, raw
 
-#: the ways, in the order of the table
+# : The ways, in the order of the table.
 LIMIT, LOCKED, PAGEABLE, PINNED = "limit", "page-locked", "pageable", "pinned_host"
 BUSY, LIMIT_BUSY = "page-locked, busy", "limit, busy"
 
@@ -35,15 +35,15 @@ class Rate:
 
 
 def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> tuple[list[Rate], str]:
-    """Every way with the same `nbytes` in so many tensors; and whether jax computes with memory that is not its own.
+    """Measure every way with the same `nbytes` in so many tensors, and whether jax computes with foreign memory.
 
-    Raises AssertionError if something arrives wrong.
+    Raises AssertionError if a tensor arrives wrong.
     """
     memory = aligned_copy(np.arange(nbytes // 4, dtype=np.uint32))
     arrays = _slices(memory, tensors)
 
     def rate(way: str, move: Callable[[], float]) -> Rate:
-        move()  # the first one allocates
+        move()  # The first one allocates.
         seconds = [move() for _ in range(rounds)]
         total = sum(array.nbytes for array in arrays)
         return Rate(way, tensors, nbytes, total / min(seconds), total / median(seconds))
@@ -78,7 +78,7 @@ def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> tuple[
 
 
 def _slices(memory: Array, tensors: int) -> list[Array]:
-    """Equal parts at multiples of 64 bytes, as weights lie in the host tier."""
+    """Return equal parts at multiples of 64 bytes, as weights lie in the host tier."""
     step = len(memory) // tensors // 16 * 16
     return [memory[i * step : (i + 1) * step] for i in range(tensors)]
 
@@ -92,7 +92,7 @@ def _check(device: Device, arrays: Sequence[Array]) -> None:
 
 @contextmanager
 def _executing(device: JaxDevice) -> Iterator[None]:
-    """Meanwhile the device has two executions at a time, one behind the other, of some milliseconds each."""
+    """Keep two executions of some milliseconds on the device at a time."""
     size = 128 if jax.devices()[0].platform == "cpu" else 4096
 
     def compute(m: Any) -> Any:
@@ -121,7 +121,7 @@ def _executing(device: JaxDevice) -> Iterator[None]:
 
 
 def _pinned(arrays: Sequence[Array]) -> Callable[[], float]:
-    """jax's own page-locked memory, for comparison: a copy of the weights that only jax can hold."""
+    """Return jax's own page-locked memory, for comparison: a copy of the weights that only jax can hold."""
     device = jax.devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     sources = jax.block_until_ready([jax.device_put(array, sharding) for array in arrays])
@@ -140,16 +140,16 @@ def _pinned(arrays: Sequence[Array]) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What an execution takes beside its weights: as the compiler says, and by how much the peak rose (None: unknown)."""
+    """Memory of an execution beside its weights: by the compiler, and by the rise of the peak (None: unknown)."""
 
     said: int
     seen: int | None
 
 
 def measure_scratch(device: JaxDevice, elements: int) -> Scratch:
-    """Of a program with intermediates as large as its input, which the compiler cannot do without.
+    """Measure a program with intermediates as large as its input, which the compiler cannot remove.
 
-    Only the first such measurement in a process means something, for the allocator's peak never falls.
+    Only the first such measurement in a process is valid, because the allocator's peak never falls.
     """
 
     def compute(w: Any, x: Any) -> tuple[Any, ...]:
@@ -172,13 +172,13 @@ def measure_scratch(device: JaxDevice, elements: int) -> Scratch:
 
 
 def _figure(name: str) -> int | None:
-    """Of jax's allocator."""
+    """Return a figure of jax's allocator."""
     figures = jax.devices()[0].memory_stats() or {}
     figure: int | None = figures.get(name)
     return figure
 
 
 def describe() -> dict[str, str]:
-    """The device and the software that was measured."""
+    """Return the measured device and software."""
     device = jax.devices()[0]
     return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}

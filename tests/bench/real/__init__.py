@@ -1,1 +1,1 @@
-"""The real models of bundles/examples: what exporting costs, how exact it is, and what they serve (docs/benchmark.md)."""
+"""The real models of bundles/examples: export time, exactness and serving rate (docs/benchmark.md)."""

@@ -1,4 +1,4 @@
-"""Which models are measured, and what is sent to them. Imports neither jax nor torch: this is also the client."""
+"""The measured models and their requests. Imports neither jax nor torch, because this is also the client."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SENTENCES = (
 class Case:
     """A line of the table."""
 
-    #: what clients ask
+    # : The model that clients ask.
     model: str
     source: str
-    #: what a request has many of
+    # : The unit of a request.
     unit: str
-    #: all that belong to it
+    # : All models that belong to it.
     bundles: tuple[str, ...]
-    #: rows -> a request
+    # : Rows -> a request.
     inputs: Callable[[int], Arrays]
-    #: rows in the larger of the two requests
+    # : Rows in the larger of the two requests.
     most: int = 32
 
     @property
     def title(self) -> str:
-        """As in the table."""
+        """Return the title in the table."""
         return self.model if len(self.bundles) == 1 else f"{self.model} ({len(self.bundles)} bundles)"
 
 
@@ -52,7 +52,7 @@ def _noise(*shape: int, dtype: Any = np.float32) -> Array:
 
 
 def _files(rows: int) -> Arrays:
-    """JPEG files of 160 x 120 pixels."""
+    """Return JPEG files of 160 x 120 pixels."""
     rng = np.random.default_rng(0)
     files = []
     for _ in range(rows):

@@ -2,7 +2,7 @@
 
     python -m tests.bench.real.direct eager|compiled MODEL FOLDER ROWS...
 
-Prints for which of these numbers of rows in a call there is such a thing. For each line `ROWS SECONDS` that it reads then, it
+It prints which of these numbers of rows in a call are possible. For each line `ROWS SECONDS` of its input, it then
 calls for so long, and prints the rate.
 """
 
@@ -24,7 +24,7 @@ Run = Callable[[], Any]
 
 
 def eager(name: str, folder: Path, request: Arrays) -> Run | None:
-    """The same architecture in PyTorch, all cores, from what clients send to what they get."""
+    """Return the same architecture in PyTorch on all cores, from the client's input to its output."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -106,7 +106,7 @@ def _bert(folder: Path, request: Arrays) -> Run:
 
 
 def compiled(name: str, folder: Path, request: Arrays) -> Run | None:
-    """The bundle's module and hooks in this process, without anything that batches, schedules or sends."""
+    """Return the bundle's module and hooks in this process, without batching, scheduling or sending."""
     from tests.examples.built import Model
 
     model = Model(folder / name)
@@ -118,7 +118,7 @@ def compiled(name: str, folder: Path, request: Arrays) -> Run | None:
 
 
 def rate(run: Run, rows: int, seconds: float) -> float:
-    """Rows per second, one call after the other, after one that does not count."""
+    """Return rows per second of successive calls, after a first one that does not count."""
     run()
     calls, started = 0, time.perf_counter()
     while (passed := time.perf_counter() - started) < seconds:
@@ -128,7 +128,7 @@ def rate(run: Run, rows: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Prints the rates that it is asked for."""
+    """Print the requested rates."""
     how, name, folder, *sizes = sys.argv[1:]
     start = {"eager": eager, "compiled": compiled}[how]
     runs = {rows: start(name, Path(folder), CASES[name].inputs(rows)) for rows in map(int, sizes)}

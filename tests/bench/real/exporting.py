@@ -1,8 +1,8 @@
-"""Exports the bundles of a model into a folder, and prints how long that took: a process of its own for each model.
+"""Export the bundles of a model into a folder, and print the seconds: a process of its own for each model.
 
     python -m tests.bench.real.exporting MODEL FOLDER
 
-Seconds count from a loaded and trained model to a checked bundle; imports, fetching and training are not in them.
+Seconds count from a loaded and trained model to a checked bundle, without imports, fetching and training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.fno import network as fno_network
 from examples.unet import network as unet_network
 from tests.bench.real.cases import CASES
 
-#: By the first word of a model's name: what comes before exporting.
+# : By the first word of a model's name: the steps before exporting.
 PREPARE: Mapping[str, Callable[[], object]] = {
     "detector": detector_training.trained,
     "family": family_maker.trained,
@@ -35,7 +35,7 @@ _FOLDERS = ("family", "fno", "resnet18", "unet", "vit")
 
 
 def main() -> None:
-    """Prints the seconds."""
+    """Print the seconds."""
     name, folder = sys.argv[1:]
     word = name.partition("_")[0]
     with contextlib.redirect_stdout(sys.stderr):

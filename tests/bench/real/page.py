@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: rows of a request -> rows per second, of each round; nothing where there is no such thing
+# : Rows of a request -> rows per second, of each round; empty if impossible.
 Rates = Mapping[int, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """What was measured of a model."""
+    """The measurements of a model."""
 
     title: str
     source: str
     unit: str
     export_seconds: float
     bundle_bytes: int
-    #: compiled size -> the largest error of any output and variant, relative to the output's largest magnitude
+    # : Compiled size -> the largest error of any output and variant, relative to the output's largest magnitude.
     errors: Mapping[int, float]
     served: Rates
     eager: Rates
@@ -27,7 +27,7 @@ class Line:
 
 
 def exported(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
-    """What exporting costs, and how exact it is."""
+    """Return the table of export time and exactness."""
     yield ("model", "written in", "export, s", "bundle, MB", "largest error, by batch size")
     for line in lines:
         errors = ", ".join(f"{size}: {_error(value)}" for size, value in sorted(line.errors.items()))
@@ -41,7 +41,7 @@ def exported(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
 
 
 def served(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
-    """Rows per second, at both sizes of requests: one line for each."""
+    """Return rows per second at both sizes of requests, a line for each."""
     yield (
         "model",
         "in a request",
@@ -70,7 +70,7 @@ def _error(value: float) -> str:
 
 
 def _rate(rates: Sequence[float]) -> str:
-    """The median."""
+    """Return the median."""
     if not rates:
         return "—"
     value = median(rates)
@@ -78,7 +78,7 @@ def _rate(rates: Sequence[float]) -> str:
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> str:
-    """Of the two in each round: the median, the lowest and the highest."""
+    """Return the ratio of the two in each round: the median, the lowest and the highest."""
     if not under:
         return "—"
     ratios = [one / other for one, other in zip(over, under, strict=True)]

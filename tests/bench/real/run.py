@@ -1,7 +1,7 @@
-"""Exports the real models, serves them, and writes the tables of docs/benchmark.md.
+"""Export the real models, serve them, and write the tables of docs/benchmark.md.
 
-Every model is exported in a process of its own, all are served by one tritonserver, and what they are compared with runs in
-processes of its own, too. These take turns, several times, so that what else the machine does falls on all of them.
+Every model is exported in a process of its own, all are served by one tritonserver, and the compared programs run in
+processes of their own, too. These take turns, several times, so that disturbances of the machine affect all of them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tests.e2e.calls import tensors
 PAGE = DOCS / "benchmark.md"
 RESULT = WORK / "models.json"
 FOLDER = WORK / "models"
-#: Requests under way at a time, by whether they have one row or many.
+# : Concurrent requests, by whether they have one row or many.
 IN_FLIGHT = {False: 8, True: 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when everything could be measured."""
+    """Return the exit status: 0 if everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.real", description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (%(default)s)")
@@ -97,7 +97,7 @@ def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
 
 
 def errors(case: Case) -> dict[int, float]:
-    """Compiled size -> the largest error that the export found, of the bundles that have networks."""
+    """Return compiled size -> the largest error that the export found, of the bundles that have networks."""
     found: dict[int, float] = {}
     for name in case.bundles:
         numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
@@ -128,7 +128,7 @@ def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rat
 
 
 def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
-    """Rows per second through Triton over gRPC: a closed loop of a few clients."""
+    """Return rows per second through Triton over gRPC: a closed loop of a few clients."""
     request, clients = case.inputs(rows), IN_FLIGHT[rows > 1]
     start = threading.Barrier(clients + 1)
 
@@ -173,10 +173,10 @@ class Direct:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # the end of its input is its end
+        self._process.communicate()  # It ends with its input.
 
     def rate(self, rows: int, seconds: float) -> float | None:
-        """Rows per second; None where there is no such thing. Raises BenchFailed."""
+        """Return rows per second, or None if impossible. Raises BenchFailed."""
         if rows not in self._there:
             return None
         assert self._process.stdin is not None
@@ -193,7 +193,7 @@ class Direct:
 
 
 def _ask(module: str, *arguments: str) -> str:
-    """What the module prints. Raises BenchFailed with what it said of its failure."""
+    """Return the module's output. Raises BenchFailed with its error."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, capture_output=True, check=False
     )
@@ -203,7 +203,7 @@ def _ask(module: str, *arguments: str) -> str:
 
 
 def machine() -> str:
-    """What the figures depend on; asked before anything is measured, it tells who else wants the cores."""
+    """Return the conditions of the figures; read before measuring, they show other users of the cores."""
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
     )

@@ -1,4 +1,4 @@
-"""Models that were not written in PyTorch, once more in PyTorch, with the weights of their bundles.
+"""Models of other frameworks rewritten in PyTorch, with the weights of their bundles.
 
 Each function takes weights by the bundle's names, and a batch as the bundle takes it.
 """
@@ -19,7 +19,7 @@ Weights = Mapping[str, Tensor]
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """The weights of a bundle, by name."""
+    """Return the weights of a bundle, by name."""
     bundle = read_bundle(folder, digest=False)
     arrays = zip(bundle.weights, load_weights(bundle), strict=True)
     return {weight.name: torch.from_numpy(np.array(array)) for weight, array in arrays}
@@ -66,7 +66,7 @@ def unet(weights: Weights, image: Tensor) -> Tensor:
         return x
 
     def rise(name: str, x: Tensor) -> Tensor:
-        # Equinox keeps the kernel as that of the convolution that it is, PyTorch as that of which it is the transpose.
+        # Equinox stores the kernel of the convolution itself, PyTorch that of the convolution that it transposes.
         kernel = weights[f"{name}/weight"].flip(2, 3).transpose(0, 1)
         return f.conv_transpose2d(x, kernel, weights[f"{name}/bias"].flatten(), stride=2)
 

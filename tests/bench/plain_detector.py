@@ -28,9 +28,9 @@ _EXAMPLES = Path(examples.__file__).parent
 def write(repository: Path, bundles: Path, environment: Path, *, instances: int = 1) -> None:
     """Add `detector` and its two callees to a model repository, replacing existing ones.
 
-    bundles: the folder of the built examples, whose weights these models have, too. environment: a Python environment
-    with jax and numpy for the models that compute (`plain_env.ensure()`). instances: processes of the model that calls;
-    each has one request at a time.
+    bundles: the folder of the built examples, whose weights these models have, too.
+    environment: a Python environment with jax and numpy for the models that compute (`plain_env.ensure()`).
+    instances: processes of the model that calls; each has one request at a time.
     """
     for name, function in STAGES.items():
         bundle = read_bundle(bundles / name, digest=False)

@@ -156,7 +156,7 @@ def test_hooks_of_the_digits_model_classify_unseen_images(
 
 
 def test_64_clients_of_3_models_get_their_own_rows_back(triton: RunningTriton) -> None:
-    """64 concurrent clients, three models, 1 to 8 rows each: every answer is right, whatever it was coalesced with."""
+    """64 concurrent clients of three models, with 1 to 8 rows each, get right answers in any coalescing."""
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -355,7 +355,7 @@ def test_no_rows_at_all_are_refused_where_triton_batches(triton: RunningTriton, 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_tensor_of_256_mebibytes(triton: RunningTriton, protocol: str) -> None:
-    """A quarter of a gibibyte goes in, and the elements that come back are the right ones."""
+    """A quarter of a gibibyte goes in, and the right elements come back."""
     x = np.arange(bundles.LARGE, dtype=np.float32).reshape(1, -1)
     with caller(triton, protocol) as call:
         assert_same(call("large", {"x": x}), {"y": x[:, :: bundles.LARGE_STEP]})

@@ -104,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 @pytest.fixture(scope="module")
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """Such a server with the smallest pool of threads that allows a call."""
+    """A server with the smallest pool of threads that allows a call."""
     folder = tmp_path_factory.mktemp("bls")
     with running_triton(models(folder), folder / "server.log", extra_args=[POOL_OF_TWO]) as running:
         yield running
@@ -131,14 +131,14 @@ def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
 
 
 def test_tensors_of_every_dtype_go_and_come(server: RunningTriton) -> None:
-    """Small, empty and large ones, of any memory layout."""
+    """Tensors of each type, size and memory layout pass unchanged."""
     assert "do not work together" not in server.log_text()
     assert ask(server, dtypes="mirror")["wrong"] == []
 
 
 @pytest.mark.long
 def test_tensors_of_every_dtype_go_and_come_with_numpy_2(start_triton: StartTriton, tmp_path: Path) -> None:
-    """They do, although this Triton does not work with it; the log says so."""
+    """Tensors pass unchanged with a numpy that breaks this Triton, and the log warns of it."""
     repository = models(tmp_path)
     for name in ("one", "two"):
         shutil.rmtree(repository / name)
@@ -170,7 +170,7 @@ def test_more_calls_than_the_pool_allows_take_turns(server: RunningTriton) -> No
 
 
 def test_calls_from_many_requests_at_once(smallest: RunningTriton) -> None:
-    """With the smallest pool: answers of the calling model and its calls share two threads, and none is stuck."""
+    """With the smallest pool, answers of the calling model and its calls share two threads, and all complete."""
 
     def work(_: object, number: int) -> list[bool]:
         answers = []
@@ -189,13 +189,13 @@ def test_calls_from_many_requests_at_once(smallest: RunningTriton) -> None:
 
 
 def release(running: RunningTriton) -> None:
-    """Have `one` answer what it keeps."""
+    """Let `one` answer the requests that it holds."""
     with caller(running) as call:
         call("one", {"what": np.array([TOGETHER], np.int32), "x": np.zeros(1, np.uint8)})
 
 
-def test_a_callee_that_hangs_stops_nobody_else(smallest: RunningTriton) -> None:
-    """Its call ends in time; further calls are refused at once, and made again as soon as it answers."""
+def test_a_callee_that_hangs_stops_no_other_call(smallest: RunningTriton) -> None:
+    """A call of a hanging callee ends in time; further ones are refused at once until the callee answers again."""
     late = ask_one(smallest, what=WAIT, deadline_ms=100)
     assert late["status"] == "DEADLINE"
     queued = ask_one(smallest, model="two", deadline_ms=100)
@@ -211,7 +211,7 @@ def test_a_callee_that_hangs_stops_nobody_else(smallest: RunningTriton) -> None:
 
 
 def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> None:
-    """After the time that no call may exceed, by name of the callee; the model itself goes on answering."""
+    """A call without a deadline ends after the general limit with the callee's name; the model goes on answering."""
     result = ask(server, calls=[{"model": "one", "what": WAIT}, {"model": "two", "what": ECHO}])
     release(server)
 
@@ -222,8 +222,8 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
     assert TIMEOUT <= result["seconds"] < TIMEOUT + 5
 
 
-def test_a_callee_that_dies_is_told_apart_and_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Its process ends: what it had is never answered, what comes later fails; loaded again, it answers."""
+def test_a_callee_that_dies_is_reported_and_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
+    """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
     running = start_triton(models(tmp_path), extra_args=[*EXPLICIT, LEAVE_SOON])
     ask(running, calls=[{"model": "one", "what": WAIT}], wait=False)
     (pid,) = running.stub_pids("one")

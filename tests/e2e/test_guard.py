@@ -165,7 +165,7 @@ def test_a_runtime_killed_while_it_compiles_comes_back(
         wait_until(lambda: works(lambda: check_exact(call)), 60, what="the model to come back")
         print(f"back after {time.monotonic() - started:.1f} s")
     wait_until(lambda: len(read_status(server.pid)["models"]) == 3, 60, what="all models to come back")
-    wait_until(lambda: json.loads((directory / paths.DEATHS).read_text()) == {}, what="nobody to be blamed")
+    wait_until(lambda: json.loads((directory / paths.DEATHS).read_text()) == {}, what="no model to be blamed")
 
 
 def test_a_version_with_other_weights_compiles_nothing(

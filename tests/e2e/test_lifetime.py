@@ -475,7 +475,7 @@ def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., Run
 
 
 def test_all_models_share_one_runtime_and_one_jax(triton: RunningTriton) -> None:
-    """One process of this server has jax in its memory, whatever the number of models."""
+    """One process of this server has jax in its memory, for any number of models."""
     models = triton.server.model_states()
     stubs = triton.stub_pids()
     assert len(stubs) == len(models) > 10

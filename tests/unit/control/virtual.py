@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001  it is for whoever awaits
+        except Exception as error:  # noqa: BLE001  the awaiting code gets it
             future.set_exception(error)
         return future
 

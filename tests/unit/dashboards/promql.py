@@ -126,7 +126,7 @@ def _labels(node: Any) -> set[str]:
 
 def _selected(selector: Any) -> set[str]:
     name = selector.name
-    _require(name in served(), f"nobody serves {name}")
+    _require(name in served(), f"no metric is called {name}")
     there = served()[name] | TARGET
     matchers = selector.matchers.matchers
     asked = {matcher.name: matcher.value for matcher in matchers}

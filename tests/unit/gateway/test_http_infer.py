@@ -129,7 +129,7 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
 @pytest.mark.parametrize("length", ["0", "999999999"])
 @looped
 async def test_what_would_become_large_is_not_unpacked(length: str) -> None:
-    """Of compressed JSON, only the beginning is unpacked, whatever length the client claims."""
+    """Of compressed JSON, only the beginning is unpacked, at any claimed length."""
     body = gzip.compress(bytes(64 << 20), 1)
     headers = {"Content-Encoding": "gzip", "Inference-Header-Content-Length": length}
 

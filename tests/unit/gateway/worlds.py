@@ -41,7 +41,7 @@ class FakePlanner(Planner):
         if self.broken or self.looking:
             raise RuntimeError("no plan")
         with self._looking:
-            assert self.gate.wait(30), "nobody has opened the gate"
+            assert self.gate.wait(30), "the gate was not opened"
             steps, self.steps = self.steps, ()
             return replace(super().look(views, now), steps=steps)
 

@@ -102,7 +102,7 @@ def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[i
         pytest.param(2**22, (1, 8), 8, id="large rows still allow a full batch of a callee"),
         pytest.param(2**22, (), 3, id="no callee, so the limit in bytes"),
         pytest.param(2**25, (), 1, id="one row always fits"),
-        pytest.param(-1, (), EXECUTE_ROWS, id="nobody knows how large rows are"),
+        pytest.param(-1, (), EXECUTE_ROWS, id="rows have no known size"),
     ],
 )
 def test_a_meta_model_takes_the_rows_that_its_callees_take(

@@ -135,7 +135,7 @@ def test_only_the_picture_s_own_scans_are_counted() -> None:
 def test_pictures_have_the_channels_that_are_asked_for(
     stored: Array, grey: list[int], channels: Literal[1, 3]
 ) -> None:
-    """A picture has the requested channels, whatever the file has."""
+    """A picture has the requested channels, for any channels of the file."""
     (found,) = image.decode(as_text([file(stored)]), channels=channels)
     assert (found == np.array(grey)[None, :, None]).all()
     assert found.shape == (1, len(grey), channels)

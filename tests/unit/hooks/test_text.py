@@ -118,7 +118,7 @@ def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["longest_first", "only_first", "only_second"])
 def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str, tmp_path: Path) -> None:
-    """Long texts and pairs are cut to the largest length, whatever cutting the file asks for."""
+    """Long texts and pairs are cut to the largest length, with any truncation settings of the file."""
     made = tokenizer()
     made.enable_truncation(99, strategy=strategy)
     path = tmp_path / "tokenizer.json"

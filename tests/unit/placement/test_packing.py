@@ -104,11 +104,11 @@ def test_any_problem(
     loads = [*drift(loads[1:], random), UnitLoad("new", random.random(), 20)]
     workers = [*workers[1:], WorkerBudget("h", 70)]
     previous = {name: random.sample(placed, len(placed)) for name, placed in first.placed.items()}
-    anew = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
+    unbound = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
     again = pack(loads, workers, previous=previous, hysteresis=hysteresis, forbid_oversubscription=forbid)
     check(loads, workers, again)
-    assert peak(again) <= (1 + hysteresis) * peak(anew) + 1e-6
-    if forbid and not anew.oversubscribed:
+    assert peak(again) <= (1 + hysteresis) * peak(unbound) + 1e-6
+    if forbid and not unbound.oversubscribed:
         assert not again.oversubscribed
 
 
@@ -299,7 +299,7 @@ def test_bytes_that_move(full: float) -> None:
     mean = sum(parts) / len(parts)
     print(
         f"\n{full:.0%} full: {mean:.2%} of the bytes move, at most {max(parts):.1%}; "
-        f"the busiest device is {sum(worse) / len(worse) - 1:.1%} busier than packed anew"
+        f"the busiest device is {sum(worse) / len(worse) - 1:.1%} busier than a new packing"
     )
     assert mean < 0.05
 

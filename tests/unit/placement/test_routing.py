@@ -42,7 +42,7 @@ def test_a_model_without_workers_has_no_choice(mode: Mode) -> None:
 
 
 def test_round_robin_has_a_cursor_for_each_model() -> None:
-    """Each model's requests go to all of its workers in turn, whatever the other models do."""
+    """Each model's requests go to all of its workers in turn, independent of other models."""
     router = Router("round_robin")
     router.update({"a": Routes(ready=WORKERS), "b": Routes(ready=WORKERS[:2])})
 

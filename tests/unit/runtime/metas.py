@@ -206,7 +206,7 @@ class Pause:
 
     def __call__(self) -> None:
         self._reached.release()
-        assert self._go.acquire(timeout=SOON), "nobody said go on"
+        assert self._go.acquire(timeout=SOON), "no test said go on"
 
     def reached(self, times: int = 1) -> None:
         """Wait until so many more threads have stopped here."""

@@ -14,7 +14,7 @@ from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
 
-NOBODY = cast(PeerConnection, None)
+NO_PEER = cast(PeerConnection, None)
 
 BLOCKS = {
     "rows first": Block((Tensor("x", "f32", (-1, 3), 0), Tensor("y", "i16", (-1,), 0))),
@@ -37,7 +37,7 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
         parts.append((count, at, at + nbytes))
         at += 2 * nbytes + aligned(gap)
     segment = np.zeros(max(at, 64), np.uint8)
-    return [RequestSlice(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
+    return [RequestSlice(NO_PEER, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
 
 
 def job(parts: list[RequestSlice], size: int, block: Block) -> Dispatch:
@@ -90,7 +90,7 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
 
 
 def test_requests_of_one_batch_are_one_run() -> None:
-    """Equal requests behind each other are copied at once; others split the run."""
+    """Adjacent equal requests are one run of copies; different ones split it."""
     block = BLOCKS["rows first"]
 
     assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]

@@ -13,7 +13,7 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.runs import Kept, MetaRun
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 from tests.fakes import FakeBuffer, FakeDevice
-from tests.unit.runtime.test_execution import NOBODY, FakeModel
+from tests.unit.runtime.test_execution import NO_PEER, FakeModel
 
 BLOCKS = {
     "rows first": Block((Tensor("x", "f32", (-1, 3), 0), Tensor("u", "i16", (-1,), 0))),
@@ -38,7 +38,7 @@ class World:
         return self.rng.integers(1, 100, tensor.shape(rows)).astype(NUMPY[tensor.dtype])
 
     def plain(self, rows: int) -> RequestSlice:
-        part = RequestSlice(NOBODY, 0, rows, np.zeros(8192, np.uint8), 64, 4096)
+        part = RequestSlice(NO_PEER, 0, rows, np.zeros(8192, np.uint8), 64, 4096)
         values = [self.make(tensor, rows) for tensor in self.block.tensors]
         for index, value in enumerate(values):
             part.source(index, self.block)[...] = value
@@ -60,7 +60,7 @@ class World:
             wanted = self.data.draw(st.booleans())
             targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if wanted else None)
         self.sent.append(values)
-        return CallSlice(NOBODY, 0, rows, cast(MetaRun, None), sources, targets, {})
+        return CallSlice(NO_PEER, 0, rows, cast(MetaRun, None), sources, targets, {})
 
     def keep(self, index: int, tensor: Tensor, rows: int) -> tuple[Kept, Array]:
         size = self.data.draw(st.sampled_from([4, 8, 16]))

@@ -37,7 +37,7 @@ def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> 
 
 
 def test_slow_executions_in_a_row_ban_a_model_for_a_while() -> None:
-    """Three slow executions in a row ban that model for a while, and count anew after it."""
+    """Three slow executions in a row ban that model for a while, and then the count starts again."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0, 2.0) == [False, False, True]

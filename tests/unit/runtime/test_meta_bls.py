@@ -63,7 +63,7 @@ def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, 
 
 
 def claim(token: int, value: float = 1) -> FakeRequest:
-    """A request that says that it is a sub-call."""
+    """Return a request that claims to be a sub-call."""
     return FakeRequest({"x": rows(1, value)}, parameters=with_token(token))
 
 

@@ -258,7 +258,7 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
 def test_an_async_run_that_goes_on_without_the_runtime_does_not_spin(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, meeting: Meeting
 ) -> None:
-    """The connection is readable for ever once it is lost, and nobody listens to it any more."""
+    """A lost connection, which stays readable, is no longer watched by the run's loop."""
     meta = write_meta(
         tmp_path / "sleeper",
         """

@@ -318,9 +318,9 @@ def lay_out(model: CompiledModel, number: int, size: int, rng: np.random.Generat
     count = int(rng.integers(1, size + 1))
     stride = 2 * variant.inputs.places(1)[1]
     segment = np.zeros(count * stride, np.uint8)
-    nobody = cast(PeerConnection, None)
+    no_peer = cast(PeerConnection, None)
     parts = tuple(
-        RequestSlice(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count)
+        RequestSlice(no_peer, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count)
     )
     for part in parts:
         view = part.source(0, variant.inputs)

@@ -165,7 +165,7 @@ def test_a_model_larger_than_the_budget_is_served_alone(
 def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared memory that is repaired meanwhile needs no restart; until then, models are refused and told why."""
+    """A fault of shared memory refuses models with its reason, until it is repaired and the next one loads."""
     failures = iter([True, True, False])
 
     def shared() -> PrivateMemory:

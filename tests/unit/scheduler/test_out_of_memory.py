@@ -665,7 +665,7 @@ def test_a_warm_up_is_not_tried_a_third_time() -> None:
 
 
 def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
-    """The second try waits for an execution; what is removed meanwhile is gone when it is over."""
+    """A model that is removed before its second warm-up leaves after it."""
     driver = driver_of()
     driver.add(program("a"))
     driver.add(program("b"), resident=False, warm_up=True)

@@ -235,7 +235,7 @@ def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
 
 
 def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> None:
-    """It found no memory, and the model was held meanwhile: it is tried again alone, what waits is not."""
+    """An execution without memory is retried although its model is held; waiting requests are not."""
     machine.add(program("a", SINGLE))
     first, second = machine.request(), machine.request()
     machine.arrive(first)
@@ -333,7 +333,7 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
 
 
 def test_a_model_that_was_held_claims_what_it_missed_before_for_want_of_its_weights() -> None:
-    """For three seconds another one had its place: it has these first, however long it was held meanwhile."""
+    """A model that missed its turn for three seconds gets these first after a hold of any length."""
     device = Device(SchedulerSettings(weight_budget_bytes=100), validate_every=50)
     device.model(program("b", COST), load=1.0)
     device.model(program("a", COST), load=1.0, resident=False)

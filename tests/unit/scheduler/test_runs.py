@@ -59,7 +59,7 @@ def test_only_one_of_a_run_goes_first(discipline: str) -> None:
 @every_discipline
 @pytest.mark.parametrize("how", ["cancelled", "expired", "unloaded", "load failed", "coalesced"])
 def test_the_next_of_a_run_takes_the_place_of_one_that_left(discipline: str, how: str) -> None:
-    """Whatever became of the first, the second passes an urgent request that is older than both."""
+    """After any end of the first, the second passes an urgent request that is older than both."""
     driver = busy(discipline, "abc")
     driver.add(program("cold"), resident=False)
     model = {"unloaded": "c", "load failed": "cold"}.get(how, "b")

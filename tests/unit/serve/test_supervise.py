@@ -36,7 +36,7 @@ class Scene:
         self.pids: list[int] = []
         self.pauses: list[float] = []
         # : By child: set when it is to be started again.
-        self.anew: dict[str, asyncio.Future[RestartReason]] = {}
+        self.restart_due: dict[str, asyncio.Future[RestartReason]] = {}
         # : The children that were to end, and the event on which the node waits before.
         self.left: list[str] = []
         self.may_end = asyncio.Event()
@@ -85,8 +85,8 @@ class Scene:
         self.pauses.append(seconds)
 
     async def _watch(self, child: ChildSpec) -> RestartReason:
-        self.anew[child.name] = asyncio.get_running_loop().create_future()
-        return await self.anew[child.name]
+        self.restart_due[child.name] = asyncio.get_running_loop().create_future()
+        return await self.restart_due[child.name]
 
     async def _leaves(self, child: ChildSpec) -> None:
         self.left.append(child.name)
@@ -140,7 +140,7 @@ def test_a_child_that_hangs_is_killed_and_started_again(play: Callable[[Play], N
         node = scene.run(scene.child("a", STUBBORN, drain_s=60))
         first = await scene.pid("a")
 
-        scene.anew["a"].set_result(RestartReason("has not answered for 60 s"))
+        scene.restart_due["a"].set_result(RestartReason("has not answered for 60 s"))
 
         assert await scene.pid("a", 2) != first
         assert not is_alive(first)
@@ -161,7 +161,7 @@ def test_a_child_is_started_again_though_it_works(play: Callable[[Play], None]) 
         first = await scene.pid("a")
 
         for count in (2, 3):
-            scene.anew["a"].set_result(RestartReason("has got models", works=True))
+            scene.restart_due["a"].set_result(RestartReason("has got models", works=True))
             assert await scene.pid("a", count) != first
 
         assert scene.pauses == []

@@ -11,7 +11,7 @@ THREADS, EACH = 4, 500
 
 
 def test_many_threads_lose_nothing_and_count_nothing_twice() -> None:
-    """Another thread reports meanwhile."""
+    """Measurements of many threads are each reported once, while another thread reports."""
     meters = Meters()
     started = threading.Barrier(THREADS + 1)
 

@@ -12,6 +12,7 @@ from rsrv.settings import Settings
 from rsrv.text import nearest
 from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
 from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.mistakes import mistaken
 from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
@@ -42,12 +43,14 @@ def read_sources(paths: Iterable[Path]) -> Sources:
         # Absolute, but links stay: the directory's name is the model's name, even if it is a link.
         place = Path(os.path.abspath(path))
         try:
-            found = [place] if (place / "manifest.yaml").is_file() else find_bundles(place)
+            is_bundle = (place / "manifest.yaml").is_file()
+            found = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
+            if not found:
+                why = mistaken(place) or "neither a bundle (no manifest.yaml) nor a directory of bundles"
+                sources.unusable[path] = f"{path}: {why}"
         except OSError as error:
             sources.unusable[path] = f"{path}: {error.strerror}"
             continue
-        if not found:
-            sources.unusable[path] = f"{path}: neither a bundle (no manifest.yaml) nor a directory of bundles"
         for bundle in found:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)

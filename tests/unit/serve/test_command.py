@@ -10,7 +10,9 @@ import pytest
 from rsrv.serve import command, node
 from rsrv.serve.command import find_tritonserver
 from rsrv.serve.errors import NodeError
+from rsrv.serve.plan import ChildSpec, NodePlan
 from rsrv.serve.triton_install import Installation, default_folder
+from rsrv.settings import load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +93,21 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         page = f"http://127.0.0.1:{taken.getsockname()[1]}/"
-        assert node._free_pages([page]) == ()
+        assert node._free_pages([page])[0].startswith(
+            f"none: {page} is another program's; set metrics.listen"
+        )
     assert f"{page} is not served: Address already in use. Set metrics.listen" in caplog.text
     assert node._free_pages([page]) == (page,)
+
+
+def test_a_port_of_the_gateway_is_checked_before_anything_is_loaded() -> None:
+    """The error names the port, its use and the settings that choose another; a worker's own ports are checked, too."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        planned = NodePlan((), ChildSpec("gateway", (), {}), {}, ())
+        settings = load_settings(f"gateway: {{grpc: null, admin: null, http: '127.0.0.1:{port}'}}")
+        with pytest.raises(NodeError, match=rf"127.0.0.1:{port} cannot be taken for http: .* --http-port"):
+            node._check_free(planned, settings)
+    node._check_free(planned, settings)

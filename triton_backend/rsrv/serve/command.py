@@ -16,6 +16,7 @@ from rsrv.serve import demo, node, view
 from rsrv.serve.errors import NodeError
 from rsrv.serve.plan import NodeWorker
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
+from rsrv.text import os_error
 
 LOG_FILE = "serve.log"
 #: where NVIDIA's container has its server
@@ -43,7 +44,7 @@ def run(options: Namespace) -> int:
             request = options.directory / demo.REQUEST if options.demo else None
             return node.run(options, _output(path, file.write, options.verbose, request))
     except (NodeError, InstallError, OSError) as error:
-        print(f"rsrv serve: {error}", file=sys.stderr)
+        print(f"rsrv serve: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import rsrv
 from rsrv import logs
 from rsrv.address import Address, parse_address
+from rsrv.control.find import running
 from rsrv.serve import cores, nvml, repositories
 from rsrv.serve.child_probes import log_progress, wait_for_hang
 from rsrv.serve.child_process import LinePrefixer
@@ -29,6 +30,7 @@ from rsrv.serve.plan import WORKERS_FILE, ChildSpec, NodePlan, NodeWorker, descr
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.serve.workers_file import WorkersFile, write
 from rsrv.settings import Settings, SettingsError, load_settings
+from rsrv.text import os_error
 from rsrv_gen.sources import unknown_models
 
 log = logging.getLogger("rsrv.node")
@@ -39,7 +41,7 @@ class Serving:
     """Models and addresses of a node, as known before the servers start."""
 
     settings: Settings
-    #: addresses of live pages
+    #: addresses of live pages, or reasons why there is none
     pages: tuple[str, ...]
     #: names of bundles that cannot be served, each with the reason
     broken: Mapping[str, str]
@@ -73,14 +75,14 @@ def run(options: Namespace, output: Output | None = None) -> int:
         output.say(f"rsrv {rsrv.__version__}: starting {program} on {devices}")
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
-            _check_free(planned)
+            _check_free(planned, settings)
             for file, text in planned.files.items():
                 write(file, text)
             broken = _generate(planned, settings, options.bundles)
             serving = Serving(settings, _free_pages(planned.pages), broken)
             return asyncio.run(_serve(planned, serving, options.bundles, output))
     except (NodeError, SettingsError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
 
 
@@ -89,8 +91,9 @@ def _settings(options: Namespace) -> Settings:
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise NodeError(
-            f"--config: {options.config} cannot be read: {error}. Name a file of settings"
+            f"--config: {options.config} cannot be read: {why}. Name a file of settings"
         ) from None
     settings = load_settings(text, str(options.config or "rsrv.yaml"))
     changes: dict[str, object] = {} if options.directory is None else {"directory": options.directory}
@@ -130,25 +133,31 @@ def _plan(settings: Settings, program: str, or_cpu: bool) -> NodePlan:
     )
 
 
-def _check_free(planned: NodePlan) -> None:
-    """Raise NodeError if another process has a port of a worker; Triton would restart in vain."""
-    for worker in planned.workers:
-        for kind, address in worker.ports.each():
-            if taken := _bind_error(address):
-                raise NodeError(
-                    f"{address} cannot be taken for {kind}: {taken}. End what listens there, or choose another port"
-                )
+def _check_free(planned: NodePlan, settings: Settings) -> None:
+    """Raise NodeError if another process has a port of this node; the models would be loaded in vain."""
+    wanted = [(kind, address) for worker in planned.workers for kind, address in worker.ports.each()]
+    if planned.gateway is not None:
+        gateway = settings.gateway
+        ports = (("http", gateway.http), ("grpc", gateway.grpc), ("metrics", gateway.admin))
+        wanted += [(kind, parse_address(text, any_host=True)) for kind, text in ports if text]
+    for kind, address in wanted:
+        if taken := _bind_error(address):
+            holder = next((f", by rsrv's server {one}" for one in running() if address.port in one.ports), "")
+            raise NodeError(
+                f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
+                f"(rsrv serve --{kind}-port; rsrv.yaml: gateway, node.first_port)"
+            )
 
 
 def _free_pages(pages: Sequence[str]) -> tuple[str, ...]:
-    """Return the live pages that can be served; at the others, another process answers."""
-    free = []
+    """Return the addresses of the live pages, or, if another process answers there, why there is none."""
+    shown = []
     for page in pages:
         if taken := _bind_error(parse_address(page.removeprefix("http://").removesuffix("/"))):
             log.warning("%s is not served: %s. Set metrics.listen to a free port, or to null", page, taken)
-        else:
-            free.append(page)
-    return tuple(free)
+            page = f"none: {page} is another program's; set metrics.listen to a free port"
+        shown.append(page)
+    return tuple(shown)
 
 
 def _bind_error(address: Address) -> str:

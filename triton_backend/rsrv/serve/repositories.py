@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
+from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository
@@ -26,10 +27,8 @@ def check(bundles: Sequence[Path], settings: Settings) -> None:
     sources, problems = find(bundles)
     if sources.good:
         return
-    if not any(place.is_dir() for place in bundles):
-        raise NodeError(
-            "\n".join([*problems, "there is no such directory: name a directory of bundles, or a bundle"])
-        )
+    if all(place in sources.unusable and mistaken(place) for place in bundles):
+        raise NodeError("\n".join(problems))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
             "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "

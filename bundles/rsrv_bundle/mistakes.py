@@ -1,0 +1,64 @@
+"""Paths that are given in place of bundles: what they are, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rsrv.text import nearest
+from rsrv_bundle import manifest, reader
+
+_EXPORT = "export the model to a bundle first, as docs/coming-from.md shows"
+#: suffix of a file -> its kind, and what to do
+_KINDS = {
+    **dict.fromkeys(
+        (".pt", ".pth", ".ckpt"),
+        "a PyTorch checkpoint; export it first: rsrv-bundle export --torch package.module:factory -o bundles/NAME",
+    ),
+    ".onnx": f"an ONNX model; {_EXPORT}",
+    **dict.fromkeys((".plan", ".engine", ".trt"), f"a TensorRT engine; {_EXPORT}"),
+    **dict.fromkeys((".h5", ".keras", ".pb"), f"a TensorFlow or Keras model; {_EXPORT}"),
+    ".safetensors": f"weights without a model; {_EXPORT}",
+    ".mlir": "a single module; name the bundle's directory, which has manifest.yaml",
+}
+
+
+def mistaken(path: Path, *, single: bool = False) -> str:
+    """Return why a path will never be a bundle or a directory of bundles, with the remedy; empty if it may be.
+
+    `single`: only a bundle is wanted.
+
+    A directory without a bundle may get one later, unless it holds something else. Raises OSError if it cannot be listed.
+    """
+    if not path.exists():
+        others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = nearest(path.name, others)
+        return f"there is no such file or directory{hint if 'did you mean' in hint else ''}"
+    if path.name == manifest.FILE:
+        return "this is a bundle's manifest; name its directory"
+    if path.is_file():
+        return f"this is {_KINDS.get(path.suffix.lower(), 'a file; name a bundle, which is a directory with manifest.yaml')}"
+    if single and (bundles := reader.find_bundles(path)):
+        return f"this is a directory of bundles; name one of them, such as {path / bundles[0].name}"
+    entries = sorted(path.iterdir())
+    if (path / "rsrv.yaml").is_file() or _any_is_file(entries, "config.pbtxt"):
+        return (
+            "this is a Triton model repository; name the directory of the bundles that it was generated from"
+        )
+    if below := [entry.name for entry in entries if entry.is_dir() and _has_bundles(entry)]:
+        return f"the bundles are in its directory {below[0]}; name that"
+    for entry in entries:
+        if entry.suffix.lower() in _KINDS:
+            return f"{entry.name} in it is {_KINDS[entry.suffix.lower()]}"
+    return ""
+
+
+def _any_is_file(entries: Iterable[Path], name: str) -> bool:
+    return any((entry / name).is_file() for entry in entries)
+
+
+def _has_bundles(folder: Path) -> bool:
+    try:
+        return bool(reader.find_bundles(folder))
+    except OSError:
+        return False

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import signal
 import struct
 import sys
 import termios
@@ -70,6 +69,21 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
     assert "device busy 60%, 3/s, 3 waiting, 4 models" in top.headline()
 
 
+def test_keys_choose_the_order_of_the_models() -> None:
+    """`s` sorts by the next column, figures from the largest and words from a to z; `r` reverses the order."""
+    top = Top()
+    top.take(
+        "state", state(0.0, shown("a", p99_s=0.1, errors=1), shown("b", p99_s=0.2), shown("c", errors=9))
+    )
+
+    orders = []
+    for key in ("s", "s", "s", "r", "s"):
+        top.press(key)
+        orders.append("".join(row.model["name"] for row in top.rows))
+
+    assert orders == ["bac", "abc", "cab", "bac", "cba"]
+
+
 def test_another_runtime_has_no_rates_at_first() -> None:
     """Another runtime has no rates at first, as its counters restart; without one, the reason is shown."""
     top = Top()
@@ -113,12 +127,12 @@ def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.Cap
     assert len(figures) == len(lines[2::2]) == 2
     assert all("10/s" in line for line in figures)
     assert set(lines[2::2]) == {
-        "  a: weights resident, size 1 kB, waiting 0, running 0, requests 10/s, device 10%, p99 4 ms, loads 1, errors 0"
+        "  a: weights resident, size 1 kB, queued 0, running 0, requests 10/s, device 10%, p99 4 ms, loads 1, errors 0"
     }
 
 
 @looped
-async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
+async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
     """On a terminal, the table is shown until Ctrl-C, and the screen is restored."""
     async with served(tmp_path, models=["alpha"]) as server:
         server.runtime.answers = lambda command: (
@@ -143,8 +157,12 @@ async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
         server.runtime.change("alpha@1", entry("alpha", weights="absent"))
         while "absent" not in said:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
-        top.send_signal(signal.SIGINT)
+        assert "DEVICE▼" in said
+        os.write(ours, b"s")
+        while "P99▼" not in said:
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        os.write(ours, b"q")
         while "\x1b[?1049l" not in said:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
-        assert await top.wait() == 130
+        assert await top.wait() == 0
         os.close(ours)

@@ -1,10 +1,15 @@
 """`rsrv top`: the live page in a terminal, from the same stream; without a terminal, lines of text."""
 
 import json
+import os
 import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from rsrv.cli.output import is_terminal
@@ -14,7 +19,10 @@ from rsrv.text import amount, duration, one_line, percent, printable, rate
 _BLOCK_INTERVAL_S = 5.0
 #: Models in such a block, and lines of events below the table on a terminal.
 _MAX_MODELS, _MAX_EVENTS = 10, 6
-_HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
+#: Cells of the bar of a full device.
+_BAR = 10
+_HEAD = ("MODEL", "WEIGHTS", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
+_SHARE = _HEAD.index("DEVICE")
 
 
 class ModelRow(NamedTuple):
@@ -24,6 +32,12 @@ class ModelRow(NamedTuple):
     #: Requests a second and share of the device's time, since the previous event.
     rate: float | None
     share: float | None
+
+    def values(self) -> tuple[str | float, ...]:
+        """Return what the columns of `cells` are sorted by."""
+        model, cells = self.model, self.cells()
+        numbers = (model["bytes"], model["queued"], model["executing"], self.rate, self.share, model["p99_s"])
+        return (*cells[:2], *(number or 0.0 for number in (*numbers, model["loads"], model["errors"])))
 
     @property
     def busy(self) -> bool:
@@ -57,8 +71,9 @@ class Top:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"up": False, "why": "no figures yet"}
-        #: Models, the one with the largest share of the device first.
+        #: Models, by the column that `sort_by` has chosen.
         self.rows: list[ModelRow] = []
+        self.column, self.reverse = _SHARE, False
         #: Events, the latest last.
         self.log: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
@@ -72,10 +87,23 @@ class Top:
             return False
         before, self.state = self.state, json.loads(text)
         if self.state["up"]:
-            self.rows = sorted(
-                _rows(before, self.state), key=lambda row: (-(row.share or 0), row.model["name"])
-            )
+            self.rows = list(_rows(before, self.state))
+            self._sort()
         return True
+
+    def press(self, key: str) -> None:
+        """Handle a key: `s` sorts by the next column, `r` reverses the order."""
+        if key == "s":
+            self.column = (self.column + 1) % len(_HEAD)
+        if key == "r":
+            self.reverse = not self.reverse
+        self._sort()
+
+    def _sort(self) -> None:
+        """Sort words from a to z, figures from the largest, and equal rows by name."""
+        self.rows.sort(key=lambda row: row.cells()[0])
+        words = isinstance(next((row.values()[self.column] for row in self.rows), ""), str)
+        self.rows.sort(key=lambda row: row.values()[self.column], reverse=self.reverse == words)
 
     def headline(self) -> str:
         """Return a line about the device and all models together."""
@@ -113,28 +141,81 @@ def show(events: Iterable[tuple[str, str]]) -> None:
 
 
 def _show_live(events: Iterable[tuple[str, str]]) -> None:
+    from rich.live import Live
+
+    top = Top()
+    inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    with Live(screen=True, auto_refresh=False) as screen, _keys(lambda key: inbox.put(("key", key))):
+        Thread(target=_forward, args=(events, inbox), daemon=True).start()
+        while True:
+            event, content = inbox.get()
+            if event == "end" or content == "q":
+                break
+            if event == "key":
+                top.press(content)
+            elif not top.take(event, content):
+                continue
+            screen.update(_screen(top), refresh=True)
+    if event == "end" and content is not None:
+        raise content
+
+
+def _forward(events: Iterable[tuple[str, str]], inbox: "SimpleQueue[tuple[str, Any]]") -> None:
+    """Put each event into the inbox, and at last `end`, with the error if there was one."""
+    try:
+        for event in events:
+            inbox.put(event)
+    except Exception as error:  # noqa: BLE001  the other thread raises it
+        inbox.put(("end", error))
+    else:
+        inbox.put(("end", None))
+
+
+@contextmanager
+def _keys(press: Callable[[str], None]) -> Iterator[None]:
+    """Call `press` with each key, on a thread, if standard input is a terminal; Ctrl-C stays a signal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    def read() -> None:
+        # Not sys.stdin.read, whose lock the interpreter wants at its end.
+        while key := os.read(sys.stdin.fileno(), 1):
+            press(key.decode(errors="replace"))
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    Thread(target=read, daemon=True).start()
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _screen(top: Top) -> Any:
+    """Return the headline, the table with a bar for each share of the device, the latest events, and the keys."""
     from rich import box
     from rich.console import Group
-    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
-    top = Top()
-    with Live(screen=True, auto_refresh=False) as screen:
-        for event, text in events:
-            if not top.take(event, text):
-                continue
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-            for at, name in enumerate(_HEAD):
-                # If there is little room, names are needed most.
-                least = 16 if at == 0 else None
-                table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
-            # The headline, the table's own two lines, and an empty one before the events.
-            room = shutil.get_terminal_size().lines - len(top.log) - 5
-            for row in top.rows[: max(1, room)]:
-                table.add_row(*map(Text, row.cells()), style="red" if row.model["error"] else None)
-            lines = [Text(_line(one), "dim") for one in top.log]
-            screen.update(Group(Text(top.headline(), "bold"), table, *lines), refresh=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for at, name in enumerate(_HEAD):
+        # If there is little room, names are needed most.
+        least = 16 if at == 0 else None
+        mark = ("▲" if top.reverse else "▼") if at == top.column else ""
+        table.add_column(name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
+    # The headline, the table's own two lines, the keys, and an empty one before the events.
+    room = shutil.get_terminal_size().lines - len(top.log) - 6
+    for row in top.rows[: max(1, room)]:
+        cells = list(row.cells())
+        cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
+        table.add_row(*map(Text, cells), style="bold" if row.model["error"] else None)
+    lines = [Text(_line(one), "dim") for one in top.log]
+    keys = Text("q quit   s sort by the next column   r reverse", "dim")
+    return Group(Text(top.headline(), "bold"), table, *lines, keys)
 
 
 def _show_lines(events: Iterable[tuple[str, str]]) -> None:

@@ -139,6 +139,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check every rule of the format, one line per broken one")
     check.add_argument("directories", metavar="DIR", nargs="+", help="a bundle's directory")
+    _add_json(check)
     check.add_argument(
         "--no-signatures", action="store_true", help="do not look inside the modules, which needs jaxlib"
     )
@@ -164,10 +165,14 @@ def _add_check(commands: Any) -> None:
     numerics.add_argument("--store", action="store_true", help="write the measured errors into the manifest")
 
 
+def _add_json(options: Any) -> None:
+    options.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
+
+
 def _add_show(commands: Any) -> None:
     show = commands.add_parser("show", help="print a bundle's tensors, sizes, work, weights and provenance")
     show.add_argument("directory", metavar="DIR", help="a bundle's directory")
-    show.add_argument("--json", action="store_true", help="for programs")
+    _add_json(show)
     show.add_argument(
         "--compile",
         action="store_true",
@@ -181,6 +186,7 @@ def _add_diff(commands: Any) -> None:
     )
     diff.add_argument("a", metavar="A", help="a bundle's directory")
     diff.add_argument("b", metavar="B", help="another bundle's directory")
+    _add_json(diff)
 
 
 def _add_upgrade(commands: Any) -> None:
@@ -249,7 +255,9 @@ def _check(arguments: argparse.Namespace) -> int:
             "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
         )
     _directories(*arguments.directories)
-    return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
+    return checking.check(
+        arguments.directories, signatures=not arguments.no_signatures, json=arguments.json, numerics=wanted
+    )
 
 
 def _wanted(arguments: argparse.Namespace) -> Comparison:
@@ -295,9 +303,11 @@ def _need(package: str, extra: str) -> None:
 
 def _directories(*paths: str) -> None:
     """Raise UsageError if a path is no directory."""
+    from rsrv_bundle.mistakes import mistaken
+
     for path in paths:
-        if not Path(path).is_dir():
-            raise UsageError(f"{path}: there is no such directory")
+        if not Path(path, "manifest.yaml").exists() and (mistake := mistaken(Path(path), single=True)):
+            raise UsageError(f"{path}: {mistake}")
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -312,7 +322,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from rsrv_bundle.commands import printing
 
     _directories(arguments.a, arguments.b)
-    return printing.diff(arguments.a, arguments.b)
+    return printing.diff(arguments.a, arguments.b, json=arguments.json)
 
 
 def _upgrade(arguments: argparse.Namespace) -> int:

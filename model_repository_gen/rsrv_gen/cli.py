@@ -59,6 +59,7 @@ def parser() -> CommandParser:
         help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. One "
         f"of {', '.join(sorted(CARDS))}",
     )
+    top.add_argument("--json", action="store_true", help="print the actions as JSON, for programs")
     top.add_version()
     return top
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from rsrv import progress
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
+from rsrv.text import os_error
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look
@@ -60,10 +62,12 @@ def run(options: argparse.Namespace) -> int:
             # Of a run that made no model, nothing stays: a wrong path must not become a watched folder.
             if served:
                 run.settings(settings)
+        if options.json:
+            print(json.dumps(run.actions, indent=2))
         if not (served or exists):
             options.output.rmdir()
     except (OSError, SettingsError) as error:
-        _complain(str(error))
+        _complain(os_error(error) if isinstance(error, OSError) else str(error))
         return 1
     failed = bool(sources.unusable or sources.broken or run.failed)
     if options.compile_for:
@@ -141,6 +145,8 @@ class _Generator:
         self._writer = writer
         self._look = look
         self.changes = 0
+        #: actions for --json
+        self.actions: list[dict[str, str]] = []
         #: models that could not be written
         self.failed: set[str] = set()
 
@@ -188,11 +194,11 @@ class _Generator:
             case "new" | "changed" if plan is not None:
                 self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):
-                print(f"kept       {name} (a meta model that shall carry it could not be written)")
+                self._say("kept", name, " (a meta model that shall carry it could not be written)")
             case "removed":
                 self._change("removed", name, lambda writer: writer.remove(name), step.note)
             case _:
-                print(f"{step.verb:<10} {name}{step.note}")
+                self._say(step.verb, name, step.note)
 
     def settings(self, settings: Settings) -> None:
         """Write the effective settings beside the models."""
@@ -203,7 +209,7 @@ class _Generator:
             settings = _with_lifecycle(settings, **_recorded(present))
         text = dump_settings(settings)
         if present == text:
-            print(f"unchanged  {SETTINGS_FILE}")
+            self._say("unchanged", SETTINGS_FILE)
         else:
             verb = "new" if present is None else "changed"
             self._change(verb, SETTINGS_FILE, lambda writer: writer.put_file(SETTINGS_FILE, text))
@@ -217,5 +223,11 @@ class _Generator:
             # A model that cannot be written must not stop the others.
             self.failed.add(name)
             _complain(f"{name}: {error}")
+        else:
+            self._say(verb, name, note)
+
+    def _say(self, verb: str, name: str, note: str = "") -> None:
+        if self._options.json:
+            self.actions.append({"action": verb, "name": name, "note": note.strip(" ()")})
         else:
             print(f"{verb:<10} {name}{note}", flush=True)

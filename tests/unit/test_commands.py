@@ -11,6 +11,7 @@ import pytest
 
 import rsrv
 import rsrv_bundle
+from rsrv.cli.main import main as rsrv_main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -67,3 +68,14 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
     assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv completion` prints a script for a shell that names every command."""
+    pytest.importorskip("argcomplete")
+
+    assert rsrv_main(["completion", shell]) == 0
+
+    script = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in script] == []

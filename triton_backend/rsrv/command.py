@@ -42,7 +42,8 @@ class CommandParser(argparse.ArgumentParser):
             with suppress(ImportError):
                 import argcomplete
 
-                argcomplete.autocomplete(self)
+                # Also options whose help stands in another command's page.
+                argcomplete.autocomplete(self, print_suppressed=True)
         options, rest = self.parse_known_args(argv)
         if rest:
             parser: CommandParser = options.parser

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
+from json import dumps
+from typing import Any
 
 from rsrv.text import os_error
 from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
@@ -17,36 +19,47 @@ from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
 
-def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison | None = None) -> int:
+def check(
+    directories: Sequence[str], *, signatures: bool, json: bool = False, numerics: Comparison | None = None
+) -> int:
     """Print a line per bundle, or per broken rule; return the exit status, as `cli.main`.
 
+    json: print one list with an object per bundle instead: `directory`, `ok`, `lines`.
     numerics: comparison that runs the modules, if any.
     """
     if signatures and find_spec("jaxlib") is None:
         message = "jaxlib is not installed; install 'rsrv[export]', or pass --no-signatures"
         print(f"rsrv-bundle: {message}", file=sys.stderr)
         return 2
-    broken = 0
+    report: list[dict[str, Any]] = []
+
+    def say(directory: str, ok: bool, *lines: str) -> None:
+        if not report or report[-1]["directory"] != directory:
+            report.append({"directory": directory, "ok": ok, "lines": []})
+        report[-1]["ok"] &= ok
+        report[-1]["lines"] += lines
+        for line in () if json else lines:
+            print(f"{'ok ' if ok else ''}{directory}: {line}")
+
     with closing(Inspector()) as inspector:
         for directory in directories:
             try:
                 bundle = read_bundle(directory)
-                print(f"ok {directory}: {_check_one(bundle, inspector if signatures else None)}")
+                say(directory, True, _check_one(bundle, inspector if signatures else None))
                 if numerics is not None:
                     for line in agree(bundle, numerics, inspector):
-                        print(f"ok {directory}: {line}")
+                        say(directory, True, line)
             except BundleError as e:
-                broken += 1
-                for problem in e.problems:
-                    print(f"{directory}: {problem}")
+                say(directory, False, *e.problems)
             except (InspectorError, SourceError) as e:
                 # The bundle may be good or not, and the next one would meet the same error.
                 print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
                 return 2
             except OSError as e:
-                broken += 1
-                print(f"{directory}: {os_error(e)}")
-    return 1 if broken else 0
+                say(directory, False, os_error(e))
+    if json:
+        print(dumps(report, indent=2))
+    return 0 if all(one["ok"] for one in report) else 1
 
 
 def _check_one(bundle: Bundle, look: Look | None) -> str:

@@ -35,22 +35,36 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
     return _told(work, broken=1)
 
 
-def diff(a: str, b: str) -> int:
-    """Print the differences and shared tensors of two bundles; return 0 if they are equal, 1 if not, 2 on an error."""
+def diff(a: str, b: str, *, json: bool) -> int:
+    """Print the differences and shared tensors of two bundles; return 0 if they are equal, 1 if not, 2 on an error.
+
+    json: print an object instead: `a` and `b` with their sha256, `same`, `differences` and `weights` as lines, and
+    the bytes of both bundles' weights.
+    """
 
     def work() -> int:
         with _about(a):
             one = read_bundle(a)
         with _about(b):
             other = read_bundle(b)
-        print(f"A {a}: sha256 {one.digest[:12]}")
-        print(f"B {b}: sha256 {other.digest[:12]}")
         lines = [*manifest_differences(one.manifest, other.manifest), *file_differences(one, other)]
-        for line in lines:
-            print(one_line(line))
         weights = weights_of(one), weights_of(other)
         related = relate(*weights)
-        for line in weight_lines(related):
+        same = one.digest == other.digest
+        if json:
+            found = {
+                "a": {"directory": a, "sha256": one.digest},
+                "b": {"directory": b, "sha256": other.digest},
+                "same": same,
+                "differences": lines,
+                "weights": weight_lines(related),
+                "bytes": {"total": related.total, "common": related.common, "distinct": related.distinct},
+            }
+            print(showing.as_json(found), end="")
+            return 0 if same else 1
+        print(f"A {a}: sha256 {one.digest[:12]}")
+        print(f"B {b}: sha256 {other.digest[:12]}")
+        for line in (*lines, *weight_lines(related)):
             print(one_line(line))
         orders = [[tensor[:2] for tensor in side] for side in weights]
         if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
@@ -59,7 +73,7 @@ def diff(a: str, b: str) -> int:
             f"weights: {amount(related.total)} together, {amount(related.common)} are in both; a server with both"
             f" stores {amount(related.distinct)}"
         )
-        if one.digest == other.digest:
+        if same:
             print("the same")
             return 0
         if not lines and orders[0] == orders[1]:

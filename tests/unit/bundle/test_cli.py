@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_directory_that_is_not_there_is_wrong_usage(
 ) -> None:
     """A missing directory is an error of the command line, and no bundle is reported as broken."""
     assert cli.main([*command, "none"]) == 2
-    assert capsys.readouterr().err == "rsrv-bundle: none: there is no such directory\n"
+    assert capsys.readouterr().err == "rsrv-bundle: none: there is no such file or directory\n"
 
 
 @pytest.mark.parametrize("command", [["show"], ["diff"], ["upgrade", "-o", "new"]])
@@ -120,3 +121,19 @@ def test_signatures_without_jaxlib_are_wrong_usage(
     monkeypatch.setattr(checking, "find_spec", lambda _: None)
     assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
     assert "--no-signatures" in capsys.readouterr().err
+
+
+def test_checks_and_differences_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one document, and the exit status stays."""
+    good, bad = make_bundle(tmp_path), make_bundle(tmp_path, changed(GOOD, kind="x"), name="bad")
+    other = make_bundle(tmp_path, changed(GOOD, description="another"), name="other")
+
+    assert cli.main(["check", "--json", "--no-signatures", str(good), str(bad)]) == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["directory"], first["ok"], len(first["lines"])) == (str(good), True, 1)
+    assert (second["directory"], second["ok"]) == (str(bad), False)
+
+    assert cli.main(["diff", "--json", str(good), str(other)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["b"]["directory"]) == (False, str(other))
+    assert any("description" in line for line in found["differences"])

@@ -523,7 +523,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
                 )
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
                 assert said.status == 1
-                assert "No such file" in said.err
+                assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
             finally:
                 await listener.stop(0)
 

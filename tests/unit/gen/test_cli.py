@@ -358,3 +358,11 @@ def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "one" / "file").touch()
     staging.exchange(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "other" / "file").exists()
+
+
+def test_actions_for_programs(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one list of what was done, or with `--check` of what would be."""
+    assert run(bundles, "-o", gen, "--check", "--json") == 1
+
+    actions = json.loads(capsys.readouterr().out)
+    assert {"action": "new", "name": "one", "note": ""} in actions

@@ -58,7 +58,7 @@ def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path
 
 
 def test_a_wrong_scenario_is_1(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line of stderr says what is wrong; no traceback."""
+    """A wrong scenario exits 1 with a line for each problem."""
     scenario.write_text(GOOD.replace("model: b", "model: c"), encoding="utf-8")
 
     assert main([str(scenario)]) == 1
@@ -69,7 +69,7 @@ def test_a_wrong_scenario_is_1(scenario: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_no_scenario_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is not there, and a directory."""
+    """A missing file or a directory exits 1."""
     assert main([str(tmp_path / "none.yaml")]) == 1
     assert main([str(tmp_path)]) == 1
 
@@ -87,7 +87,7 @@ def test_a_wrong_window_is_2(window: str, scenario: Path, capsys: pytest.Capture
 
 
 def test_a_folder_that_cannot_be_written_is_1(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here it is a file."""
+    """An unwritable folder, here a file, exits 1."""
     assert main([str(scenario), "--out", str(scenario)]) == 1
 
     assert "cannot write: --out" in capsys.readouterr().err

@@ -65,7 +65,7 @@ _CAUSES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
     "Hostname Verification": "its certificate is for another host; name that host with --server",
-    "Socket closed": "it ended the connection; it may require TLS (--tls-ca), or a client's certificate (--tls-cert)",
+    "Socket closed": "it ended the connection; it may require TLS (--tls-ca) or a client's certificate (--tls-cert), or not speak gRPC",
     "HTTP/2": "that port does not speak gRPC; name the one of control.listen",
     "Connection refused": "nothing listens there; check that the server runs, and its control.listen",
     "No such file": "there is no such socket; check that the server runs",
@@ -101,14 +101,13 @@ class Server:
     def __init__(
         self, channel: Any, messages: Any, stub: Callable[[Any], Any], options: argparse.Namespace
     ) -> None:
-        token_file = getattr(options, "token_file", None)
-        token = None if token_file is None else token_file.read_text().strip()
+        token = _read(options, "token_file")
         self._messages = messages
         self.options = options
         self.json: bool = getattr(options, "json", False)
         self._control = stub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token.decode().strip()}"),)
 
     def ask(self, call: str, request: Message, seconds: float = TIMEOUT_S) -> Any:
         """Call the service, and return its answer. Raises grpc.RpcError."""
@@ -155,14 +154,23 @@ class Server:
 
 @contextmanager
 def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
-    ca, certificate, key = (getattr(options, f"tls_{name}", None) for name in ("ca", "cert", "key"))
+    if hasattr(options, "tls_cert") != hasattr(options, "tls_key"):
+        raise CommandLineError("--tls-cert needs --tls-key, and --tls-key needs --tls-cert")
+    ca, certificate, key = (_read(options, f"tls_{name}") for name in ("ca", "cert", "key"))
     limits = [("grpc.max_receive_message_length", -1)]
-    if ca or certificate or key or getattr(options, "tls", False):
-        if (certificate is None) != (key is None):
-            raise CommandLineError("--tls-cert needs --tls-key, and --tls-key needs --tls-cert")
-        pems = (None if path is None else path.read_bytes() for path in (ca, key, certificate))
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), limits)
+    if ca or certificate or getattr(options, "tls", False):
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        channel = grpc.secure_channel(address, credentials, limits)
     else:
         channel = grpc.insecure_channel(address, limits)
     with channel:
         yield channel
+
+
+def _read(options: argparse.Namespace, name: str) -> bytes | None:
+    """Return the content of the file that an option names; None without it. Raises OSError that names the option."""
+    path = getattr(options, name, None)
+    try:
+        return None if path is None else bytes(path.read_bytes())
+    except OSError as error:
+        raise OSError(f"--{name.replace('_', '-')}: {os_error(error)}") from None

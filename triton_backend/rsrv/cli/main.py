@@ -1,6 +1,7 @@
 """The command `rsrv`: shows and controls a running server. Heavy modules are imported by subcommands only."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from rsrv.serve.node_cli import gpus
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     options = parser().parse(argv)
+    # gRPC logs failures of a connection, which the command explains.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if options.command == "gateway":
         from rsrv.cli import gateway_commands
 

@@ -147,7 +147,7 @@ def _policy(server: Server) -> int:
         weight=options.weight, max_delay_us=options.max_delay_us, max_queue_depth=options.max_queue_depth
     )
     if not policy.ListFields():
-        raise CommandLineError("policy needs at least one of --weight, --max-delay-us, --max-queue-depth")
+        raise CommandLineError("give at least one of --weight, --max-delay-us, --max-queue-depth")
     answer = server.ask("SetPolicy", pb.SetPolicyRequest(model=options.model, policy=policy))
     changes = ", ".join(f"{field.name} {value:g}" for field, value in policy.ListFields())
     return server.done(answer, f"{options.model}: {changes}")
@@ -210,7 +210,7 @@ def _reload(server: Server) -> int:
 def _profile(server: Server) -> int:
     action, seconds = server.options.action, server.options.seconds
     if (action is None) == (seconds is None):
-        raise CommandLineError("profile needs start or stop, or --seconds")
+        raise CommandLineError("give start or stop, or --seconds")
     if action == "start":
         answer = server.ask("StartProfile", pb.StartProfileRequest(), LONG_TIMEOUT_S)
         return server.done(answer, f"recording into {answer.directory}")

@@ -57,7 +57,7 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         policy = model.policy
         pairs = [
             ("model", model.name),
-            ("weights", f"{_word(pb.Weights, model.weights)}, {amount(model.device_bytes)} on the device"),
+            ("weights", f"{_word(pb.Weights, model.weights)}, {amount(model.device_bytes)}"),
             ("residency", _word(pb.Residency, model.residency)),
             ("paused", _word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),

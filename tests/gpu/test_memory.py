@@ -12,6 +12,7 @@ import pytest
 
 from rsrv.runtime.device import OutOfMemory
 from rsrv.runtime.jax_device import JaxDevice
+from rsrv_bundle.precision import product
 from rsrv_bundle.export import export_bundle
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -41,6 +42,15 @@ def refused(action: Callable[[], object]) -> tuple[str, float]:
     with pytest.raises(OutOfMemory) as found:
         action()
     return str(found.value), time.monotonic() - started
+
+
+def logged() -> list[str]:
+    """Return a list of what the device logs from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rsrv.device").addHandler(handler)
+    return lines
 
 
 def upload_too_much() -> tuple[str, float]:
@@ -85,11 +95,29 @@ def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Pa
     assert seconds < XLA_WAIT_S / 2
 
 
+def build_on_a_full_device() -> tuple[float, list[str]]:
+    lines = logged()
+    device = JaxDevice("cuda")
+    kept = device.upload([np.zeros(device.memory_limit or 0, np.uint8)])
+    started = time.monotonic()
+    device.compile(*product(1024))
+    seconds = time.monotonic() - started
+    device.free(kept)
+    return seconds, lines
+
+
+def test_a_model_is_compiled_on_a_full_device_without_timing_kernels(gpu: FakeGpu) -> None:
+    """XLA's autotuner would wait ten seconds for each of its allocations, and then fail the model."""
+    gpu.settings.memory_bytes = 256 * MIB
+
+    seconds, lines = gpu.run(build_on_a_full_device)
+
+    assert seconds < XLA_WAIT_S
+    assert "the device has no memory to time kernels on" in lines[-1]
+
+
 def limit_and_log() -> tuple[int | None, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rsrv.device").addHandler(handler)
+    lines = logged()
     return JaxDevice("cuda").memory_limit, lines
 
 

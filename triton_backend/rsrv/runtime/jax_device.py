@@ -5,6 +5,7 @@ import errno
 import gc
 import hashlib
 import logging
+import math
 import os
 import re
 import time
@@ -63,7 +64,11 @@ _LOST = re.compile(
 )
 #: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
 _FREEING_S = 0.2
-#: options of `AheadCompiler.compile` that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
+#: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
+_TUNING_BYTES = 128 << 20
+#: how XLA reports that it has no memory to time kernels
+_UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
+#: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
 #: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: placeholder of an output that stays on the device
@@ -208,7 +213,7 @@ class JaxDevice:
         stored = None if self._stored is None else self._stored.get(key[0].hex())
         try:
             with self._cache.offering(stored):
-                compiled = _lowered(as_exported(module, signature)).compile()
+                compiled = self._compile(as_exported(module, signature))
         except Exception as error:
             self._examine(error)
             raise
@@ -222,6 +227,23 @@ class JaxDevice:
             new = size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes
             self._working_bytes[compiled] = new
         return Executable(compiled)
+
+    def _compile(self, exported: Any) -> Any:
+        """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it."""
+        lowered = _lowered(exported)
+        largest = max((math.prod(a.shape) * a.dtype.itemsize for a in exported.in_avals), default=0)
+        try:
+            self._require(largest + _TUNING_BYTES)
+            return lowered.compile()
+        except Exception as error:
+            if not (isinstance(error, OutOfMemory) or _UNTUNED.search(str(error))):
+                raise
+            log.warning(
+                "the device has no memory to time kernels on (%s), so XLA chooses some without: the model may be slower. Pin "
+                "fewer models, and load this one again",
+                error,
+            )
+            return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})
 
     @property
     def memory_limit(self) -> int | None:

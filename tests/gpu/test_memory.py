@@ -12,8 +12,8 @@ import pytest
 
 from rsrv.runtime.device import OutOfMemory
 from rsrv.runtime.jax_device import JaxDevice
-from rsrv_bundle.precision import product
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.precision import product
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
 

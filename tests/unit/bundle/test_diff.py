@@ -144,7 +144,7 @@ def test_trouble_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """If a bundle cannot be read, diff exits 2."""
     a = bundle(tmp_path / "a", {"w": ONES})
     assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
-    assert "none: there is no such directory" in capsys.readouterr().err
+    assert "none: there is no such file or directory" in capsys.readouterr().err
 
 
 def test_tensors_are_the_same_if_they_are_for_the_server(tmp_path: Path) -> None:

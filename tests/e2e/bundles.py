@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.writer import write_weights
 from tests.e2e.answers import FACTOR, LEAST_STEPS, ROUNDS, SUMMAND, Array, exact_kernel, stepped
 from tests.e2e.harness import ROOT
 
@@ -314,6 +315,17 @@ def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sour
                     make(output / name)
             stamp.write_text(digest)
     return output
+
+
+def with_weights(source: Path, target: Path, weights: Mapping[str, Array]) -> Path:
+    """Copy a bundle with other weights, which are in the order of the modules' arguments. Nothing is exported."""
+    shutil.copytree(source, target)
+    file, manifest = target / "weights.safetensors", target / "manifest.yaml"
+    before = hashlib.sha256(file.read_bytes()).hexdigest()
+    write_weights(file, list(weights.items()))
+    after = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(manifest.read_text().replace(before, after))
+    return target
 
 
 def _digest(sources: Sequence[Path]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import grpc
-import jax.numpy as jnp
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -15,6 +15,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv_bundle.export import export_bundle
+from tests.e2e.bundles import OUTPUT, ensure_made, with_weights
 from tests.e2e.calls import Caller
 from tests.e2e.harness import RunningTriton
 from tests.waiting import wait_until
@@ -23,25 +24,39 @@ from tests.waiting import wait_until
 COLUMNS = 4
 
 
-def write_version(path: Path, version: int, *, module: int = 0) -> Path:
-    """Write a model whose three outputs identify the version; `module` is in its code, `version` in its weights."""
-    export_bundle(
-        lambda params, x: {
-            "first": x + params["first"],
-            "second": x + params["second"],
-            "code": x * 0 + module,
-        },
+@functools.cache
+def _made() -> Path:
+    """Return the folder of the bundles that all versions are copies of, one for each module."""
+
+    def make(out_dir: Path) -> None:
+        module = int(out_dir.name)
+        export_bundle(
+            lambda params, x: {
+                "first": x + params["first"],
+                "second": x + params["second"],
+                "code": x * 0 + module,
+            },
+            _weights(0),
+            {"x": np.zeros((1, COLUMNS), np.float32)},
+            batch_sizes=(1, 4),
+            out_dir=out_dir,
+        )
+
+    return ensure_made(OUTPUT.with_name("test_versions"), dict.fromkeys("03", make), [Path(__file__)])
+
+
+def _weights(version: int) -> dict[str, np.ndarray[Any, Any]]:
+    return {
         # Large enough for the repository to share it by a hard link.
-        {
-            "first": jnp.float32(version),
-            "second": jnp.full(COLUMNS, version, jnp.float32),
-            "ballast": np.full(2**18, version, np.float32),
-        },
-        {"x": np.zeros((1, COLUMNS), np.float32)},
-        batch_sizes=(1, 4),
-        out_dir=path,
-    )
-    return path
+        "ballast": np.full(2**18, version, np.float32),
+        "first": np.array(version, np.float32),
+        "second": np.full(COLUMNS, version, np.float32),
+    }
+
+
+def write_version(path: Path, version: int, *, module: int = 0) -> Path:
+    """Write a model whose outputs identify the version; `module` (0 or 3) is in its code, `version` in its weights."""
+    return with_weights(_made() / str(module), path, _weights(version))
 
 
 def version(call: Caller, name: str, x: float = 7.0, rows: int = 1) -> tuple[int, int]:

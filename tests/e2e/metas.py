@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from rsrv_bundle.export import export_bundle
 from tests import builders
+from tests.e2e.bundles import OUTPUT, ensure_made, with_weights
 
 # : Columns of every tensor here.
 COLUMNS = 8
@@ -26,15 +27,25 @@ def postprocess(outputs):
 """
 
 
+@cache
+def _made() -> Path:
+    """Return the folder of the bundle that all models of `write_scale` are copies of."""
+
+    def scale(out_dir: Path) -> None:
+        export_bundle(
+            lambda params, x: {"y": params["factor"] * x},
+            {"factor": jnp.float32(1)},
+            {"x": np.zeros((1, COLUMNS), np.float32)},
+            batch_sizes=(1, 4, 16),
+            out_dir=out_dir,
+        )
+
+    return ensure_made(OUTPUT.with_name("test_metas"), {"scale": scale}, [Path(__file__)])
+
+
 def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str = "") -> Path:
     """Write a model y = factor * x for rows of COLUMNS f32."""
-    export_bundle(
-        lambda params, x: {"y": params["factor"] * x},
-        {"factor": jnp.float32(factor)},
-        {"x": np.zeros((1, COLUMNS), np.float32)},
-        batch_sizes=(1, 4, 16),
-        out_dir=path,
-    )
+    with_weights(_made() / "scale", path, {"factor": np.array(factor, np.float32)})
     if hooks:
         (path / "model.py").write_text(hooks)
     if internal:

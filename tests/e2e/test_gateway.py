@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,6 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from ruamel.yaml import YAML
-from safetensors import safe_open
-from safetensors.numpy import save_file
 from tritonclient.utils import InferenceServerException
 
 from rsrv.wire.socket import read_status
@@ -27,7 +24,6 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.gateways import RunningGateway, entry, running_gateway, write_repository
 from tests.e2e.harness import RunningTriton, StartTriton, running_triton
-from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 MODELS = ("first", "second", "third", "fourth")
@@ -44,13 +40,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a repository of `exact` under four names, with other weights under each."""
     folder = tmp_path_factory.mktemp("gateway")
     for name, kernel in KERNELS.items():
-        copy = folder / "bundles" / name
-        shutil.copytree(bundles.ensure() / "exact", copy)
-        file = copy / "weights.safetensors"
-        with safe_open(file, "numpy") as stored:
-            metadata, (key,) = stored.metadata(), stored.keys()
-        save_file({key: kernel}, file, metadata)
-        seal(copy)
+        bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
     (folder / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0

@@ -18,12 +18,10 @@ from rsrv.runtime.activity import Phase
 from rsrv.runtime.crash_history import read_slots
 from rsrv.wire import paths
 from rsrv.wire.socket import Closed, read_status
-from rsrv_bundle.writer import write_weights
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, is_alive
-from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 ONES = np.ones((1, 64), np.float32)
@@ -172,11 +170,8 @@ def test_a_version_with_other_weights_compiles_nothing(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:
     """A new version with other weights takes the old one's executables, and keeps them when that one has gone."""
-    tuned = tmp_path / "tuned"
-    shutil.copytree(made["exact"], tuned)
     kernel = bundles.exact_kernel()[::-1].copy()
-    write_weights(tuned / "weights.safetensors", [("kernel", kernel)])
-    seal(tuned)
+    tuned = bundles.with_weights(made["exact"], tmp_path / "tuned", {"kernel": kernel})
     server = start(made["exact"], tuned, extra_args=["--model-control-mode=explicit", "--load-model=exact"])
     before = read_status(server.pid)
     assert before["compiled"] == len(before["models"]["exact"]["costs"])

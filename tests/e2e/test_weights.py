@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
@@ -22,7 +19,6 @@ from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
 from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.runtime_commands import Refused, compact, set_residency
-from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 # : Bytes of `exact`: its kernel of 64 x 6 f32.
@@ -32,13 +28,7 @@ _BYTES = 1536
 def make_repository(folder: Path, settings: str, kernels: Mapping[str, bundles.Array]) -> Path:
     """`exact` under other names, with these kernels."""
     for name, kernel in kernels.items():
-        copy = folder / "bundles" / name
-        shutil.copytree(bundles.ensure() / "exact", copy)
-        file = copy / "weights.safetensors"
-        with safe_open(file, "numpy") as stored:
-            metadata, (key,) = stored.metadata(), stored.keys()
-        save_file({key: kernel}, file, metadata)
-        seal(copy)
+        bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
     (folder / "settings.yaml").write_text(settings)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0

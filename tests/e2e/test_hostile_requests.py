@@ -150,7 +150,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("model", QUESTIONS)
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long)])
 def test_a_request_that_is_no_text_fails_alone(
     servers: tuple[RunningTriton, RunningGateway], model: str, seconds: int
 ) -> None:

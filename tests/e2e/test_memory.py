@@ -64,11 +64,11 @@ def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton,
 
     def work(call: Caller, number: int) -> int:
         rng = np.random.default_rng(number)
-        for seed in range(40):
+        for seed in range(15):
             ask(call, int(rng.integers(6)), seed, int(rng.integers(1, 5)))
             found = models(server)
             assert sum(model["weights"] == "resident" for model in found.values()) <= 2, found
-        return 40
+        return 15
 
     asked = sum(at_once(server, 8, work))
 

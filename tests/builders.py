@@ -13,10 +13,10 @@ from tests.unit.bundle.forge import seal
 
 _default = settings.default
 assert _default is not None
-# : For properties whose every example is slow; `make test-long` takes ten times as many.
+#: For properties whose every example is slow; `make test-long` takes ten times as many.
 FEW_EXAMPLES = settings(max_examples=_default.max_examples // 3)
 
-# : Tensors of a meta model: x and y, rows of three f32.
+#: Tensors of a meta model: x and y, rows of three f32.
 CLIENT = """
 client_inputs: [{name: x, dtype: f32, shape: na, dims: {a: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: na, dims: {a: 3}}]

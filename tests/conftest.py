@@ -33,9 +33,9 @@ UNIT = Path(__file__).parent / "unit"
 #: CPU seconds of this process and its children above which a unit test is listed, unless it is marked `long`
 UNIT_CPU_S = 2.0
 _CPU_PROPERTY = "cpu_s"
-# : Fixtures whose server all of their users share: they run on one worker of pytest-xdist.
+#: Fixtures whose server all of their users share: they run on one worker of pytest-xdist.
 SHARED_SERVERS = ("triton", "fleet")
-# : The part of the unit tests among which the end-to-end tests are spread.
+#: The part of the unit tests among which the end-to-end tests are spread.
 _SPREAD = 0.6
 
 _MADE = pytest.StashKey[str]()

@@ -136,11 +136,11 @@ class FakeDevice:
         self.memory_limit: int | None = None
         self.scratch = 0
         self.launcher: int | None = None
-        # : Tensors on the device, their bytes, and tensors that ever came there.
+        #: Tensors on the device, their bytes, and tensors that ever came there.
         self.resident = 0
         self.device_bytes = 0
         self.uploaded = 0
-        # : Outputs that are kept here, inputs that were here already, and merged ones.
+        #: Outputs that are kept here, inputs that were here already, and merged ones.
         self.kept: WeakSet[FakeBuffer] = WeakSet()
         self.in_place = 0
         self.merged = 0
@@ -352,7 +352,7 @@ class FakeRequest:
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
-        # : Whether its trace was read.
+        #: Whether its trace was read.
         self.looked = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()

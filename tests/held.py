@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# : Bytes.
+#: Bytes.
 _NOISE = 2**16
 
 
@@ -17,7 +17,7 @@ _NOISE = 2**16
 class Held:
     """Resources of one process, or of several together."""
 
-    # : Resident bytes that no file backs, and those of files' pages.
+    #: Resident bytes that no file backs, and those of files' pages.
     anonymous: int
     file_backed: int
     descriptors: int

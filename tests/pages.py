@@ -20,10 +20,10 @@ PAGES = [
     *sorted((ROOT / "bundles" / "examples").rglob("README.md")),
 ]
 
-# : These run unchanged except for `PLACEHOLDERS`, and have to succeed.
+#: These run unchanged except for `PLACEHOLDERS`, and have to succeed.
 RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}
 
-# : The reasons why others are not run. The flags of some are checked.
+#: The reasons why others are not run. The flags of some are checked.
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
     "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
@@ -39,7 +39,7 @@ NOT_RUN = {
     "promtool": "comes with Prometheus, which is not installed for the tests",
 }
 
-# : Placeholders in commands, and the tests' values for them.
+#: Placeholders in commands, and the tests' values for them.
 PLACEHOLDERS = {
     "MODEL": "classify",
     "ID": "some-request",
@@ -47,14 +47,14 @@ PLACEHOLDERS = {
     "FLEET.yaml": "docs/scenarios/together.yaml",
 }
 
-# : Languages whose blocks contain no commands.
+#: Languages whose blocks contain no commands.
 _OTHER = {"python", "yaml", "dockerfile", "json"}
 
 
 @dataclass(frozen=True)
 class Command:
     page: str
-    # : The number of its first line.
+    #: The number of its first line.
     line: int
     text: str
 

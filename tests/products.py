@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 #: f32 [n, COLUMNS] -> f32 [n, COLUMNS]
 COLUMNS = 512
 WEIGHT_BYTES = COLUMNS * COLUMNS * 4
-# : Different modules; every MODULES-th model has the same one, with other weights.
+#: Different modules; every MODULES-th model has the same one, with other weights.
 MODULES = 4
 
 

@@ -11,7 +11,7 @@ class Refused(Exception):
 
     def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
         super().__init__(text)
-        # : The name of a gRPC status.
+        #: The name of a gRPC status.
         self.code = code
 
 

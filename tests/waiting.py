@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-# : Seconds for everything that a coroutine's test waits for.
+#: Seconds for everything that a coroutine's test waits for.
 PATIENCE_S = 30.0
 
 T = TypeVar("T")

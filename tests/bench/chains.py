@@ -18,9 +18,9 @@ from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
-# : Numbers in a row of the input, of the output, and of everything between.
+#: Numbers in a row of the input, of the output, and of everything between.
 WIDTH = 512
-# : Bytes of one layer's weights.
+#: Bytes of one layer's weights.
 LAYER_BYTES = WIDTH * WIDTH * 4
 SIZES = (1, 2, 4, 8)
 

@@ -20,11 +20,11 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
-# : Models that all have work, and rows in one execution.
+#: Models that all have work, and rows in one execution.
 MODELS = (10, 1000)
 ROWS = (1, 8, 32)
 _STEPS = 4000
-# : Requests of each model that wait all the time.
+#: Requests of each model that wait all the time.
 _WAITING = 40
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# : CPUs that the hypervisor may steal in a round that counts.
+#: CPUs that the hypervisor may steal in a round that counts.
 MAX_STEAL = 0.1
 
 
@@ -20,18 +20,18 @@ class Sample:
     infer_per_s: float
     p50_us: float
     p99_us: float
-    # : Completed in the window, by Triton's count.
+    #: Completed in the window, by Triton's count.
     requests: int
     cpu_us: Mapping[str, float]
-    # : Requests in one execute(), and rows in one execution of the runtime.
+    #: Requests in one execute(), and rows in one execution of the runtime.
     triton_batch: float
     device_batch: float | None
-    # : Compiled size -> executions of the runtime.
+    #: Compiled size -> executions of the runtime.
     sizes: Mapping[int, int]
-    # : Share of the time in which the runtime's device executed.
+    #: Share of the time in which the runtime's device executed.
     busy: float | None
     steal_cpus: float
-    # : CPUs used by processes that are neither the server's nor its clients'.
+    #: CPUs used by processes that are neither the server's nor its clients'.
     other_cpus: float
     server_us: Mapping[str, float]
 
@@ -41,9 +41,9 @@ class Swapping(Sample):
     """A sample, with the loads of weights during it."""
 
     seconds: float
-    # : Answers by the runtime's own count, between the same two moments as the next two.
+    #: Answers by the runtime's own count, between the same two moments as the next two.
     answered: int
-    # : Requests that came while their model's weights were absent or loading.
+    #: Requests that came while their model's weights were absent or loading.
     misses: int
     loads: int
     evictions: int
@@ -75,7 +75,7 @@ class Rounds:
     samples: Sequence[Sample]
     kept: int
     dropped: int
-    # : All rounds were noisy, so all were kept.
+    #: All rounds were noisy, so all were kept.
     noisy: bool
 
     @classmethod

@@ -20,7 +20,7 @@ from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status
 
-# : Windows that perf_analyzer measures; ours lies within them.
+#: Windows that perf_analyzer measures; ours lies within them.
 WINDOWS = 3
 
 

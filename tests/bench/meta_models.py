@@ -27,17 +27,17 @@ from tests.bench.models import (
 from tests.bench.places import HERE, ROOT, WORK
 from tests.bench.plain_chain import STAGES
 
-# : Numbers in a row of every tensor of clients here.
+#: Numbers in a row of every tensor of clients here.
 WIDTH = 256
 
-# : Of the examples: the meta model and its callees.
+#: Of the examples: the meta model and its callees.
 DETECTOR = ("detector", "detector_backbone", "detector_head")
-# : Concurrent runs of the detector, of rsrv (the default of scheduler.meta_concurrency) and by hand.
+#: Concurrent runs of the detector, of rsrv (the default of scheduler.meta_concurrency) and by hand.
 _AT_A_TIME = 2
 _EXAMPLES = ROOT / "build" / "bundles"
 
 CHAIN = "chain"
-# : The model that clients can call as well: one call of a chain's three.
+#: The model that clients can call as well: one call of a chain's three.
 ONE_CALL = STAGES[0]
 _CHAIN = f"""
 def run(inputs, call):

@@ -23,7 +23,7 @@ from tests.bench.verify import verify
 DIRECT, KEPT, BLS, PLAIN = "direct", "kept", "bls", "plain"
 ONE, ONE_PLAIN = "one call", "one plain call"
 DETECTOR_CLIENTS = (1, 8)
-# : Seconds of a window in which requests with the largest tensors are measured, at least, as they are few.
+#: Seconds of a window in which requests with the largest tensors are measured, at least, as they are few.
 _LONG = 1.5
 
 
@@ -36,7 +36,7 @@ class Turn:
     model: str
     clients: int = 1
     least_window_s: float = 0.0
-    # : The content of requests, for perf_analyzer.
+    #: The content of requests, for perf_analyzer.
     data: str = "random"
 
     def measure(self, number: int, window_s: float) -> Sample:

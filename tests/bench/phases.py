@@ -22,7 +22,7 @@ RSRV, PLAIN = "rsrv", "plain"
 CLIENTS = (1, 16, 64)
 BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
-# : The stub's setting stub.in_place_ms: the default, always later, always in place.
+#: The stub's setting stub.in_place_ms: the default, always later, always in place.
 IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
 
 

@@ -7,5 +7,5 @@ HERE = ROOT / "tests" / "bench"
 #: Bundles, model repositories, logs, and the result.
 WORK = ROOT / "build" / "bench"
 RESULT = WORK / "result.json"
-# : The environment of the plain model, beside other fetched files.
+#: The environment of the plain model, beside other fetched files.
 PLAIN_ENVIRONMENT = ROOT / ".triton" / "bench-plain"

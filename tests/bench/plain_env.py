@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.bench.places import PLAIN_ENVIRONMENT
 
-# : numpy 1.26, because the stub of 24.10 passes wrong inputs with numpy 2; jax 0.6 is the last that takes it.
+#: numpy 1.26, because the stub of 24.10 passes wrong inputs with numpy 2; jax 0.6 is the last that takes it.
 REQUIREMENTS = ("jax==0.6.2", "jaxlib==0.6.2", "numpy==1.26.4")
 
 

@@ -57,7 +57,7 @@ class Memory:
 
     pss: float = 0.0
     uss: float = 0.0
-    # : Not backed by a file: a lone first process of a kind would count shared pages as its own.
+    #: Not backed by a file: a lone first process of a kind would count shared pages as its own.
     anonymous: float = 0.0
 
     def __add__(self, other: Memory) -> Memory:

@@ -30,9 +30,9 @@ class Plan:
     """The amounts to measure."""
 
     rounds: int
-    # : Seconds; a sample takes three windows.
+    #: Seconds; a sample takes three windows.
     window_s: float
-    # : Models of the larger server whose memory is measured.
+    #: Models of the larger server whose memory is measured.
     models: int = 8
 
 

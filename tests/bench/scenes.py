@@ -16,9 +16,9 @@ from tests.bench.models import Array
 from tests.bench.places import WORK
 
 DETECTOR = "detector"
-# : Images that requests carry in turns.
+#: Images that requests carry in turns.
 _IMAGES = 32
-# : The allowed differences of boxes (pixels) and scores, computed by two versions of jax.
+#: The allowed differences of boxes (pixels) and scores, computed by two versions of jax.
 _TOLERANCE = {"boxes": 0.05, "scores": 1e-3}
 
 Answer = Mapping[str, Array]

@@ -14,7 +14,7 @@ class ModelStatus:
     dispatches: int
     rows: int
     device_seconds: float
-    # : Compiled size -> executions; the models here have one input shape.
+    #: Compiled size -> executions; the models here have one input shape.
     sizes: dict[int, int]
 
     def since(self, earlier: ModelStatus) -> ModelStatus:

@@ -23,7 +23,7 @@ from tests.e2e.collector import Collector, collecting
 
 _CONTROL = "control"
 _ROLES = (SERVER, STUB, RUNTIME, _CONTROL)
-# : `NAME:VALUE` of a header by which a request is traced.
+#: `NAME:VALUE` of a header by which a request is traced.
 _SAMPLED = "traceparent:00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -31,7 +31,7 @@ from tests.bench.run import environment
 MIB = 2**20
 RESULT = WORK / "weights.json"
 RESIDENT = "all resident"
-# : Questions for each model, asked repeatedly in random order.
+#: Questions for each model, asked repeatedly in random order.
 _QUESTIONS = 16
 
 
@@ -40,17 +40,17 @@ class Plan:
     """The amounts and the durations to measure."""
 
     models: int = 40
-    # : Bytes of one model's weights, and of all that may be on the device at once.
+    #: Bytes of one model's weights, and of all that may be on the device at once.
     bytes: int = 8 * MIB
     budget: int = 64 * MIB
-    # : The exponent of Zipf's law: how uneven the popularity is.
+    #: The exponent of Zipf's law: how uneven the popularity is.
     exponent: float = 1.1
     clients: int = 32
     rounds: int = 7
-    # : Seconds of one sample, after its warm-up.
+    #: Seconds of one sample, after its warm-up.
     window_s: float = 4.0
     warm_s: float = 1.5
-    # : Values of scheduler.eviction, each a side of its own; none: one side with the default.
+    #: Values of scheduler.eviction, each a side of its own; none: one side with the default.
     evictions: tuple[str, ...] = ()
 
     @property

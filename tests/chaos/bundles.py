@@ -18,7 +18,7 @@ from tests.e2e.metas import write_meta, write_scale
 
 OUTPUT = ROOT / "build" / "chaos_bundles"
 
-# : Those of the end-to-end tests' bundles that are served here, too.
+#: Those of the end-to-end tests' bundles that are served here, too.
 BORROWED = ("exact", "only_rows", "elastic", "sudden")
 
 

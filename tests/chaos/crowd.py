@@ -23,11 +23,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.chaos.questions import QUESTIONS
 from tests.e2e.calls import tensors
 
-# : Clients at a time.
+#: Clients at a time.
 _TOGETHER = 16
-# : Longest time in seconds from the request to the end of the client; a request takes some milliseconds.
+#: Longest time in seconds from the request to the end of the client; a request takes some milliseconds.
 _LONGEST = 0.01
-# : Their requests: a short one, and a longer one.
+#: Their requests: a short one, and a longer one.
 _MODELS = {"grpc": ("exact", "elastic"), "http": ("exact",)}
 
 

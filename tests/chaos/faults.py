@@ -30,12 +30,12 @@ from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive
 from tests.waiting import wait_until
 
-# : How Triton 24.10 treats requests in a stub that dies (facts S6).
+#: How Triton 24.10 treats requests in a stub that dies (facts S6).
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
-# : How it treats answers of a stub that it has given up, and that goes on.
+#: How it treats answers of a stub that it has given up, and that goes on.
 LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
 
-# : The models asked beside every fault, unless it names these models as its victims.
+#: The models asked beside every fault, unless it names these models as its victims.
 BYSTANDERS = (
     *clients("exact", grpc=2, http=1, pause=0.03),
     *clients("only_rows", grpc=1, http=1, pause=0.03),
@@ -48,14 +48,14 @@ class Fault:
     """One kind of fault."""
 
     name: ClassVar[str]
-    # : Clients beside the bystanders.
+    #: Clients beside the bystanders.
     load: ClassVar[Sequence[Client]] = WORK
     expected: ClassVar[Expected] = Expected(None)
-    # : Seconds within which everything that should recover must.
+    #: Seconds within which everything that should recover must.
     patience: ClassVar[float] = 20.0
-    # : The service that must be reported as not serving within a second: a model, or "", the server; None: none.
+    #: The service that must be reported as not serving within a second: a model, or "", the server; None: none.
     unhealthy: ClassVar[str | None] = None
-    # : The kind of its server.
+    #: The kind of its server.
     house: ClassVar[Kind] = "plain"
 
     def prepare(self, house: House) -> None:
@@ -119,7 +119,7 @@ class KillExecuting(_RuntimeDies):
 
 class KillLoading(_RuntimeDies):
     name = "kill -9 the runtime while it loads weights"
-    # : Only one of these fits, so that each request for the other is a load.
+    #: Only one of these fits, so that each request for the other is a load.
     load = (*clients("heavy_a", grpc=1, pause=0.1), *clients("heavy_b", http=1, pause=0.1))
 
     def strike(self, house: House, load: Load) -> float:
@@ -299,7 +299,7 @@ class FullSharedMemory(Fault):
     expected = Expected({"bulky"})
 
     def __init__(self) -> None:
-        # : The result of loading another model in the meantime.
+        #: The result of loading another model in the meantime.
         self._said = ""
 
     def prepare(self, house: House) -> None:
@@ -484,7 +484,7 @@ class Crowd(Fault):
     name = "10,000 clients that connect and cancel"
     expected = Expected(())
     patience = 60
-    # : Clients of each protocol, and how many of them come in a second.
+    #: Clients of each protocol, and how many of them come in a second.
     count: ClassVar[int] = 5000
     rate: ClassVar[int] = 200
 
@@ -526,7 +526,7 @@ class _Loading:
     def __init__(self, model: str) -> None:
         self._model = model
         self._thread: threading.Thread | None = None
-        # : Triton's answer about it.
+        #: Triton's answer about it.
         self.error = ""
 
     def prepare(self, house: House) -> None:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple
 
-# : Outcomes of requests other than errors, which are named by their codes.
+#: Outcomes of requests other than errors, which are named by their codes.
 RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
-# : The protocol of requests that are a fault, or a part of it.
+#: The protocol of requests that are a fault, or a part of it.
 STRIKE = "strike"
-# : Seconds within which the health service has to report.
+#: Seconds within which the health service has to report.
 TELLS_WITHIN = 1.0
-# : The least number of answers for a 99th percentile.
+#: The least number of answers for a 99th percentile.
 _ENOUGH = 50
-# : The slowdown that is worth a remark.
+#: The slowdown that is worth a remark.
 _SLOW = 2.0
 
 
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     sent: float
     ended: float
     outcome: str
-    # : The beginning of an error's text.
+    #: The beginning of an error's text.
     said: str = ""
 
 
@@ -45,13 +45,13 @@ class Stretch(NamedTuple):
 class Expected:
     """The allowed harm of a fault."""
 
-    # : Models that may answer with errors, or late; None: all.
+    #: Models that may answer with errors, or late; None: all.
     victims: Collection[str] | None
-    # : The reason why a request to a victim may stay unanswered; empty: it must be answered.
+    #: The reason why a request to a victim may stay unanswered; empty: it must be answered.
     excuse: str = ""
-    # : Models that do not recover by themselves, and why; all others must.
+    #: Models that do not recover by themselves, and why; all others must.
     stays: Mapping[str, str] = field(default_factory=dict)
-    # : Models whose requests may get each other's answers, and why.
+    #: Models whose requests may get each other's answers, and why.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
 
     def harms(self, model: str) -> bool:
@@ -64,26 +64,26 @@ class Row:
 
     fault: str
     strikes: int
-    # : Requests in flight at the strike.
+    #: Requests in flight at the strike.
     in_flight: int
-    # : Outcomes of those in flight then or sent before the end.
+    #: Outcomes of those in flight then or sent before the end.
     right: int
     errors: Counter[str]
     wrong: int
     unanswered: int
-    # : Seconds of the bystanders' right answers.
+    #: Seconds of the bystanders' right answers.
     before: Sequence[float]
     during: Sequence[float]
-    # : The longest wait for an answer, right or not, in seconds from the strike.
+    #: The longest wait for an answer, right or not, in seconds from the strike.
     slowest: float
-    # : Seconds from the relief until victims, or bystanders, answered right for good; inf: they did not.
+    #: Seconds from the relief until victims, or bystanders, answered right for good; inf: they did not.
     victims_back: float
     bystanders_back: float
-    # : Seconds from the strike until the health service reported; None: it has nothing to report.
+    #: Seconds from the strike until the health service reported; None: it has nothing to report.
     told: float | None
-    # : The violations.
+    #: The violations.
     problems: Sequence[str]
-    # : Allowed, but remarkable.
+    #: Allowed, but remarkable.
     notes: Sequence[str]
 
     @property

@@ -32,9 +32,9 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.nodes import RunningNode, server_pid
 from tests.waiting import wait_until
 
-# : A server; one whose runtime reads a clock that can be set; one under rsrv-node.
+#: A server; one whose runtime reads a clock that can be set; one under rsrv-node.
 Kind = Literal["plain", "clock", "node"]
-# : The models that are served from the start.
+#: The models that are served from the start.
 SERVED = (
     "exact",
     "only_rows",
@@ -47,20 +47,20 @@ SERVED = (
     "bulky",
     "chain",
 )
-# : The callees of `chain`.
+#: The callees of `chain`.
 INTERNAL = ("double", "triple")
-# : MiB of /dev/shm and of the disk for compiled models.
+#: MiB of /dev/shm and of the disk for compiled models.
 _SHM, _DISK = 192, 64
-# : Seconds after which a hook, or an execution, hangs.
+#: Seconds after which a hook, or an execution, hangs.
 HOOK_TIMEOUT, WATCHDOG = 3.0, 5.0
-# : Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
+#: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _SETTINGS = """
 runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}}}
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
 lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
 """
-# : The first actions of the house's shell: $0 is the disk's path, the rest the server's command.
+#: The first actions of the house's shell: $0 is the disk's path, the rest the server's command.
 _MOUNTS = (
     f"mount -t tmpfs -o size={_SHM}m,mode=1777 tmpfs /dev/shm && "
     f'mount -t tmpfs -o size={_DISK}m,mode=0700 tmpfs "$0" && exec "$@"'

@@ -27,10 +27,10 @@ from tests.e2e.calls import Array, output_names, tensors
 from tests.e2e.harness import ROOT
 from tests.waiting import wait_until
 
-# : Seconds after which a client stops waiting for an answer.
+#: Seconds after which a client stops waiting for an answer.
 PATIENCE = 15.0
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
-# : HTTP's numbers for Triton's codes.
+#: HTTP's numbers for Triton's codes.
 _CODES = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL", "503": "UNAVAILABLE"}
 
 
@@ -93,7 +93,7 @@ class Connection:
                 client.close()
 
 
-# : The connection broke, or none could be made.
+#: The connection broke, or none could be made.
 BROKEN = "no connection"
 
 

@@ -16,23 +16,23 @@ class Question(NamedTuple):
     """Inputs of a request, and its answer."""
 
     inputs: Arrays
-    # : Empty if there is no right answer, so that any answer except an error is wrong.
+    #: Empty if there is no right answer, so that any answer except an error is wrong.
     wanted: Arrays
 
 
 # --- the models' functions ----------------------------------------------------------------------------------------
 
-# : `fragile` answers three times its input, and its device fails for elements from here on.
+#: `fragile` answers three times its input, and its device fails for elements from here on.
 BREAKS = 1e6
-# : Elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB.
+#: Elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB.
 HEAVY = 2**25
-# : Element i of these weights is i times this, in 32 bits.
+#: Element i of these weights is i times this, in 32 bits.
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
-# : Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
+#: Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
 BULKY, BULKY_STEP = 2**20, 2**12
-# : Rounds of `compiling`, each of which is compiled by itself.
+#: Rounds of `compiling`, each of which is compiled by itself.
 MIXES = 600
-# : Actions of the hooks of `moody`, by a request's first element; any other value is none of these.
+#: Actions of the hooks of `moody`, by a request's first element; any other value is none of these.
 MOODS = ("hang", "hoard", "exit")
 _FIRST_MOOD = 1000.0
 

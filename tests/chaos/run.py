@@ -17,13 +17,13 @@ from tests.e2e.harness import crashed_by_a_cancellation
 class Pace(NamedTuple):
     """Seconds."""
 
-    # : Of load before the strike.
+    #: Of load before the strike.
     before: float
-    # : Of load after it, at least.
+    #: Of load after it, at least.
     during: float
-    # : For which all must be well again.
+    #: For which all must be well again.
     settled: float
-    # : Whether a server that has just started, and is busy, gets time before bystanders are timed.
+    #: Whether a server that has just started, and is busy, gets time before bystanders are timed.
     calm: bool
 
 

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# : One round of the models that take time: x <- FACTOR x + SUMMAND, in 32 bits.
+#: One round of the models that take time: x <- FACTOR x + SUMMAND, in 32 bits.
 FACTOR, SUMMAND = 1664525, 1013904223
-# : Rounds in one step: some tenths of a millisecond.
+#: Rounds in one step: some tenths of a millisecond.
 ROUNDS = 20_000
-# : Steps of `elastic` without work: some milliseconds, more than the runtime's loop executes itself.
+#: Steps of `elastic` without work: some milliseconds, more than the runtime's loop executes itself.
 LEAST_STEPS = 80
 
 

@@ -20,7 +20,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 from browser_install import Browser
 from local_triton import EXEC_BOUND
 
-# : Seconds for each wait.
+#: Seconds for each wait.
 _PATIENCE = 30.0
 _FLAGS = (
     "--headless",

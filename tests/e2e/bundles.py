@@ -30,7 +30,7 @@ Arrays = dict[str, Array]
 
 OUTPUT = ROOT / "build" / "test_bundles"
 
-# : The rsrv.yaml of the tests' repository.
+#: The rsrv.yaml of the tests' repository.
 SETTINGS = """
 models:
   short_queue: {max_queue_depth: 2}
@@ -38,7 +38,7 @@ models:
 
 # --- work of a known length ---------------------------------------------------------------------------------------
 
-# : Steps of `steady` and `short_queue`: some tenths of a second.
+#: Steps of `steady` and `short_queue`: some tenths of a second.
 STEADY_STEPS = 1000
 
 
@@ -100,7 +100,7 @@ def _steady(out_dir: Path) -> None:
 
 # --- element types and axes ---------------------------------------------------------------------------------------
 
-# : numpy's type by the format's token, if clients can send it.
+#: numpy's type by the format's token, if clients can send it.
 DTYPES: Mapping[str, Any] = {
     "bool": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
@@ -159,7 +159,7 @@ def _axes(out_dir: Path) -> None:
     )
 
 
-# : Elements in one row of `large`: 256 MiB.
+#: Elements in one row of `large`: 256 MiB.
 LARGE = 64 * 2**20
 LARGE_STEP = 2**16
 
@@ -188,7 +188,7 @@ def _exact(out_dir: Path) -> None:
 
 # --- hooks --------------------------------------------------------------------------------------------------------
 
-# : The actions of the hooks of `hooked`: a request's first element holds the number, 0 for none.
+#: The actions of the hooks of `hooked`: a request's first element holds the number, 0 for none.
 DEEDS = (
     "nothing", "raise", "exit", "sys_exit", "sleep", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
     "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place", "blame",

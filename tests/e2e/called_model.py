@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-# : Values of `what`: answers; raises; answers with the request's parameters and timeout; is answered by TELL or later.
+#: Values of `what`: answers; raises; answers with the request's parameters and timeout; is answered by TELL or later.
 ECHO, RAISE, TERMS, WAIT = 100, 101, 102, 103
-# : From here on, it answers when so many more requests are there than this value.
+#: From here on, it answers when so many more requests are there than this value.
 TOGETHER = 1000
 
 

@@ -20,7 +20,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
-# : The longest time of a call, in seconds.
+#: The longest time of a call, in seconds.
 TIMEOUT = 2.0
 TOKENS = [token for token in NUMPY if not token.startswith("f8")]
 

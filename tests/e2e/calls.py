@@ -25,7 +25,7 @@ T = TypeVar("T")
 PROTOCOLS = ("grpc", "http")
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 
-# : Triton's error code -> the code of each protocol.
+#: Triton's error code -> the code of each protocol.
 CODES: Mapping[str, Mapping[str, str]] = {
     "INVALID_ARG": {"grpc": "StatusCode.INVALID_ARGUMENT", "http": "400"},
     "NOT_FOUND": {"grpc": "StatusCode.NOT_FOUND", "http": "404"},

@@ -23,7 +23,7 @@ class Seen:
     name: str
     start: int
     end: int
-    # : "": no failure.
+    #: "": no failure.
     error: str
     attributes: Mapping[str, str | int | float]
 
@@ -31,7 +31,7 @@ class Seen:
 class Collector:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"
-        # : All spans from rsrv, and the ids of those from Triton.
+        #: All spans from rsrv, and the ids of those from Triton.
         self.spans: list[Seen] = []
         self.tritons: set[str] = set()
 

@@ -56,7 +56,7 @@ class TritonPythonModel:
 {body}
 """
 
-# : The actions of `execute`.
+#: The actions of `execute`.
 _BODIES = {
     "echo": """
         return [answer(request) for request in requests]
@@ -115,7 +115,7 @@ class Fleet:
 
     workers: list[RunningTriton]
     gateway: RunningGateway
-    # : Files that models write.
+    #: Files that models write.
     marks: Path
 
 

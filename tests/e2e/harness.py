@@ -85,7 +85,7 @@ class StartTriton(Protocol):
     ) -> RunningTriton: ...
 
 
-# : The running servers, for the report of a test that fails.
+#: The running servers, for the report of a test that fails.
 _running: list[TritonServer] = []
 
 

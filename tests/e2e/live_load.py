@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 MODELS = ("captions", "colours", "faces", "fraud", "intent", "ranking", "reviews", "spam", "topics", "voices")
 PINNED = "ranking"
-# : Bytes of six of them.
+#: Bytes of six of them.
 BUDGET = 6 * (1 << 20) + 4096
 CLIENTS = 4
 

@@ -20,7 +20,7 @@ from tests.e2e.calls import Caller
 from tests.e2e.harness import RunningTriton
 from tests.waiting import wait_until
 
-# : Columns of every tensor here.
+#: Columns of every tensor here.
 COLUMNS = 4
 
 

@@ -14,7 +14,7 @@ from rsrv_bundle.export import export_bundle
 from tests import builders
 from tests.e2e.bundles import OUTPUT, ensure_made, with_weights
 
-# : Columns of every tensor here.
+#: Columns of every tensor here.
 COLUMNS = 8
 
 HOOKS = """
@@ -54,7 +54,7 @@ def write_scale(path: Path, factor: float, *, internal: bool = False, hooks: str
     return path
 
 
-# : Write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py.
+#: Write a meta model from x to y, both rows of COLUMNS f32; `body` is its model.py.
 write_meta = partial(
     builders.write_meta,
     client="".join(

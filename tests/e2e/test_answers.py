@@ -22,7 +22,7 @@ from tests.e2e.bundles import DTYPES
 from tests.e2e.calls import PROTOCOLS, Array, Arrays, Caller, assert_same, at_once, caller, refusal
 from tests.e2e.harness import RunningTriton
 
-# : Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
+#: Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
 TOLERANCE = 1e-5
 
 

@@ -89,7 +89,7 @@ def ask_one(server: RunningTriton, **call: Any) -> dict[str, Any]:
 
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-# : Unanswered requests would otherwise delay the server's end by ten seconds.
+#: Unanswered requests would otherwise delay the server's end by ten seconds.
 LEAVE_SOON = "--exit-timeout-secs=1"
 POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
 

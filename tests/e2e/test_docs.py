@@ -21,7 +21,7 @@ from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 
-# : tests/unit/test_docs.py checks names and flags of every command within seconds.
+#: tests/unit/test_docs.py checks names and flags of every command within seconds.
 pytestmark = pytest.mark.long
 
 START = ROOT / "docs" / "index.md"

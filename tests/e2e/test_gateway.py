@@ -27,7 +27,7 @@ from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.waiting import wait_until
 
 MODELS = ("first", "second", "third", "fourth")
-# : Budget for two models of 1536 bytes.
+#: Budget for two models of 1536 bytes.
 SETTINGS = "runtime: {weight_budget_bytes: 4000}\n"
 KERNELS: Mapping[str, bundles.Array] = {
     name: bundles.exact_kernel() + number for number, name in enumerate(MODELS)

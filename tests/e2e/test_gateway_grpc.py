@@ -32,7 +32,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return error.status(), error.message()
 
 
-# : Calls that tritonserver and gateway must answer alike.
+#: Calls that tritonserver and gateway must answer alike.
 ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
     "an unknown model": lambda client: client.infer("nothing", number(1)),
     "no name": lambda client: client.infer("", number(1)),

@@ -53,7 +53,7 @@ def number(value: int) -> Any:
     return {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [value]}]}
 
 
-# : Requests that tritonserver and gateway must answer alike: method, path, body, headers.
+#: Requests that tritonserver and gateway must answer alike: method, path, body, headers.
 ALIKE: dict[str, tuple[Any, ...]] = {
     "an inference": ("POST", INFER, ONE),
     "a version": ("POST", "/v2/models/echo/versions/1/infer", {**ONE, "id": "5"}),

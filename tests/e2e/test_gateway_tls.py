@@ -23,7 +23,7 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.waiting import wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
-# : Without this key, the worker's Triton does not list its models.
+#: Without this key, the worker's Triton does not list its models.
 KEY = "admin-key"
 
 

@@ -19,12 +19,12 @@ from tests.e2e.harness import RunningTriton, aborted_by_a_lock, despite, is_aliv
 from tests.e2e.metas import rows, write_meta, write_scale
 from tests.waiting import wait_until
 
-# : Seconds.
+#: Seconds.
 TIMEOUT = 1.5
 LIMIT = 128 << 20
 SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
-# : What each model's preprocess does with a request whose first number is negative.
+#: What each model's preprocess does with a request whose first number is negative.
 DEEDS = {
     "sleeps": "time.sleep(60)",
     "spins": "while True: pass",

@@ -49,7 +49,7 @@ def _twice(number: int) -> tuple[Arrays, Arrays]:
     return {"x": x}, {"y": 9 * x}
 
 
-# : A model answered inside execute(), one answered later, one with hooks, and a meta model.
+#: A model answered inside execute(), one answered later, one with hooks, and a meta model.
 QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "exact": _exact,
     "elastic": _elastic,
@@ -57,7 +57,7 @@ QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
     "twice": _twice,
 }
 
-# : Prefixes of a request's JSON.
+#: Prefixes of a request's JSON.
 HOSTILE = (
     b'{"id": "\xff", ',
     b'{"id": "a\xc3(", "parameters": {"rsrv_priority": 1}, ',

@@ -338,7 +338,7 @@ def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Liv
 
 # --- under load -----------------------------------------------------------------------------------------------------
 
-# : Requests a second, of as many clients.
+#: Requests a second, of as many clients.
 RATE, CLIENTS = 500, 16
 RELOADS = 50
 
@@ -357,7 +357,7 @@ def test_fifty_reloads_under_load_fail_no_request(
     kinds = [(1, 0), (2, 0), (3, 3)]
     names = ["one", "two", "other"]
     stop = threading.Event()
-    # : Possible versions of an answer: before the present change, and after it.
+    #: Possible versions of an answer: before the present change, and after it.
     current: list[frozenset[tuple[int, int]]] = [frozenset({kinds[0]})]
 
     def work(call: Caller, number: int) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, des
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-# : Seconds after the server's end within which everything of it must be gone.
+#: Seconds after the server's end within which everything of it must be gone.
 GONE = 10.0
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000

@@ -15,7 +15,7 @@ from tests.e2e.browser import Page, browsing
 from tests.e2e.live_load import MODELS, PINNED, live_server, load
 
 ROWS = "document.querySelectorAll('#models tr').length"
-# : The painted share of a timeline's pixels, in the lane of executions and in that of loads.
+#: The painted share of a timeline's pixels, in the lane of executions and in that of loads.
 PAINTED = """(() => {
   const canvas = document.querySelector('.device canvas');
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });

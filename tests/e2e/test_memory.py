@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 MODELS = 20
 
-# : A model that does nothing: the server's own loss with each load.
+#: A model that does nothing: the server's own loss with each load.
 _PLAIN_CONFIG = """
 name: "{name}"
 backend: "python"

@@ -22,11 +22,11 @@ from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-# : Triton's own threads for an instance's answers and calls.
+#: Triton's own threads for an instance's answers and calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
 ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
 
-# : 6 x; a request with a negative x reports the end of its first stage, and waits there.
+#: 6 x; a request with a negative x reports the end of its first stage, and waits there.
 CHAIN = """
 import os
 import time

@@ -23,7 +23,7 @@ from tests.e2e.calls import PROTOCOLS, Array, caller
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.examples.sources import source
 
-# : These check the examples; the exporters have quicker tests.
+#: These check the examples; the exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 

@@ -21,7 +21,7 @@ from tests.e2e.nodes import answer, free_block, running_node, server_pid
 from tests.waiting import wait_until
 
 MODEL = "versioned"
-# : Changed bundles need not be polled for.
+#: Changed bundles need not be polled for.
 QUICK = "lifecycle: {look_s: 0.1}\n"
 
 

@@ -23,14 +23,14 @@ from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, cal
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.test_answers import varied
 
-# : Half a minute, for a pairing that Triton's image does not have.
+#: Half a minute, for a pairing that Triton's image does not have.
 pytestmark = pytest.mark.long
 
-# : Shapes of the model with hooks; rows are so long that memory used too late has changed.
+#: Shapes of the model with hooks; rows are so long that memory used too late has changed.
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 WIDTH = 257
 
-# : Every array that a hook returns is a new one, which only the stub holds.
+#: Every array that a hook returns is a new one, which only the stub holds.
 HOOKS = """
 import numpy as np
 

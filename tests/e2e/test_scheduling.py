@@ -19,7 +19,7 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.runtime_commands import command, configure
 from tests.waiting import wait_until
 
-# : Steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second.
+#: Steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second.
 _STEPS = 100
 SETTINGS = """
 models:

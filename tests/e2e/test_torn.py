@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
 WEIGHTS = "weights.safetensors"
 TORN = f"{WEIGHTS} does not match the manifest: it is being written"
-# : The versions of an answer: in the weights, and in the code.
+#: The versions of an answer: in the weights, and in the code.
 ONE, TWO = (1, 0), (2, 0)
 
 

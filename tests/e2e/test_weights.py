@@ -21,7 +21,7 @@ from tests.e2e.harness import RunningTriton, StartTriton, running_triton
 from tests.runtime_commands import Refused, compact, set_residency
 from tests.waiting import wait_until
 
-# : Bytes of `exact`: its kernel of 64 x 6 f32.
+#: Bytes of `exact`: its kernel of 64 x 6 f32.
 _BYTES = 1536
 
 

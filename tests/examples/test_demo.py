@@ -17,7 +17,7 @@ from rsrv_bundle import WeightSpec, read_bundle
 from tests.examples.built import restored
 
 BUNDLES = demo.DATA / demo.BUNDLES
-# : Keys of a manifest that differ from build to build.
+#: Keys of a manifest that differ from build to build.
 BUILD_KEYS = ("sha256", "provenance", "numerics")
 
 

@@ -30,7 +30,7 @@ Arrays = dict[str, Array]
 CLS, SEP, UNKNOWN = 101, 102, 100
 WEATHER = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
 ODD = ("", "   ", "a", "\U0001f600 \U0001f680", "漢字とかな", "Naïve — résumé", "tab\tbell\x07", "x" * 5000)
-# : 512 tokens, more than the encoder's largest compiled length.
+#: 512 tokens, more than the encoder's largest compiled length.
 LONG = " ".join(["north south east west"] * 128)
 
 
@@ -51,7 +51,7 @@ class Pipeline:
         assert bundle.hooks is not None
         self.module = runpy.run_path(str(bundle.hooks))
         self.models = {callee: Model(root / callee) for callee in bundle.manifest.meta_calls}
-        # : The calls in order: name, inputs.
+        #: The calls in order: name, inputs.
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def call(self, name: str, inputs: dict[str, Any], keep_on_device: Any = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.bench.real.twins import TWINS, weights_of
 from tests.examples.built import Model
 from tests.examples.sources import source
 
-# : These check the examples; the exporters have quicker tests.
+#: These check the examples; the exporters have quicker tests.
 pytestmark = pytest.mark.long
 
 

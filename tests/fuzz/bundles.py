@@ -24,10 +24,10 @@ from tests.fuzz.corpus import write_module_mutant, write_mutant
 from tests.fuzz.manifests import Files
 from tests.fuzz.watched import Verdict, watch
 
-# : Limits for one bundle that is read three times.
+#: Limits for one bundle that is read three times.
 SECONDS = 10.0
 NBYTES = 400 << 20
-# : Limits for one that is compiled, too.
+#: Limits for one that is compiled, too.
 COMPILING = 20.0
 COMPILING_NBYTES = 1 << 30
 

@@ -56,7 +56,7 @@ _HEADERS = (
     (b"Content-Length", b"9999999999"), (b"Content-Length", b"0"), (b"Transfer-Encoding", b"chunked"), (b"Transfer-Encoding", b"x"),
 )  # fmt: skip
 _LENGTHS = (b"0", b"1", b"-1", b"9999", b"x", b"", b"18446744073709551616", b"1e3", b"4294967296")
-# : Without the time.
+#: Without the time.
 _gzip = partial(gzip.compress, mtime=0)
 _COMPRESSED: tuple[Callable[[bytes], bytes], ...] = (
     _gzip,

@@ -17,9 +17,9 @@ from tests.chaos.questions import QUESTIONS
 
 Random = random.Random
 _BYTE = re.compile(rb"\\udc([89a-f][0-9a-f])")
-# : Keys of an input's entry beyond KServe's: this tensor as bytes and as a list; and gRPC's field for the former.
+#: Keys of an input's entry beyond KServe's: this tensor as bytes and as a list; and gRPC's field for the former.
 _OURS = ("raw", "data", "raws")
-# : Texts with bytes that are none, as in JSON, see json_bytes.
+#: Texts with bytes that are none, as in JSON, see json_bytes.
 NOT_UTF8 = (
     "\udcff",
     "a\udcc3",
@@ -35,9 +35,9 @@ class Draft:
     """A request that is being changed."""
 
     model: str
-    # : KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data".
+    #: KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data".
     document: dict[str, Any]
-    # : HTTP: whether tensors are bytes after the JSON.
+    #: HTTP: whether tensors are bytes after the JSON.
     binary: bool
     method: bytes = b"POST"
     path: bytes = b""
@@ -46,13 +46,13 @@ class Draft:
     #: gRPC
     call: str = "ModelInfer"
     metadata: list[tuple[str, str | bytes]] = field(default_factory=list)
-    # : Change all of the bytes in the end.
+    #: Change all of the bytes in the end.
     damage: Callable[[bytes], bytes] = bytes
-    # : The server may wait for more of it, or drop it without an answer.
+    #: The server may wait for more of it, or drop it without an answer.
     cut: bool = False
-    # : It would end Triton 24.10 itself, and the gateway refuses it.
+    #: It would end Triton 24.10 itself, and the gateway refuses it.
     only_gateway: bool = False
-    # : Bytes for the gRPC port that are no gRPC.
+    #: Bytes for the gRPC port that are no gRPC.
     h2: bool = False
 
     @property
@@ -69,11 +69,11 @@ class Piece(NamedTuple):
 
     change: Change
     protocols: tuple[str, ...]
-    # : Whether it gives tensors any number of elements.
+    #: Whether it gives tensors any number of elements.
     numbers: bool
 
 
-# : By name.
+#: By name.
 PIECES: dict[str, Piece] = {}
 
 

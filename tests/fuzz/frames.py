@@ -30,9 +30,9 @@ from tests.fuzz.watched import Verdict, watch
 
 SECONDS = 4.0
 NBYTES = 256 << 20
-# : Seconds in which a healthy loop answers.
+#: Seconds in which a healthy loop answers.
 _PATIENCE = 20.0
-# : Descriptors beyond those of the two permanent connections.
+#: Descriptors beyond those of the two permanent connections.
 _FEW = 12
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv_bundle import yaml12
 
-# : A bundle's files, by name.
+#: A bundle's files, by name.
 Files = dict[str, bytes]
 Random = random.Random
 

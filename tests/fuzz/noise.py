@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-# : Lines that one process may write in a second, and bytes of one of them.
+#: Lines that one process may write in a second, and bytes of one of them.
 LINES, NBYTES = 10, 4000
-# : The beginning of rsrv's lines: second, logger and model.
+#: The beginning of rsrv's lines: second, logger and model.
 _OURS = re.compile(rb"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} [DIWEC] ([\w.]+(?: [^:]+)?): ")
-# : Lines of Triton or its libraries, which are not throttled, with any model.
+#: Lines of Triton or its libraries, which are not throttled, with any model.
 _TRITONS = re.compile(rb"[IWEF]\d{4} |\[libprotobuf |\[\x1b?\[1;31mERROR|\s*$")
 
 

@@ -13,9 +13,9 @@ from tests.fuzz.carriers import TRACES
 from tests.fuzz.drafts import NOT_UTF8, PIECES, Draft, Random, honest, http_bytes, message_bytes, piece
 from tests.fuzz.manifests import VALUES
 
-# : Answered at once; answered later; with hooks; a meta model.
+#: Answered at once; answered later; with hooks; a meta model.
 MODELS = ("exact", "elastic", "moody", "chain")
-# : Models to which numbers are only numbers: the others take long, hang or exit on some.
+#: Models to which numbers are only numbers: the others take long, hang or exit on some.
 _STOLID = ("exact", "chain")
 
 
@@ -24,17 +24,17 @@ class Attack:
     """One bad request."""
 
     seed: int
-    # : Names of its changes, of PIECES.
+    #: Names of its changes, of PIECES.
     pieces: tuple[str, ...]
-    # : "http", "grpc", or "h2": bytes for the gRPC port that are no call.
+    #: "http", "grpc", or "h2": bytes for the gRPC port that are no call.
     protocol: str
-    # : Whether it goes to the gateway, or else to the server.
+    #: Whether it goes to the gateway, or else to the server.
     gateway: bool
-    # : The bytes of the connection, or the call's message.
+    #: The bytes of the connection, or the call's message.
     data: bytes
     call: str
     metadata: tuple[tuple[str, str | bytes], ...]
-    # : As in Draft.
+    #: As in Draft.
     cut: bool
 
 
@@ -87,7 +87,7 @@ _SHAPES: tuple[Any, ...] = (
     [], [0], [0, 64], [-1], [-1, 64], [1, -64], [-(2**63), 1], [1, 64, 1, 1], [1] * 20_000, [1.5, 64], ["1", "64"], [[1, 64]], None,
     "1,64", 64, {"n": 1}, [True, 64], [17, 64],
 )  # fmt: skip
-# : With numbers as JSON beside it, Triton 24.10 allocates for the whole shape, and aborts if there is less: so only
+#: With numbers as JSON beside it, Triton 24.10 allocates for the whole shape, and aborts if there is less: so only
 # with bytes, or through the gateway.
 _HUGE = ([2**31, 64], [2**63 - 1, 2**63 - 1], [2**64, 1], [10**30, 1], [2**32, 2**32], [2**40])
 _SIZES = (0, 1, -1, 255, 257, 2**31, 2**32 + 4, 2**63, 2**64 - 1, 10**30, "256", 1.5, None, True)

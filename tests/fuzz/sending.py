@@ -14,15 +14,15 @@ import grpc
 from local_triton import LOOPBACK
 from tests.fuzz.requests import Attack
 
-# : The service of the calls.
+#: The service of the calls.
 _SERVICE = "/inference.GRPCInferenceService/"
-# : Seconds in which any request is answered or its connection closed.
+#: Seconds in which any request is answered or its connection closed.
 PATIENCE = 15.0
-# : Internals of the server that no client may see: paths, source positions, tracebacks, addresses.
+#: Internals of the server that no client may see: paths, source positions, tracebacks, addresses.
 _INSIDE = re.compile(
     r"""Traceback|File ["']|\.py\b|\.cc:\d|/(?:work|usr|tmp|home|opt|proc|dev/shm|root)\b|\bline \d+|0x[0-9a-f]{6,}"""
 )
-# : Faults of JSON and of unreadable messages that Triton's front ends report as their own.
+#: Faults of JSON and of unreadable messages that Triton's front ends report as their own.
 _TRITONS = re.compile(
     r"(500|INTERNAL) .*(nable to (parse|set)|failed to parse|failed to get request params|was not found in the JSON)",
     re.DOTALL,
@@ -37,7 +37,7 @@ class Ports(NamedTuple):
 class Answer(NamedTuple):
     #: "answered", "refused", "closed", or one of `watched.BAD`
     outcome: str
-    # : An error's code and text, as the client gets them.
+    #: An error's code and text, as the client gets them.
     said: str = ""
 
 

@@ -30,15 +30,15 @@ from tests.fuzz.requests import MODELS, Attack, make
 from tests.fuzz.sending import Answer, Ports, Sender
 from tests.fuzz.watched import Verdict
 
-# : Requests between two checks of the server, and their senders.
+#: Requests between two checks of the server, and their senders.
 _BATCH, _TOGETHER = 16, 4
-# : Seconds between two requests of an honest client.
+#: Seconds between two requests of an honest client.
 _PAUSE = 0.1
-# : Bytes that the gateway accepts, which some bad requests exceed.
+#: Bytes that the gateway accepts, which some bad requests exceed.
 _MESSAGE = 1 << 20
-# : An address without a collector, so that clients' trace contexts are read.
+#: An address without a collector, so that clients' trace contexts are read.
 _SETTINGS = "traces: {endpoint: 'http://127.0.0.1:9'}\n"
-# : As in docs/security.md and docs/monitoring.md.
+#: As in docs/security.md and docs/monitoring.md.
 _FLAGS = (
     "--http-restricted-api=logging,trace:fuzz=nobody-knows",
     "--grpc-restricted-protocol=logging,trace:fuzz=nobody-knows",
@@ -110,7 +110,7 @@ class _Life:
 
     def __init__(self, repository: Path, folder: Path) -> None:
         self._stack = ExitStack()
-        # : A process died, or a request was not answered, so that later requests need other servers.
+        #: A process died, or a request was not answered, so that later requests need other servers.
         self.over = False
         with self._stack:
             self._server = self._stack.enter_context(

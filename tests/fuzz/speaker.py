@@ -20,10 +20,10 @@ from rsrv.wire.memory import create_sealed
 
 Random = random.Random
 
-# : Kinds for stubs; the others are for runtimes.
+#: Kinds for stubs; the others are for runtimes.
 _TO_STUB = frozenset(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
-# : Fields of a frame's entries: good values, and wild ones.
+#: Fields of a frame's entries: good values, and wild ones.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
     "deadline_ns": ((0, 0, 1, 2**62), (-1, 2**63 - 1, -(2**63))),
     "rows": ((1, 1, 2, 4, 5), (0, 1000, 2**31, 2**32 - 1)),
@@ -47,7 +47,7 @@ class Speaker:
     def __init__(self, rng: Random, keys: Sequence[str]) -> None:
         self._rng = rng
         self._wildness = rng.choice((0.0, 0.003, 0.03, 0.3))
-        # : The model that it registers for; empty, if it is a runtime.
+        #: The model that it registers for; empty, if it is a runtime.
         self.key = rng.choice(keys) if keys else ""
         self._meta = self.key.startswith("meta")
         self._numbers = itertools.count()

@@ -19,12 +19,12 @@ class Verdict:
     """The outcome of one case."""
 
     seed: int
-    # : The result of the case, or one of BAD.
+    #: The result of the case, or one of BAD.
     outcome: str
     detail: str = ""
-    # : CPU time of the child.
+    #: CPU time of the child.
     seconds: float = 0.0
-    # : The greatest growth of its memory.
+    #: The greatest growth of its memory.
     nbytes: int = 0
 
     @property
@@ -32,7 +32,7 @@ class Verdict:
         return self.outcome in BAD
 
 
-# : The child, or a server, died; did not end; raised an error; took more CPU time, or more memory, than any case may.
+#: The child, or a server, died; did not end; raised an error; took more CPU time, or more memory, than any case may.
 BAD = ("crash", "hang", "fault", "slow", "bloat", "unanswered", "leak", "harm", "noise")
 
 Case = Callable[[int], str]

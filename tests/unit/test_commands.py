@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
 }
-# : asyncio is a fifth of the modules that these may load.
+#: asyncio is a fifth of the modules that these may load.
 ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
 
 _SCRIPT = """

@@ -15,7 +15,7 @@ from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
 
 COMMANDS = commands()
-# : By program, the module that parses its command line.
+#: By program, the module that parses its command line.
 OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
 
 

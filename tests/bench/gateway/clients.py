@@ -32,9 +32,9 @@ Array = npt.NDArray[Any]
 
 OK, WRONG = "OK", "WRONG"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-# : The exponent of Zipf's law.
+#: The exponent of Zipf's law.
 _EXPONENT = 1.1
-# : Seconds that a request may take, and the least pause of a client after a failure.
+#: Seconds that a request may take, and the least pause of a client after a failure.
 _DEADLINE, _PAUSE = 20.0, 0.01
 
 
@@ -44,7 +44,7 @@ class Requests:
 
     began: Array
     ended: Array
-    # : The status' name, or WRONG.
+    #: The status' name, or WRONG.
     code: Array
 
     def failed(self) -> Counter[str]:
@@ -122,7 +122,7 @@ class _Crowd:
         self._shares = np.cumsum(popularity(len(self._models), _EXPONENT))
         self._turn_s = turn_s
         self._pause_s = pause_s
-        # : Made once, because making requests is not measured.
+        #: Made once, because making requests is not measured.
         self._requests = {
             model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
         }

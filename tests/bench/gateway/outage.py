@@ -21,9 +21,9 @@ from tests.bench.report import table
 
 CLIENTS = 16
 _MODELS = 4
-# : Seconds of load before the worker dies, and after.
+#: Seconds of load before the worker dies, and after.
 BEFORE_S, AFTER_S = 2.0, 4.0
-# : A request counts as harmed by the death if it takes this multiple of the earlier 99th percentile.
+#: A request counts as harmed by the death if it takes this multiple of the earlier 99th percentile.
 _HARMED = 3
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -34,19 +34,19 @@ class Outage:
     """The outcomes of the requests when a worker died."""
 
     round: int
-    # : On both workers, at its death.
+    #: On both workers, at its death.
     under_way: int
-    # : These were on the dead one, as those that ...
+    #: These were on the dead one, as those that ...
     failed: int
-    # : ... began later cannot have been.
+    #: ... began later cannot have been.
     failed_later: int
     wrong: int
-    # : Answers per second and their 99th percentile, before and after.
+    #: Answers per second and their 99th percentile, before and after.
     before_per_s: float
     after_per_s: float
     before_p99_ms: float
     after_p99_ms: float
-    # : Seconds from the death to the end of the last failed or harmed request.
+    #: Seconds from the death to the end of the last failed or harmed request.
     harm_ms: float
 
 

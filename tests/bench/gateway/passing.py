@@ -32,10 +32,10 @@ from tests.bench.verify import verify
 
 WAYS = (DIRECT, BARE, GATEWAY)
 CLIENTS = (1, 16)
-# : Size of a request -> the model that takes it.
+#: Size of a request -> the model that takes it.
 SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
 SMALL = "1 kB"
-# : Seconds over which the idle gateway is measured.
+#: Seconds over which the idle gateway is measured.
 _IDLE_S = 4.0
 
 Part = tuple[list[str], list[Target], dict[str, Any]]

@@ -32,14 +32,14 @@ from tests.bench.processes import cpu_seconds, memory
 from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
-# : Events of a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is removed from the file, and
+#: Events of a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is removed from the file, and
 # stops when it has no request of the gateway; STOP: it is told to end while it is in the file; KILL: SIGKILL.
 JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
 _MODELS = 8
-# : Room for the weights of so many models on one worker.
+#: Room for the weights of so many models on one worker.
 _FITTING = 4
 _NAMES = ("ann", "bob", "cat")
-# : lpt_packing, with repacks so frequent that models move.
+#: lpt_packing, with repacks so frequent that models move.
 _PACKING = {
     "mode": "lpt_packing",
     "rebalance_device_s": 2.0,
@@ -51,9 +51,9 @@ _PACKING = {
 class Plan:
     seconds: float = 600.0
     clients: int = 8
-    # : Seconds between an answer and the same client's next request, because starting workers need cores, too.
+    #: Seconds between an answer and the same client's next request, because starting workers need cores, too.
     rest_s: float = 0.01
-    # : Seconds between two events, and for which one model is the most popular.
+    #: Seconds between two events, and for which one model is the most popular.
     pause_s: float = 8.0
     turn_s: float = 20.0
     seed: int = 1
@@ -67,10 +67,10 @@ class Held:
     """Resources of the gateway at a moment."""
 
     at: float
-    # : Unique memory (USS), 10^6 bytes.
+    #: Unique memory (USS), 10^6 bytes.
     megabytes: float
     files: int
-    # : CPU time so far, in seconds.
+    #: CPU time so far, in seconds.
     cpu_s: float
 
     @classmethod
@@ -86,9 +86,9 @@ class Course:
 
     begin: float
     held: list[Held] = field(default_factory=list)
-    # : (time, event, worker)
+    #: (time, event, worker)
     events: list[tuple[float, str, str]] = field(default_factory=list)
-    # : Changes of a model's worker, as far as observed.
+    #: Changes of a model's worker, as far as observed.
     moves: int = 0
     repacks: Mapping[str, int] = field(default_factory=dict)
     end: float = 0.0

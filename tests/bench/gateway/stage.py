@@ -25,9 +25,9 @@ from tests.bench.load import BenchFailed
 from tests.bench.places import ROOT, WORK
 
 DIRECT, BARE, GATEWAY = "direct", "bare", "gateway"
-# : Roles of processes: those that pass requests on, and those that answer them.
+#: Roles of processes: those that pass requests on, and those that answer them.
 PASSING, WORKERS = "passing", "workers"
-# : Seconds until a gateway accepts requests, or sees a change.
+#: Seconds until a gateway accepts requests, or sees a change.
 _PATIENCE = 30.0
 
 

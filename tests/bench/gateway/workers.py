@@ -16,9 +16,9 @@ from tests.bench.crowd import Questions
 from tests.bench.gateway.stage import entry
 from tests.bench.places import ROOT, WORK
 
-# : Bytes of each model's weights.
+#: Bytes of each model's weights.
 MODEL_BYTES = 2**20
-# : Questions for each model, asked repeatedly in random order.
+#: Questions for each model, asked repeatedly in random order.
 _QUESTIONS = 16
 
 

@@ -50,13 +50,13 @@ class Plan:
     matrix: int = 2048
     traffic_models: int = 200
     traffic_bytes: int = 256_000_000
-    # : The share of all the models' bytes.
+    #: The share of all the models' bytes.
     traffic_budget: float = 0.25
     traffic_seconds: float = 30.0
     traffic_clients: int = 16
 
 
-# : For a machine without a GPU: whether everything works.
+#: For a machine without a GPU: whether everything works.
 SMALL = Plan(
     transfer_bytes=4 << 20,
     tensors=(1, 16),
@@ -78,14 +78,14 @@ SMALL = Plan(
 class Results:
     machine: dict[str, str]
     rates: list[Rate] = field(default_factory=list)
-    # : Whether jax computes with memory that its allocator does not know.
+    #: Whether jax computes with memory that its allocator does not know.
     imported: str = ""
     scratch: Scratch | None = None
     products: list[numerics.Product] = field(default_factory=list)
     cold: list[Cold] = field(default_factory=list)
     turns: list[Turns] = field(default_factory=list)
     traffic: Traffic | None = None
-    # : The violations of what must hold on any machine.
+    #: The violations of what must hold on any machine.
     wrong: list[str] = field(default_factory=list)
 
     def rate(self, way: str, tensors: int) -> float:

@@ -22,7 +22,7 @@ from rsrv.wire.paths import SOCKET, make_private, runtime_directory
 from rsrv.wire.socket import connect, listen, read_status
 from tests.bench.gpu.models import Model
 
-# : The longest time of an answer, in seconds.
+#: The longest time of an answer, in seconds.
 _TIMEOUT = 120.0
 
 

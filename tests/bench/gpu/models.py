@@ -22,7 +22,7 @@ import numpy as np
 from rsrv_bundle.export import export_bundle
 from tests.unit.bundle.forge import seal
 
-# : Elements of a model's input.
+#: Elements of a model's input.
 WIDTH = 4
 _WEIGHTS = "weights.safetensors"
 
@@ -34,7 +34,7 @@ class Shape:
     nbytes: int
     tensors: int = 8
     steps: int = 0
-    # : Rows and columns of those matrices.
+    #: Rows and columns of those matrices.
     matrix: int = 128
 
     @property

@@ -19,9 +19,9 @@ from rsrv.settings import Numerics
 from rsrv_bundle.modules import signature_of
 from rsrv_bundle.precision import Treatment, treat
 
-# : Of the probe's matrices.
+#: Of the probe's matrices.
 _SIDE = 512
-# : Stated explicitly, because with runtime.numerics: f32 the process has another default.
+#: Stated explicitly, because with runtime.numerics: f32 the process has another default.
 _DEFAULT = jax.lax.Precision.DEFAULT
 
 
@@ -31,7 +31,7 @@ class Product:
 
     module: str
     treatment: Treatment
-    # : Its precision then.
+    #: Its precision then.
     precision: str
     computes: Computes
 

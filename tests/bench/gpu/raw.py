@@ -21,7 +21,7 @@ from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, CUDA, Around
 from rsrv.runtime.device import Array
 
-# : Alignment in bytes of tensors in memory that XLA is given.
+#: Alignment in bytes of tensors in memory that XLA is given.
 _ALIGNMENT = 256
 _STREAM_NON_BLOCKING = 1  # Waits for no other stream.
 

@@ -18,7 +18,7 @@ from rsrv.runtime.device import Array, Device, Executable
 from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.raw import computes_with, raw
 
-# : The ways, in the order of the table.
+#: The ways, in the order of the table.
 LIMIT, LOCKED, PAGEABLE, PINNED = "limit", "page-locked", "pageable", "pinned_host"
 BUSY, LIMIT_BUSY = "page-locked, busy", "limit, busy"
 

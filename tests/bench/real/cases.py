@@ -29,16 +29,16 @@ SENTENCES = (
 class Case:
     """A line of the table."""
 
-    # : The model that clients ask.
+    #: The model that clients ask.
     model: str
     source: str
-    # : The unit of a request.
+    #: The unit of a request.
     unit: str
-    # : All models that belong to it.
+    #: All models that belong to it.
     bundles: tuple[str, ...]
-    # : Rows -> a request.
+    #: Rows -> a request.
     inputs: Callable[[int], Arrays]
-    # : Rows in the larger of the two requests.
+    #: Rows in the larger of the two requests.
     most: int = 32
 
     @property

@@ -20,7 +20,7 @@ from examples.fno import network as fno_network
 from examples.unet import network as unet_network
 from tests.bench.real.cases import CASES
 
-# : By the first word of a model's name: the steps before exporting.
+#: By the first word of a model's name: the steps before exporting.
 PREPARE: Mapping[str, Callable[[], object]] = {
     "detector": detector_training.trained,
     "family": family_maker.trained,

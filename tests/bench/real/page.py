@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# : Rows of a request -> rows per second, of each round; empty if impossible.
+#: Rows of a request -> rows per second, of each round; empty if impossible.
 Rates = Mapping[int, Sequence[float]]
 
 
@@ -19,7 +19,7 @@ class Line:
     unit: str
     export_seconds: float
     bundle_bytes: int
-    # : Compiled size -> the largest error of any output and variant, relative to the output's largest magnitude.
+    #: Compiled size -> the largest error of any output and variant, relative to the output's largest magnitude.
     errors: Mapping[int, float]
     served: Rates
     eager: Rates

@@ -38,7 +38,7 @@ from tests.e2e.calls import tensors
 PAGE = DOCS / "benchmark.md"
 RESULT = WORK / "models.json"
 FOLDER = WORK / "models"
-# : Concurrent requests, by whether they have one row or many.
+#: Concurrent requests, by whether they have one row or many.
 IN_FLIGHT = {False: 8, True: 2}
 
 

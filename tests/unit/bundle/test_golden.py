@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 SETS = sorted(file.parent for file in golden_bundles.GOLDEN.glob(f"*/{golden_bundles.DIGESTS}"))
 BUNDLES = sorted(file.with_suffix("") for one in SETS for file in one.glob("*/*.npz"))
 NAMES = [path.relative_to(golden_bundles.GOLDEN).as_posix() for path in BUNDLES]
-# : The keys that an upgrade changes most.
+#: The keys that an upgrade changes most.
 OLDER = [path for path in BUNDLES if path.parent.name == "format_2_0" or "stablehlo" in path.name]
 golden = pytest.mark.parametrize("path", BUNDLES, ids=NAMES)
 

@@ -36,7 +36,7 @@ def pid(look: Inspector) -> int:
     return look._child.process.pid
 
 
-# : An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 ends in SIGSEGV; later ones may refuse
+#: An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 ends in SIGSEGV; later ones may refuse
 # it.
 CRASHING = base64.b64decode(
     """

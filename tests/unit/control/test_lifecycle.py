@@ -867,7 +867,7 @@ class Disk:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # : Missing roots.
+        #: Missing roots.
         self.away: set[str] = set()
 
     def aside(self, root: str) -> Path:

@@ -24,7 +24,7 @@ class Watched:
     runtime: FakeRuntime
     link: RuntimeLink
     live: Live
-    # : Unix time, seconds.
+    #: Unix time, seconds.
     now: list[float]
 
     @property

@@ -45,7 +45,7 @@ def common() -> dict[str, Any]:
     }
 
 
-# : Figures of a runtime, with each kind of metric.
+#: Figures of a runtime, with each kind of metric.
 SAID: dict[str, Any] = {
     "models": {
         'od"d': {

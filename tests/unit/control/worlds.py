@@ -14,7 +14,7 @@ from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import newest
 from tests.unit.gen.bundles_for_tests import write_bundle
 
-# : Text of a module that no server loads.
+#: Text of a module that no server loads.
 BAD = "bad"
 
 
@@ -28,16 +28,16 @@ class FakeTriton:
         self.trouble = ""
         self.exits_on_error = False
         self.seconds = 1.0
-        # : Model -> the text of its modules, and the time of its newest file.
+        #: Model -> the text of its modules, and the time of its newest file.
         self.served: dict[str, tuple[str, int]] = {}
-        # : Models that were unloaded by hand.
+        #: Models that were unloaded by hand.
         self.dismissed: set[str] = set()
-        # : Models that failed to load when the server started.
+        #: Models that failed to load when the server started.
         self.failed: set[str] = set()
         #: Models whose stub is dead.
         self.dead: set[str] = set()
         self.view = FakeView(self)
-        # : The requests, in order: "load NAME", "loaded NAME", "unload NAME".
+        #: The requests, in order: "load NAME", "loaded NAME", "unload NAME".
         self.log: list[str] = []
 
     async def states(self) -> Mapping[str, State]:

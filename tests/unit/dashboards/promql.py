@@ -18,7 +18,7 @@ from rsrv.stub.metrics import TritonMirror
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
 
-# : Labels that Prometheus adds to every sample, also in Kubernetes.
+#: Labels that Prometheus adds to every sample, also in Kubernetes.
 TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 
 

@@ -14,7 +14,7 @@ from tests.unit.dashboards.promql import labels
 from tests.unit.deploy.manifests import ROOT, read
 
 BOARDS = {name: json.loads(text) for name, text in tool.boards().items()}
-# : Values that Grafana puts in place of its variables.
+#: Values that Grafana puts in place of its variables.
 STANDS_FOR = {"$__rate_interval": "5m", "$quantile": "0.99"}
 
 

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm" / "rsrv"
 BUNDLES = {"persistentVolumeClaim": {"claimName": "bundles", "readOnly": True}}
-# : The oldest version that Chart.yaml allows, and the newest that the schemas' package has.
+#: The oldest version that Chart.yaml allows, and the newest that the schemas' package has.
 KUBERNETES = ("1.25", "1.37")
 
 Manifest = dict[str, Any]

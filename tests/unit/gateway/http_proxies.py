@@ -38,12 +38,12 @@ class FakeHttpWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # : Handlers by path; "" is the default.
+        #: Handlers by path; "" is the default.
         self.does: dict[str, Handler] = {"": self.echo}
         self.got: list[Got] = []
-        # : Client ports of the requests.
+        #: Client ports of the requests.
         self.peers: set[Any] = set()
-        # : Set when a request arrives.
+        #: Set when a request arrives.
         self.called = asyncio.Event()
         self.port = 0
         self._runner: web.ServerRunner | None = None
@@ -135,7 +135,7 @@ class House:
     workers: list[FakeHttpWorker]
     client: ClientSession
     scheme: str = "http"
-    # : Headers of the client's every request.
+    #: Headers of the client's every request.
     tls: ssl.SSLContext | None = field(default=None)
 
     async def apply(self, table: Mapping[str, Routes], workers: list[FakeHttpWorker] | None = None) -> None:

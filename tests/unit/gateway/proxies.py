@@ -34,18 +34,18 @@ class FakeWorker:
             "ModelStreamInfer": self.echo_stream,
             "ModelConfig": self.config,
         }
-        # : Models that may answer a request more than once, or never.
+        #: Models that may answer a request more than once, or never.
         self.decoupled: set[str] = set()
-        # : Requests, by method.
+        #: Requests, by method.
         self.got: dict[str, list[Any]] = {}
-        # : Metadata of the calls, by method.
+        #: Metadata of the calls, by method.
         self.metadata: dict[str, list[dict[str, Any]]] = {}
         self.port = 0
-        # : Credentials for TLS.
+        #: Credentials for TLS.
         self.credentials: Any = None
-        # : Client connections of the calls.
+        #: Client connections of the calls.
         self.peers: set[str] = set()
-        # : Set when a call arrives.
+        #: Set when a call arrives.
         self.called = asyncio.Event()
         self._server: Any = None
 
@@ -128,7 +128,7 @@ class FakeBrain:
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.refreshes = 0
-        # : Called with each refresh.
+        #: Called with each refresh.
         self.looks: Callable[[], Awaitable[None]] | None = None
 
     def failed(self, worker: str) -> None:

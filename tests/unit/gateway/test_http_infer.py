@@ -25,7 +25,7 @@ from tests.unit.gateway.http_proxies import INFER, FakeHttpWorker, House, servin
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
-# : Larger than the part that is buffered before it is sent on.
+#: Larger than the part that is buffered before it is sent on.
 LARGE = bytes(range(256)) * (SMALL_BODY_BYTES // 64)
 
 

@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from rsrv_gateway.outcomes import Refusal
 
-# : Code and message of a worker; the client's code, whether to ask another worker, whether to probe this one.
+#: Code and message of a worker; the client's code, whether to ask another worker, whether to probe this one.
 MEANINGS = [
     ("NOT_FOUND", "unknown", "NOT_FOUND", True, False),
     ("UNAVAILABLE", "connection refused", "UNAVAILABLE", True, True),

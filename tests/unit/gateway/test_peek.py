@@ -16,7 +16,7 @@ from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
 extents = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 300), max_size=4)
-# : Unknown fields: a number, 8 bytes, some bytes, 4 bytes.
+#: Unknown fields: a number, 8 bytes, some bytes, 4 bytes.
 UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\x061234")
 
 

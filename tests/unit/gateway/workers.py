@@ -18,11 +18,11 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def __init__(self) -> None:
         self.index: dict[str, str] = {"m": "READY"}
         self.index_hangs = False
-        # : KEY and VALUE of --grpc-restricted-protocol that its index requires.
+        #: KEY and VALUE of --grpc-restricted-protocol that its index requires.
         self.restricted: tuple[str, str] | None = None
-        # : False as while a server starts or ends.
+        #: False as while a server starts or ends.
         self.ready = True
-        # : The requests, and the event that they wait for.
+        #: The requests, and the event that they wait for.
         self.requests = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -58,7 +58,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(instance="1")
         self.steps: list[tuple[str, str]] = []
-        # : Metrics for Prometheus; None for an older version without them.
+        #: Metrics for Prometheus; None for an older version without them.
         self.metrics: str | None = None
         self.token: str | None = None
 

@@ -111,9 +111,9 @@ class World:
         self.addresses = sorted(ready)
         self.looks: list[str] = []
         self.acts: list[str] = []
-        # : The metrics of the workers' control services.
+        #: The metrics of the workers' control services.
         self.pages: dict[str, str] = {}
-        # : The workers' addresses.
+        #: The workers' addresses.
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001

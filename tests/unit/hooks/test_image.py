@@ -19,7 +19,7 @@ from rsrv.hooks.text import as_text
 
 Array = np.ndarray[Any, Any]
 
-# : EXIF's orientation (tag 274) -> how an upright picture is stored.
+#: EXIF's orientation (tag 274) -> how an upright picture is stored.
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],

@@ -12,16 +12,16 @@ from rsrv.placement.planner import Plan, Planner
 from rsrv.placement.routing import Router
 from rsrv.placement.status import PlannerStatus
 
-# : Seconds between two looks.
+#: Seconds between two looks.
 LOOK_S = 0.5
 
 
 @dataclass
 class Model:
     bytes: int = 10
-    # : Device seconds of a request.
+    #: Device seconds of a request.
     cost: float = 0.01
-    # : Requests per second, of all gateways together.
+    #: Requests per second, of all gateways together.
     rate: float = 0.0
     max_items: int = 8
     pinned: bool = False
@@ -64,7 +64,7 @@ class Fleet:
         self.load_s = load_s
         self.models = dict(models)
         self.servers = {name: Server(budget, set(models), instance=name) for name in workers}
-        # : (time, worker, model) of each request that had to wait for weights.
+        #: (time, worker, model) of each request that had to wait for weights.
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}
         self._fronts = 0

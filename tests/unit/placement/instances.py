@@ -18,7 +18,7 @@ class Instance:
 
     loads: list[UnitLoad]
     workers: list[WorkerBudget]
-    # : Whether a placement within all budgets exists.
+    #: Whether a placement within all budgets exists.
     feasible: bool = False
 
 

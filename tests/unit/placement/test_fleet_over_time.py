@@ -31,7 +31,7 @@ class Gateway:
         self.planner = Planner(self.options)
         self.router = Router(self.options.mode)
         self.table: Table = {}
-        # : Looks at which a model's placement changed, by model.
+        #: Looks at which a model's placement changed, by model.
         self.changes: Counter[str] = Counter()
 
     def look(self) -> None:

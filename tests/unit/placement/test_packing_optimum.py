@@ -11,7 +11,7 @@ from ortools.sat.python import cp_model
 from rsrv.placement.packing import UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import MIB, Instance, instance
 
-# : A utilisation of 1 for CP-SAT, which has only whole numbers.
+#: A utilisation of 1 for CP-SAT, which has only whole numbers.
 ONE = 10**6
 
 
@@ -19,9 +19,9 @@ ONE = 10**6
 class Optimum:
     """The result of CP-SAT."""
 
-    # : Whether a placement within budgets exists; None if unknown.
+    #: Whether a placement within budgets exists; None if unknown.
     feasible: bool | None
-    # : Utilisation of the busiest device: the best found, and a lower bound.
+    #: Utilisation of the busiest device: the best found, and a lower bound.
     found: float = 0.0
     bound: float = 0.0
 

@@ -26,13 +26,13 @@ class FakeCuda:
         self._failing = failing or {}
         self._capacity = capacity
         self._late: list[Callable[[], object]] = []
-        # : The stack of current contexts.
+        #: The stack of current contexts.
         self.depth = 0
         #: {address: (bytes, flags)} of page-locked memory, {address: memory} of the device's, events that there are
         self.locked: dict[int | None, tuple[int, int]] = {}
         self.allocated: dict[int, Array] = {}
         self.events = 0
-        # : How often the driver was told to trim its pool.
+        #: How often the driver was told to trim its pool.
         self.trimmed = 0
 
     def __getattr__(self, function: str) -> Any:

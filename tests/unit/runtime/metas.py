@@ -46,7 +46,7 @@ class FakeCallees:
 
     models: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
-    # : The token of each sub-call.
+    #: The token of each sub-call.
     tokens: list[int] = field(default_factory=list)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
     #: Triton calls one execute() of a model at a time

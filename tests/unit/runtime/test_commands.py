@@ -25,7 +25,7 @@ from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
-# : Bytes of a model of `doublings`.
+#: Bytes of a model of `doublings`.
 _BYTES = 12
 
 

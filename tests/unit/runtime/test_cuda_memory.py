@@ -46,7 +46,7 @@ SOURCES: list[Array] = [
     np.full(7, 0.5, jnp.float16),
     np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
 ]
-# : Tensors for jax's own memory: empty ones, and types without a name in DLPack.
+#: Tensors for jax's own memory: empty ones, and types without a name in DLPack.
 OTHERS: list[Array] = [np.zeros((0, 3), np.float32), np.full(4, 2, jnp.float8_e5m2)]
 
 

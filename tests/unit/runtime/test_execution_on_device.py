@@ -31,7 +31,7 @@ class World:
         self.sent: list[list[Array]] = []
         self.outputs: dict[tuple[int, int], Array] = {}
         self.buffers: dict[tuple[int, int], Any] = {}
-        # : Places where the next request's rows may adjoin the last one's.
+        #: Places where the next request's rows may adjoin the last one's.
         self.ends: dict[tuple[int, int], int] = {}
 
     def make(self, tensor: Tensor, rows: int) -> Array:

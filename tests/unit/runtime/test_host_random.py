@@ -37,7 +37,7 @@ class Runtimes(RuleBasedStateMachine):
         ]
         self.stores = [self.start(), self.start()]
         self.models: list[list[tuple[HostWeights, list[Array]]]] = [[], []]
-        # : What the last killed process may have left.
+        #: What the last killed process may have left.
         self.left: set[str] = set()
         self.views: list[tuple[Array, Array]] = []
 

@@ -120,7 +120,7 @@ def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
     assert there == [0, 1, 2, 3]
 
 
-# : More than any address space, so that no system overcommits it.
+#: More than any address space, so that no system overcommits it.
 ENDLESS = (1 << 46,)
 
 

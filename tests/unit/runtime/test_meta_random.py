@@ -84,7 +84,7 @@ class Drop:
 
 Step = One | Many | Refused | Buffer | Part | Plus | Drop
 Program = list[Step]
-# : Requests of a program and their replies: a result's y, several, or a buffer.
+#: Requests of a program and their replies: a result's y, several, or a buffer.
 Want = tuple[str, Any]
 
 

@@ -20,7 +20,7 @@ from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, build
 from tests.unit.runtime.test_hostile_peers import Client
 
-# : Bytes of the weights below, so many that other reads do not count.
+#: Bytes of the weights below, so many that other reads do not count.
 _BYTES = 64 << 20
 
 

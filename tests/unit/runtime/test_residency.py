@@ -19,7 +19,7 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_pipelining import answer
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 
-# : Bytes of the bundle `doubling`: three f32.
+#: Bytes of the bundle `doubling`: three f32.
 _BYTES = 12
 
 

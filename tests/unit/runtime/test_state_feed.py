@@ -23,7 +23,7 @@ from tests.unit.runtime.test_residency import answered, ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator, Watcher
 
-# : Bytes of a model of `doublings`.
+#: Bytes of a model of `doublings`.
 _BYTES = 12
 
 

@@ -37,9 +37,9 @@ from tests.waiting import wait_until
 
 StartMeta = Callable[..., Any]
 
-# : Seconds that execute() may take at most.
+#: Seconds that execute() may take at most.
 BLOCK = 0.2
-# : Requests that are more than fit between stub and runtime.
+#: Requests that are more than fit between stub and runtime.
 FLOOD = 2000
 
 

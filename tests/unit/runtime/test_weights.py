@@ -39,7 +39,7 @@ from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-# : Bytes of one weight of `export_doubling`: three f32.
+#: Bytes of one weight of `export_doubling`: three f32.
 _BYTES = 12
 _RESIDENCIES = ("unpinned", "system", "device")
 

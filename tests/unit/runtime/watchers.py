@@ -27,7 +27,7 @@ class Watcher:
         self.instance: str = first["instance"]
         self.revision: int = first["revision"]
         self.entries: Entries = first["entries"]
-        # : All changes that were read: the keys' names, and the fields that changed.
+        #: All changes that were read: the keys' names, and the fields that changed.
         self.seen: list[tuple[str, dict[str, Any] | None]] = []
 
     def _receive(self) -> dict[str, Any]:

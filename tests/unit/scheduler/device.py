@@ -30,7 +30,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
-# : Ticks at one moment that a scheduler may ask for; more are an endless loop.
+#: Ticks at one moment that a scheduler may ask for; more are an endless loop.
 _MOST_TICKS = 100
 
 
@@ -40,15 +40,15 @@ class Device(Driver):
     def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 10) -> None:
         super().__init__(settings, validate_every=validate_every)
         self.programs: dict[str, Program] = {}
-        # : model -> seconds of its loads.
+        #: model -> seconds of its loads.
         self.load_seconds: dict[str, float] = {}
-        # : model -> its device time, its loads, and its evictions.
+        #: model -> its device time, its loads, and its evictions.
         self.got: dict[str, float] = {}
         self.loads: Counter[str] = Counter()
         self.evictions: Counter[str] = Counter()
-        # : The start and end of each execution on the device.
+        #: The start and end of each execution on the device.
         self.executed: list[tuple[float, float, Execute]] = []
-        # : request -> the time of its end.
+        #: request -> the time of its end.
         self.ended_at: dict[int, float] = {}
         self.slower: Callable[[Execute], float] = lambda execute: 1.0
         self.ticks = 0
@@ -56,7 +56,7 @@ class Device(Driver):
         self._clients: dict[str, float] = {}
         self._free = 0.0
         self._number = 0
-        # : (time, number, event)
+        #: (time, number, event)
         self._due: list[tuple[float, int, Event]] = []
 
     def model(

@@ -52,7 +52,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 
-# : The cost of one execution of a size, by default.
+#: The cost of one execution of a size, by default.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}
 
 
@@ -96,40 +96,40 @@ class Driver:
         self.events: list[tuple[Event, float]] = []
         self.instructions: list[list[Instruction]] = []
         self.requests: dict[int, Request] = {}
-        # : id -> its outcome; every request that arrived must get one.
+        #: id -> its outcome; every request that arrived must get one.
         self.ended: dict[int, Finish] = {}
-        # : id -> request, of those that wait.
+        #: id -> request, of those that wait.
         self.waiting: dict[int, Request] = {}
-        # : run of a meta -> its waiting requests, oldest first; and the order in which requests came, or
+        #: run of a meta -> its waiting requests, oldest first; and the order in which requests came, or
         # became the oldest.
         self._runs: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
         self._latest = 0
-        # : The requested runs, those waiting and running, and how each stopped waiting.
+        #: The requested runs, those waiting and running, and how each stopped waiting.
         self.asked: dict[int, Run] = {}
         self.waiting_runs: dict[int, Run] = {}
         self.under_way: dict[int, Run] = {}
         self.left_waiting: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
-        # : Models whose requests may be held back.
+        #: Models whose requests may be held back.
         self.patient: set[str] = set()
-        # : model -> its pause, and how many of its requests may wait.
+        #: model -> its pause, and how many of its requests may wait.
         self.paused: dict[str, Pause | None] = {}
         self.limits: dict[str, int] = {}
-        # : model -> runs in progress when it was told to drain.
+        #: model -> runs in progress when it was told to drain.
         self.finishing: dict[str, set[int]] = {}
-        # : Models to be evicted, which may still be resident.
+        #: Models to be evicted, which may still be resident.
         self.leaving: set[str] = set()
-        # : model -> epoch of its present load.
+        #: model -> epoch of its present load.
         self.loading: dict[str, int] = {}
-        # : Models whose load is to be abandoned, that warm up, and whose load was abandoned.
+        #: Models whose load is to be abandoned, that warm up, and whose load was abandoned.
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
-        # : The latest model to be warmed up again.
+        #: The latest model to be warmed up again.
         self.warming_again = ""
-        # : Requests whose execution found no memory.
+        #: Requests whose execution found no memory.
         self.again: set[int] = set()
         self._next_id = 0
 

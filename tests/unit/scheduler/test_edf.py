@@ -11,7 +11,7 @@ from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import executions, ids, program
 
-# : Rounding that the scheduler tolerates, and that a test may tolerate.
+#: Rounding that the scheduler tolerates, and that a test may tolerate.
 SLACK = 4e-6
 
 

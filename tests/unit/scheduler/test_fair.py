@@ -32,9 +32,9 @@ class Fleet:
     costs: list[float]
     weights: list[float]
     now: float = 0.0
-    # : model -> its device time.
+    #: model -> its device time.
     got: dict[str, float] = field(default_factory=dict)
-    # : model -> the time since which it has work and was not served.
+    #: model -> the time since which it has work and was not served.
     waiting: dict[str, float] = field(default_factory=dict)
     #: (model, waited) for each execution.
     waits: list[tuple[str, float]] = field(default_factory=list)

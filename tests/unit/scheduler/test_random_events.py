@@ -48,7 +48,7 @@ from tests.builders import FEW_EXAMPLES
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")
-# : Bytes of the tensors that models may share.
+#: Bytes of the tensors that models may share.
 TENSORS = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
 
 programs = st.builds(

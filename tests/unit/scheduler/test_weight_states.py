@@ -11,7 +11,7 @@ from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES, TRANSITIONS, W
 from rsrv.scheduler.weights import WeightAccounts
 from tests.unit.scheduler.driver import program
 
-# : Tensors of two models, which share "base".
+#: Tensors of two models, which share "base".
 TENSORS = {"a": {"base": 10, "a": 1}, "b": {"base": 10, "b": 2}}
 
 

@@ -15,7 +15,7 @@ from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.cli import main as rsrv_bundle
 from rsrv_gen.sources import read_sources
 
-# : Bytes that the demo may add to the wheel.
+#: Bytes that the demo may add to the wheel.
 MAX_BYTES = 500_000
 
 

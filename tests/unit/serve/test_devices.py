@@ -14,7 +14,7 @@ from rsrv.serve.errors import NodeError
 TWO = GpuInventory(
     (Gpu("GPU-aa11", "H100", frozenset({0, 1})), Gpu("GPU-bb22", "H100", frozenset({2, 3}))),
 )
-# : The first GPU is partitioned.
+#: The first GPU is partitioned.
 PARTED = GpuInventory((Gpu("GPU-aa11", "H100", instances=("MIG-1", "MIG-2")), Gpu("GPU-bb22", "H100")))
 NONE = GpuInventory(trouble="NVML says no driver")
 

@@ -11,7 +11,7 @@ from rsrv.serve.child_probes import wait_for_hang
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-# : Seconds that no answer takes.
+#: Seconds that no answer takes.
 SHORT = 0.3
 
 

@@ -18,9 +18,9 @@ from rsrv.serve.plan import ChildSpec
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.wire.paths import start_time
 
-# : Prints a line, waits to be ended, and prints another. The fifo is never written to.
+#: Prints a line, waits to be ended, and prints another. The fifo is never written to.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
-# : Has to be killed.
+#: Has to be killed.
 STUBBORN = "trap '' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
 
 
@@ -35,9 +35,9 @@ class Scene:
         self.starts: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
-        # : By child: set when it is to be started again.
+        #: By child: set when it is to be started again.
         self.restart_due: dict[str, asyncio.Future[RestartReason]] = {}
-        # : The children that were to end, and the event on which the node waits before.
+        #: The children that were to end, and the event on which the node waits before.
         self.left: list[str] = []
         self.may_end = asyncio.Event()
         self.may_end.set()

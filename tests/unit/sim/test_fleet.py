@@ -23,7 +23,7 @@ from tests.builders import FEW_EXAMPLES
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 
-# : Two busy models that begin on one of two devices, and two idle ones on the other; all fit anywhere.
+#: Two busy models that begin on one of two devices, and two idle ones on the other; all fit anywhere.
 CROWDED = """
     discipline: fifo
     duration: 20

@@ -10,7 +10,7 @@ from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import ScenarioError
 from tests.unit.sim.helpers import decisions, metrics, run
 
-# : Warm, so that no request waits for weights.
+#: Warm, so that no request waits for weights.
 ONE = """
 discipline: fifo
 device: {warm: true}

@@ -18,7 +18,7 @@ from tests.fakes import FakePbUtils, FakeTensor
 
 Arrays = dict[str, Array]
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
-# : Seconds for events that should happen at once.
+#: Seconds for events that should happen at once.
 SOON = 30.0
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung
 from tests.fakes import FakeBackstop
 
-# : Seconds for events that should happen at once.
+#: Seconds for events that should happen at once.
 SOON = 30.0
 
 

@@ -11,7 +11,7 @@ from rsrv.stub.connection import LaunchError, greet
 from rsrv.stub.session import Launcher, Session
 from rsrv.wire.socket import connect, listen
 
-# : The interpreter of the runtime; "$0.starts" gets a line at each start.
+#: The interpreter of the runtime; "$0.starts" gets a line at each start.
 _SCRIPT = """#!/bin/sh
 echo started >> "$0.starts"
 case $(wc -l < "$0.starts") in

@@ -18,7 +18,7 @@ from tests.fakes import FakePbUtils, FakeRequest
 
 SECOND = 1_000_000_000
 HOURS = 10 * 3600 * SECOND
-# : The machine has run for a day; the calendar is in 2026.
+#: The machine has run for a day; the calendar is in 2026.
 NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
 
 

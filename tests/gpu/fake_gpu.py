@@ -78,8 +78,7 @@ class FakeGpu:
         self.record = directory / "record"
         path = directory / "cards"
         path.write_bytes(bytes(_CARDS_BYTES))
-        with path.open("r+b") as file:
-            self.settings = CardSettings.from_buffer(mmap.mmap(file.fileno(), _CARDS_BYTES))
+        self.settings = _map(path)
         self.settings.count = 1
         self.settings.memory_bytes = 80 * GIB
         self.settings.launches_until_fault = -1
@@ -127,6 +126,16 @@ class FakeGpu:
         assert done.returncode == 0, f"status {done.returncode}:\n{done.stderr.decode(errors='replace')}"
         result: T = pickle.loads((self.directory / "result").read_bytes())
         return result
+
+
+def settings_here() -> CardSettings:
+    """Return the settings of the cards that this process finds, for a function that `FakeGpu.run` calls."""
+    return _map(Path(os.environ["RSRV_FAKE_GPU"]) / "cards")
+
+
+def _map(path: Path) -> CardSettings:
+    with path.open("r+b") as file:
+        return CardSettings.from_buffer(mmap.mmap(file.fileno(), _CARDS_BYTES))
 
 
 def _main() -> None:

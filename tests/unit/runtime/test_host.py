@@ -485,7 +485,7 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
         weights = store.open(make(a=large(1), b=large(2)), keep=True)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "host memory is not page-locked, so loads take longer: no more"
+        "host memory is not page-locked, so transfers take longer: no more"
     ]
     assert (weights.read(1) == 2).all()
 

@@ -2,17 +2,21 @@
 
 import ctypes
 import gc
+import logging
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
+
+log = logging.getLogger("rsrv.host")
 
 #: bytes to which arrays must be aligned for jax's CPU to use them in place
 _ALIGNMENT = 64
@@ -46,6 +50,42 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     copy = aligned(array.nbytes, huge_pages=True).view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
+
+
+#: (address, bytes) -> function that unlocks the pages
+PageLock = Callable[[int, int], Callable[[], None]]
+
+
+class PageLocks:
+    """Page-locks memory for a GPU, which then reads it by DMA. Every method may be called from any thread.
+
+    From other memory beyond 64 kB a transfer makes its caller wait for the executions before it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._warned = False
+        #: by id; also memory that could not be locked
+        self._known: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
+
+    def add(self, owner: Bytes, page_lock: PageLock) -> None:
+        """Lock a whole mapping until the last view of `owner` is gone, unless it is known already, or small."""
+        if owner.nbytes < LARGE:
+            return
+        with self._lock:
+            if id(owner) in self._known:
+                return
+            self._known[id(owner)] = owner
+        try:
+            unlock = page_lock(owner.ctypes.data, owner.nbytes)
+        except Exception as error:  # noqa: BLE001 - a driver's binding may raise any exception; transfers only take longer
+            if not self._warned:
+                self._warned = True
+                log.warning("host memory is not page-locked, so transfers take longer: %s", error)
+            return
+        # Views keep this array alive, and the array keeps the mapping, so the array is finalized between the two. At
+        # the process's exit the driver unlocks the pages itself.
+        finalize(owner, unlock).atexit = False
 
 
 class Reuse:

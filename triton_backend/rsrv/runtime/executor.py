@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from rsrv.runtime.activity import Activity, ActivitySlot, Phase
-from rsrv.runtime.allocation import aligned
+from rsrv.runtime.allocation import LARGE, PageLocks, aligned
 from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Launched, OutOfMemory
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.runs import Kept, MetaRun, view
@@ -154,6 +154,8 @@ class Staging:
 
     #: blocks that no execution uses
     _idle: list[Array] = field(default_factory=list)
+    #: of the blocks, and of the segments from which inputs are read in place
+    locks: PageLocks = field(default_factory=PageLocks)
 
     def take(self, nbytes: int) -> Array:
         try:
@@ -257,7 +259,13 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     weights = dispatch.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
     alone = len(dispatch.slices) == 1 and dispatch.rows == dispatch.size
-    staged = None if alone else staging.take(dispatch.inputs.places(dispatch.size)[1])
+    nbytes = dispatch.inputs.places(dispatch.size)[1]
+    staged = None if alone else staging.take(nbytes)
+    if nbytes >= LARGE:
+        first = dispatch.slices[0]
+        for memory in (staged, first.segment if isinstance(first, RequestSlice) else None):
+            if memory is not None:
+                staging.locks.add(memory, device.page_lock)
     inputs = gather(dispatch, staged, device)
     executable = dispatch.model.executables[dispatch.variant, dispatch.size]
     launched = device.launch(executable, weights, inputs, dispatch.unread)

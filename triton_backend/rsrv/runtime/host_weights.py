@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.allocation import LARGE, Bytes, aligned
+from rsrv.runtime.allocation import LARGE, Bytes, PageLock, PageLocks, aligned
 from rsrv_bundle import Bundle
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
@@ -246,8 +245,6 @@ def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
 log = logging.getLogger("rsrv.host")
 
 Array = npt.NDArray[Any]
-#: (address, bytes) -> function that unlocks the pages
-PageLock = Callable[[int, int], Callable[[], None]]
 
 
 class HostTensor(NamedTuple):
@@ -278,13 +275,13 @@ class _Held:
 class HostStore:
     """Host copies of a runtime's tensors. Every method may be called from any thread.
 
-    `page_lock` is called once for each mapping, and the function that it returns before the mapping is removed.
+    `page_lock` is called once for each large mapping, and the function that it returns before the mapping is removed.
     """
 
     def __init__(self, memory: HostMemory, page_lock: PageLock | None = None) -> None:
         self._memory = memory
         self._page_lock = page_lock
-        self._warned = False
+        self._locks = PageLocks()
         # Guards the fields below. Held only briefly: no thread reads, hashes or copies tensors under it.
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
@@ -371,7 +368,8 @@ class HostStore:
     def _put(self, digest: str, filled: Bytes) -> None:
         """Store a tensor, with its first reference. Raises HostMemoryError."""
         block = self._memory.place(digest, filled)
-        self._lock_pages(block.bytes)
+        if self._page_lock is not None:
+            self._locks.add(block.bytes, self._page_lock)
         with self._lock:
             held = self._held.get(digest)
             if held is None and not self._closed:
@@ -420,20 +418,6 @@ class HostStore:
     def _forget(self, weights: "HostWeights") -> None:
         with self._lock:
             self._open.discard(weights)
-
-    def _lock_pages(self, owner: Bytes) -> None:
-        if self._page_lock is None or owner.nbytes < LARGE:
-            return
-        try:
-            unlock = self._page_lock(owner.ctypes.data, owner.nbytes)
-        except Exception as error:  # noqa: BLE001 - a driver's binding may raise any exception; loads only take longer
-            if not self._warned:
-                self._warned = True
-                log.warning("host memory is not page-locked, so loads take longer: %s", error)
-            return
-        # Views keep this array alive, and the array keeps the mapping, so the array is finalized between the two. At
-        # the process's exit the driver unlocks the pages itself.
-        weakref.finalize(owner, unlock).atexit = False
 
 
 class HostWeights:

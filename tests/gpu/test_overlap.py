@@ -1,0 +1,82 @@
+"""Transfers beside executions, on a link and with kernels that take time: who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.allocation import aligned
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeRequest
+from tests.gpu.conftest import StartServed
+from tests.gpu.fake_gpu import FakeGpu, settings_here
+from tests.unit.runtime.conftest import build_here
+
+#: a row is above the 64 kB up to which CUDA's driver copies pageable memory at once
+COLUMNS = 64 << 10
+ROW_BYTES = 4 * COLUMNS
+#: duration of each kernel: much longer than a launch, also on a busy machine
+KERNEL_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def summing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose requests have rows of 256 kB, in sizes 1 and 4."""
+    path = tmp_path_factory.mktemp("bundles") / "summing"
+    export_bundle(
+        lambda params, x: {"y": x.sum(axis=1, keepdims=True) + params["w"]},
+        {"w": np.ones((3,), np.float32)},
+        {"x": np.zeros((1, COLUMNS), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=path,
+    )
+    return path
+
+
+def test_inputs_come_from_page_locked_memory(gpu: FakeGpu, serve: StartServed, summing: Path) -> None:
+    """Both in the place where the stub put them, and where a batch was assembled.
+
+    From pageable memory, the transfer of the next batch's inputs would make the launch wait for the execution before.
+    """
+    engine = serve(summing, "summing", "{platform: cuda}\nscheduler: {depth: 2}")
+    warmed_up = len(gpu.calls("h2d"))
+    one, three = (FakeRequest({"x": np.ones((rows, COLUMNS), np.float32)}) for rows in (1, 3))
+
+    for request in (one, three):
+        answers = engine.execute([request]) or [request.answers.get(timeout=30)]
+        assert answers[0].error is None
+
+    large = [call for call in gpu.calls("h2d")[warmed_up:] if call.bytes >= ROW_BYTES]
+    assert [(call.bytes, call.detail) for call in large] == [
+        (ROW_BYTES, "page-locked"),
+        (4 * ROW_BYTES, "page-locked"),
+    ]
+
+
+def launch_beside_an_execution(bundle: Path, locked: bool) -> float:
+    device = JaxDevice("cuda")
+    model = build_here(bundle, device)
+    assert model.weights is not None
+    x = aligned(ROW_BYTES).view(np.float32).reshape(1, COLUMNS)
+    if locked:
+        device.page_lock(x.ctypes.data, x.nbytes)
+    settings_here().kernel_ns = int(KERNEL_S * 1e9)
+    first = device.launch(model.executables[0, 1], model.weights, [x])
+    started = time.monotonic()
+    second = device.launch(model.executables[0, 1], model.weights, [x])
+    seconds = time.monotonic() - started
+    device.read(first)
+    device.read(second)
+    return seconds
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_launch_does_not_wait_for_the_execution_before(gpu: FakeGpu, summing: Path, locked: bool) -> None:
+    """With pageable inputs it does: that is why the runtime locks the memory of inputs."""
+    seconds = gpu.run(launch_beside_an_execution, summing, locked)
+
+    assert (seconds < KERNEL_S / 2) == locked

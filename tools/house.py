@@ -33,7 +33,7 @@ CORE = ("runtime", "scheduler", "stub", "wire", "control")
 #: what the modules below a name may import of ours, beside each other
 LAYERS = {
     "rsrv.wire": (),
-    "rsrv.scheduler": ("rsrv.histogram",),
+    "rsrv.scheduler": ("rsrv.histogram", "rsrv.text"),
     "rsrv.placement": ("rsrv.settings_fleet",),
 }
 #: packages at the top: who else may import them

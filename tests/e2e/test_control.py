@@ -324,10 +324,11 @@ def test_waiting_requests_are_aborted_by_their_id(
 
 
 def test_a_story_has_what_happened(control: Control) -> None:
-    """The story has the eviction of the weights."""
+    """The story has the eviction of the weights with its reason, and the status names their state."""
     control.rsrv("evict", "exact")
 
-    assert "vict" in control.rsrv("story", "exact")
+    assert "weights absent (evicted: asked)" in control.rsrv("story", "exact")
+    assert json.loads(control.rsrv("status", "exact", "--json"))["models"][0]["weightsState"] == "absent"
     control.rsrv("story", "nobody", status=1)
 
 

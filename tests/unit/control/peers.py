@@ -63,6 +63,7 @@ def model_status(**differs: Any) -> dict[str, Any]:
         "state": "ready",
         "residency": "system",
         "weights": "resident",
+        "weights_state": "evicting",
         "queued": 1,
         "executing": 2,
         "outcomes": {"answered": 7, "refused": 1, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0},

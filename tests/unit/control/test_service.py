@@ -59,6 +59,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             2,
         )
         assert (a.outcomes["answered"], a.misses, a.device_bytes) == (7, 3, 1000)
+        assert a.weights_state == "evicting"
         assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
             (1, 0, 0.001),
             (8, 4, 0.002),

@@ -308,7 +308,7 @@ def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, op
 def test_the_story_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A story has the lines of all versions by key, and of no other model."""
+    """A story has the lines of all versions by key, with the states of each one's life and weights, and of no other model."""
     newer = make_engine(runtime, doublings["c"], name="a")
 
     stories = operator.do("story", model="a")["stories"]
@@ -316,6 +316,16 @@ def test_the_story_of_all_versions(
     assert len(stories) == 2
     assert all(key.startswith("a@") for key in stories)
     assert all("warmed up" in lines[-1] for lines in stories.values())
+    for lines in stories.values():
+        states = [line.split(" ", 1)[1] for line in lines if line.endswith(")")]
+        assert [state for state in states if state.startswith("model ")] == [
+            "model reading (registered)",
+            "model compiling (modules read)",
+            "model warming up (compiled)",
+            "model ready (warmed up)",
+        ]
+        assert "weights queued (required)" in states
+    assert {one["weights_state"] for one in read_status(os.getpid())["models"].values()} == {"resident"}
     newer.close()
 
 

@@ -154,15 +154,22 @@ def test_story_of_a_short_life(machine: Driver) -> None:
     assert machine.scheduler.story("a") == [
         "t=0.000000 added sizes=[(0, 1), (0, 32)]",
         "t=0.000000 arrived requests=1",
+        "t=0.000000 weights queued (demand)",
+        "t=0.000000 weights loading (demand)",
         "t=0.000000 load weights epoch=1",
         "t=0.000000 load failed epoch=1 error=no such file",
+        "t=0.000000 weights absent (not loaded)",
         "t=0.000000 arrived requests=2",
+        "t=0.000000 weights queued (demand)",
+        "t=0.000000 weights loading (demand)",
         "t=0.000000 load weights epoch=2",
+        "t=0.500000 weights resident (loaded)",
         "t=0.500000 weights loaded epoch=2 seconds=0.500000",
         "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=2",
         "t=0.500000 arrived requests=3",
         "t=0.500000 removed",
         "t=0.500000 refused unloaded requests=3",
+        "t=0.500000 weights evicting (release)",
     ]
     machine.finish()
     assert machine.scheduler.story("a") == []
@@ -177,6 +184,7 @@ def test_story_of_a_busy_model(machine: Driver) -> None:
 
     assert machine.scheduler.story("a") == [
         "t=0.000000 added sizes=[(0, 1), (0, 32)]",
+        "t=0.000000 weights resident (adopt)",
         "t=0.500000 expired on arrival requests=2",
         "t=0.500000 refused too_many_rows requests=3",
         "t=0.500000 arrived requests=1",
@@ -186,7 +194,7 @@ def test_story_of_a_busy_model(machine: Driver) -> None:
 
 
 def test_story_is_bounded() -> None:
-    """Old records are dropped, and long lists of ids are cut."""
+    """Old records are dropped, but not with them the changes of the weights; long lists of ids are cut."""
     machine = Driver()
     machine.add(program("a"))
     for _ in range(LENGTH):
@@ -195,7 +203,8 @@ def test_story_is_bounded() -> None:
     machine.arrive(*machine.requests_of(20))
 
     lines = machine.scheduler.story("a")
-    assert len(lines) == LENGTH
+    assert len(lines) == LENGTH + 1
+    assert lines[0] == "t=0.000000 weights resident (adopt)"
     assert lines[-2:] == [
         "t=0.000000 arrived requests=1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,... (20 in all)",
         (

@@ -507,7 +507,7 @@ def test_pausing_is_told_in_the_story(machine: Driver) -> None:
         machine.pause(mode, "a")
 
     lines = [line.split(" ", 1)[1] for line in machine.scheduler.story("a")]
-    assert lines[1:] == ["paused: hold", "paused: drain", "goes on"]
+    assert lines[2:] == ["paused: hold", "paused: drain", "goes on"]
 
 
 def test_pauses_of_unknown_models_are_refused(machine: Driver) -> None:

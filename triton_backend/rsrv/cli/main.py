@@ -81,7 +81,7 @@ def parser() -> CommandParser:
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
     command("load", "the requests that wait, and the time that they will take")
-    story = command("story", "the scheduler's recent decisions about a model, with reasons")
+    story = command("story", "a model's recent states and the scheduler's decisions, with reasons")
     story.add_argument("model", metavar="MODEL")
     timeline = command("timeline", "the device's recent work, as a trace for Perfetto or chrome://tracing")
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")

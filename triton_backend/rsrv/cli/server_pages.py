@@ -57,7 +57,7 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         policy = model.policy
         pairs = [
             ("model", model.name),
-            ("weights", f"{_word(pb.Weights, model.weights)}, {amount(model.device_bytes)}"),
+            ("weights", f"{_weights(model)}, {amount(model.device_bytes)}"),
             ("residency", _word(pb.Residency, model.residency)),
             ("paused", _word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
@@ -271,11 +271,16 @@ def _precision(precision: pb.Precision) -> str:
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
+def _weights(model: pb.ModelStatus) -> str:
+    """Return the state of a model's weights by its own name; a model that is not built has a coarser one."""
+    return model.weights_state or _word(pb.Weights, model.weights)
+
+
 def _model_row(model: pb.ModelStatus) -> tuple[str, ...]:
     return (
         model.name,
         _state(model.versions),
-        _word(pb.Weights, model.weights),
+        _weights(model),
         _word(pb.Residency, model.residency),
         amount(model.device_bytes),
         str(len({pid for version in model.versions for pid in version.stubs})),

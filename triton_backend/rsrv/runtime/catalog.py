@@ -1,7 +1,8 @@
 """Models of the runtime: the state of each one's life, and the feed that tells watchers of every change."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -42,8 +43,10 @@ class ModelEntry:
     #: of its bundle
     digest: str
     state: LifecycleState = LifecycleState.READING
-    #: its events and the states that they led to, oldest first
-    history: list[tuple[LifecycleEvent, LifecycleState]] = field(default_factory=list)
+    #: when its first stub registered it, on the loop's clock
+    registered: float = 0.0
+    #: its events, when they occurred, and the states that they led to, oldest first
+    history: list[tuple[float, LifecycleEvent, LifecycleState]] = field(default_factory=list)
     #: from WARMING_UP on
     model: CompiledModel | None = None
     weights: WatchedWeights = "absent"
@@ -60,7 +63,12 @@ class ModelEntry:
         """The model will be gone as soon as the scheduler releases it."""
         return self.state in ENDING
 
-    def advance(self, event: LifecycleEvent) -> None:
+    def story(self) -> list[tuple[float, str]]:
+        """Return its changes of state with their times, oldest first."""
+        changes = [(now, f"model {state.value} ({event.value})") for now, event, state in self.history]
+        return [(self.registered, f"model {LifecycleState.READING.value} (registered)"), *changes]
+
+    def advance(self, event: LifecycleEvent, now: float) -> None:
         """Move to the state that the table names.
 
         Raises:
@@ -68,10 +76,10 @@ class ModelEntry:
         """
         state = TRANSITIONS.get((self.state, event))
         if state is None:
-            history = "".join(f"\n  {one}: {led_to}" for one, led_to in self.history)
+            history = "".join(f"\n  {one}: {led_to}" for _, one, led_to in self.history)
             raise LifecycleError(f"model {self.key} is {self.state}, and cannot be {event} now{history}")
         self.state = state
-        self.history.append((event, state))
+        self.history.append((now, event, state))
 
 
 class FeedEntry(NamedTuple):
@@ -177,7 +185,8 @@ class StateFeed:
 class Catalog:
     """All models by key. A change that watchers see is sent to them (`tell`)."""
 
-    def __init__(self, policy: Policy, feed: StateFeed) -> None:
+    def __init__(self, policy: Policy, feed: StateFeed, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.policy = policy
         self.feed = feed
         self.entries: dict[str, ModelEntry] = {}
@@ -228,7 +237,7 @@ class Catalog:
 
     def add(self, key: str, name: str, digest: str) -> ModelEntry:
         """Begin a model's life."""
-        entry = self.entries[key] = ModelEntry(key, name, digest)
+        entry = self.entries[key] = ModelEntry(key, name, digest, registered=self._clock())
         self.building.add(key)
         return entry
 
@@ -239,7 +248,7 @@ class Catalog:
             LifecycleError: its state does not allow the event.
         """
         entry = self.entries[key]
-        entry.advance(event)
+        entry.advance(event, self._clock())
         if entry.state not in BUILDING:
             self.building.discard(key)
         if entry.ending:

@@ -91,7 +91,7 @@ class Loop:
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
         self._executor = Executor(self._inbox, self.activity, self._clock)
-        self._catalog = Catalog(Policy(settings), StateFeed(self._transport))
+        self._catalog = Catalog(Policy(settings), StateFeed(self._transport), self._clock)
         builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox.history, inspector)
         self._weights = WeightManager(self._catalog, self._scheduler, builder, self._outbox)
         self._registry = Registry(

@@ -105,9 +105,20 @@ class Reports:
         return {"instance": self._catalog.feed.instance, "revision": self._catalog.feed.revision}
 
     def stories(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the scheduler's history of the models of these names, by key."""
-        keys = [key for key, entry in self._catalog.entries.items() if entry.name in names]
-        return {"stories": {key: self._scheduler.story(key) for key in keys}}
+        """Return the recent history of the models of these names, by key: their states, and the scheduler's decisions.
+
+        While a model's weights wait for a load, the last line says for what.
+        """
+        now, scheduler = self._clock(), self._scheduler
+        found = {
+            key: scheduler.story(key, entry.story())
+            for key, entry in self._catalog.entries.items()
+            if entry.name in names
+        }
+        for key, lines in found.items():
+            if obstacle := scheduler.obstacle(key, now):
+                lines.append(f"t={now:.6f} now {obstacle}")
+        return {"stories": found}
 
     def timeline(self, since: int) -> dict[str, Any]:
         return self._traces.timeline.answer(self._catalog.feed.instance, since, self._clock())
@@ -325,6 +336,7 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
         "state": WATCHED_STATES[entry.state],
         "residency": residency,
         "weights": model.residency,
+        "weights_state": model.weights.value,
         "queued": model.queued,
         "executing": model.executing,
         "outcomes": {outcome.value: count for outcome, count in model.outcomes.items()},

@@ -1,7 +1,9 @@
 """A bounded history of one model, made readable only when it is read."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from operator import itemgetter
 
 from rsrv.scheduler.events import (
     AbandonLoad,
@@ -31,25 +33,39 @@ Details = (
 #: ids that one line shows at most.
 _MAX_IDS = 16
 
-#: records kept of each model.
-LENGTH = 50
+#: records kept of each model, and changes of state, which outlast the records of its requests.
+LENGTH, CHANGES_LENGTH = 50, 30
 
 
 class History:
-    """The latest records of one model."""
+    """The latest records of one model, and the latest changes of its weights' state."""
 
-    __slots__ = ("_records",)
+    __slots__ = ("_added", "_changes", "_records")
 
     def __init__(self) -> None:
-        self._records: deque[tuple[float, str, Details]] = deque(maxlen=LENGTH)
+        #: number of records and changes so far, which keeps those of one moment in order.
+        self._added = 0
+        self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
+        self._changes: deque[tuple[int, float, str, Details]] = deque(maxlen=CHANGES_LENGTH)
 
     def add(self, now: float, what: str, details: Details) -> None:
         """Add a record. The details become text only when they are read, which is rare."""
-        self._records.append((now, what, details))
+        self._added += 1
+        self._records.append((self._added, now, what, details))
 
-    def lines(self) -> list[str]:
-        """Return one line per record, oldest first: `t=<seconds> <what> <details>`."""
-        return [f"t={now:.6f} {what} {_text(details)}".rstrip() for now, what, details in self._records]
+    def change(self, now: float, state: str, why: str) -> None:
+        """Add a change of state."""
+        self._added += 1
+        self._changes.append((self._added, now, f"{state} ({why})", ""))
+
+    def lines(self, beside: Iterable[tuple[float, str]] = ()) -> list[str]:
+        """Return one line per record, oldest first: `t=<seconds> <what> <details>`.
+
+        `beside`: times and texts of other lines to insert, oldest first.
+        """
+        own = merge(self._changes, self._records, key=itemgetter(0))
+        timed = ((now, f"{what} {_text(details)}".rstrip()) for _, now, what, details in own)
+        return [f"t={now:.6f} {text}" for now, text in merge(beside, timed, key=itemgetter(0))]
 
 
 def _text(details: Details) -> str:

@@ -20,8 +20,8 @@ Of weights:
     9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent and in a line of the
        load queue, LOADING if and only if theirs is the one load that runs, EVICTING if and only if they are runnable and
        an eviction was requested or the model was removed, in BACKOFF if and only if they are absent, in no line, and a
-       back-off runs; the number of RESERVED ones is that of the warm-ups. Models with waiting requests, pinned models
-       and models to be warmed up are in line unless their weights are on the device or loading, and the link is in use
+       back-off runs; what QUEUED and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups.
+       Models with waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device or loading, and the link is in use
        unless the first in line finds no room;
     10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
        ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
@@ -292,6 +292,8 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     leaves = where in RUNNABLE and (eviction or state.draining)
     _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
     _require((name in loads.demanded) == (state.has_work and absent), "demand is not known (9)", state)
+    waits = where in (WeightState.QUEUED, WeightState.BACKOFF)
+    _require(waits == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state)
     _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
         _require(not eviction and reason is None, "it is removed, and in a line (10)", state)

@@ -22,7 +22,7 @@ compaction evicted.
 If weights do not load on demand, only required loads evict others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from rsrv.scheduler.discipline import Discipline
@@ -30,8 +30,12 @@ from rsrv.scheduler.eviction import POLICIES, Resident, choose_victims, freed_by
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Rank, Ranking
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weight_states import RUNNABLE, LoadReason, WeightEvent, WeightState
+from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, LoadReason, WeightEvent, WeightState
 from rsrv.scheduler.weights import WeightAccounts
+from rsrv.text import amount, duration
+
+#: models that `LoadQueue.obstacle` names at most.
+_MAX_NAMES = 4
 
 #: a load, and the models whose weights are evicted before it.
 PlannedLoad = tuple[ModelState, list[ModelState]]
@@ -112,14 +116,14 @@ class LoadQueue:
 
     def requeue(self, model: ModelState) -> None:
         """Move absent weights to the state that follows from the lines and the back-offs."""
-        weights = model.weights
+        weights, reason = model.weights, self.reason(model.name)
         if weights.state is WeightState.QUEUED:
-            if self.reason(model.name) is None:
+            if reason is None:
                 self.weights.move(weights, WeightEvent.WITHDRAW)
-        elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and self.reason(model.name):
-            self.weights.move(weights, WeightEvent.QUEUE)
+        elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and reason is not None:
+            self.weights.move(weights, WeightEvent.QUEUE, reason.value)
         if weights.state is WeightState.ABSENT and model in self.backing_off:
-            self.weights.move(weights, WeightEvent.BACK_OFF)
+            self.weights.move(weights, WeightEvent.BACK_OFF, f"for {duration(weights.backoff_seconds)}")
         elif weights.state is WeightState.BACKOFF and model not in self.backing_off:
             self.weights.move(weights, WeightEvent.END_BACKOFF)
 
@@ -339,6 +343,42 @@ class LoadQueue:
             return self._retry_at
         return self._prefetch_at if self.prefetched and self.first() is None else inf
 
+    def obstacle(self, model: ModelState, now: float) -> str:
+        """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision."""
+        state, reason = model.weights.state, self.reason(model.name)
+        if state is WeightState.BACKOFF:
+            return f"backoff: the load is retried in {duration(max(0.0, model.weights.backoff_until - now))}"
+        if state is not WeightState.QUEUED or reason is None:
+            return ""
+        loading, first = self.weights.loading, self.first()
+        waits = f"queued ({reason.value}): waits for"
+        if loading is not None:
+            return f"{waits} the load of {self._family(loading.model)}"
+        if first is not None and first != model.name:
+            return f"{waits} the load of {self._family(first)}, which is first in line"
+        missing = self.weights.missing(model.weights)
+        if missing <= 0:
+            return f"{waits} a compaction of the device's memory"
+        present = [
+            one for one in self._models.values() if one.weights.state in ON_DEVICE and not one.weights.pinned
+        ]
+        in_use = [one for one in present if one.busy or one.committed]
+        if reason is LoadReason.PREFETCH:
+            kept = [one for one in present if one.has_work or self._spared_until(one) > now]
+        else:
+            kept = [one for one in present if self._idle_evictable_at(one, model) > now]
+        parts = [
+            f"in use by {_names(in_use)}" if in_use else "",
+            f"kept for requests of {_names(others)}"
+            if (others := [o for o in kept if o not in in_use])
+            else "",
+            f"pinned {amount(self.weights.pinned_bytes)}" if self.weights.pinned_bytes else "",
+        ]
+        return f"{waits} {amount(missing)}: {', '.join(filter(None, parts)) or 'in use by removed models'}"
+
+    def _family(self, name: str) -> str:
+        return self._models[name].family if name in self._models else name
+
     def overdue(self, now: float) -> list[ModelState]:
         """Choose evictions that bring the weights below the budget, as far as evictable ones free anything."""
         if self.weights.excess() <= 0:
@@ -390,7 +430,7 @@ class LoadQueue:
         for one in self._models.values():
             if self.on_demand and evictable(one) and not one.has_work:
                 # Weights that were loaded after a shed request stay for the next requests, too.
-                until = max(self._protected_until(one), self._unused_from(one))
+                until = self._spared_until(one)
                 if until <= now:
                     idle.append(_resident(one))
                 else:
@@ -412,6 +452,10 @@ class LoadQueue:
             del self.restored[model.name]
             self.requeue(model)
         return None
+
+    def _spared_until(self, model: ModelState) -> float:
+        """Return when idle weights may be evicted for a prefetch."""
+        return max(self._protected_until(model), self._unused_from(model))
 
     def _protected_until(self, model: ModelState) -> float:
         """Return when a model has kept its weights for `residency_factor` times the duration of their load."""
@@ -441,3 +485,8 @@ def _resident(model: ModelState, discipline: Discipline | None = None) -> Reside
     rank = discipline.rank(model) if discipline is not None and model.has_work else None
     weights = model.weights
     return Resident(model.name, weights.groups, weights.last_used, rank, weights.load_seconds, weights.uses)
+
+
+def _names(models: Sequence[ModelState]) -> str:
+    names = [model.family for model in models]
+    return ", ".join(names[:_MAX_NAMES]) + (" and others" if len(names) > _MAX_NAMES else "")

@@ -178,7 +178,7 @@ class DeviceResidency:
             return False
         if weights.state in RUNNABLE:
             self.loads.end_backoffs()
-            evict = self.weights.evict(weights)
+            evict = self.weights.evict(weights, why="removed")
             model.history.add(now, "evict weights", evict)
             out.append(evict)
         self.weights.groups.leave(weights)
@@ -412,11 +412,12 @@ class DeviceResidency:
             return
         model, victims = planned
         # Account for the load before the evictions: tensors that it shares with the victims stay.
-        load = self.weights.load(model.weights, now)
+        reason = self.loads.reason(model.name)
+        load = self.weights.load(model.weights, "" if reason is None else reason.value, now)
         # If weights do not load on demand, all victims were asked for, so they return after the warm-up.
         returns = not self.loads.on_demand and model.needs_warm_up
         for victim in victims:
-            self.evict(victim, Cause.ROOM, now, out, loading_for=model.name, returns=returns)
+            self.evict(victim, Cause.ROOM, now, out, loading_for=model, returns=returns)
         self.loads.started(model)
         self._queues.discipline.link(not victims)
         model.history.add(now, "load weights", load)
@@ -512,14 +513,18 @@ class DeviceResidency:
         now: float,
         out: list[Instruction],
         *,
-        loading_for: str | None = None,
+        loading_for: ModelState | None = None,
         returns: bool = False,
     ) -> None:
         """Evict a model's weights, but for tensors that `loading_for`, whose load comes next, has too.
 
         `returns`: they load back as soon as there is room, and requests wait for that.
         """
-        evict = self.weights.evict(model.weights, loading_for)
+        if loading_for is None:
+            evict = self.weights.evict(model.weights, why=cause.value)
+        else:
+            why = f"{cause.value} for {loading_for.family}"
+            evict = self.weights.evict(model.weights, loading_for.name, why=why)
         model.history.add(now, "evict weights", evict)
         model.totals.evict(cause)
         self.evictions.pop(model, None)

@@ -5,7 +5,7 @@ lock and starts no thread; the loop that owns it does all that. Equal events at 
 recorded run can be replayed. `Scheduler.handle` states the order in which an event is handled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import assert_never
@@ -41,6 +41,7 @@ from rsrv.scheduler.events import (
     WarmUpEnded,
     WeightsLoaded,
 )
+from rsrv.scheduler.history import History
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.meta_admission import MetaAdmission
 from rsrv.scheduler.model import ModelState, check_program, with_policy
@@ -121,6 +122,7 @@ class Scheduler:
             CallerError: the event contradicts earlier ones, or time runs backwards.
         """
         self._check(event, now)
+        self._residency.weights.now = now
         out: list[Instruction] = []
         self._discipline.advance(now)
         self._apply(event, now, out)
@@ -549,10 +551,18 @@ class Scheduler:
         state = self._models.get(model)
         return 0 if state is None else state.queued
 
-    def story(self, model: str) -> list[str]:
-        """Return the latest events and instructions of a loaded or draining model, oldest first; [] for others."""
+    def story(self, model: str, beside: Iterable[tuple[float, str]] = ()) -> list[str]:
+        """Return the latest events, instructions and states of a loaded or draining model, oldest first; [] for others.
+
+        `beside`: times and texts of other lines about the model to insert, oldest first.
+        """
         state = self._models.get(model) or self._draining.get(model)
-        return [] if state is None else state.history.lines()
+        return (History() if state is None else state.history).lines(beside)
+
+    def obstacle(self, model: str, now: float) -> str:
+        """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""
+        state = self._models.get(model)
+        return "" if state is None else self._loads.obstacle(state, now)
 
     def load_report(self) -> LoadReport:
         """Return the part of `snapshot` that is read often, of loaded models. Costs O(models)."""

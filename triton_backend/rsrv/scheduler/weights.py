@@ -233,6 +233,7 @@ class WeightAccounts:
         "bytes",
         "groups",
         "loading",
+        "now",
         "pinned_bytes",
         "reserved",
         "unpinned",
@@ -255,6 +256,8 @@ class WeightAccounts:
         self.abandoning = False
         #: number of models whose weights are reserved for a warm-up.
         self.reserved = 0
+        #: time of the event that the scheduler handles, for the histories.
+        self.now = 0.0
 
     def add(self, program: Program) -> ModelWeights:
         """Return the absent weights of a new model. Costs O(its tensors)."""
@@ -265,8 +268,10 @@ class WeightAccounts:
             self.groups.join(weights, program.tensors)
         return weights
 
-    def move(self, weights: ModelWeights, event: WeightEvent) -> None:
-        """Change the state of weights by the table, and account for their bytes.
+    def move(self, weights: ModelWeights, event: WeightEvent, why: str = "") -> None:
+        """Change the state of weights by the table, account for their bytes, and record the change with its reason.
+
+        `why`: the reason, unless the event says it.
 
         Raises:
             InvariantError: the table has no such change; with the model's history.
@@ -279,6 +284,8 @@ class WeightAccounts:
                 weights.model,
                 tuple(weights.history.lines()),
             )
+        if after is not before:
+            weights.history.change(self.now, f"weights {after.value}", why or event.value)
         weights.state = after
         self.reserved += (after is WeightState.RESERVED) - (before is WeightState.RESERVED)
         take = after in TAKING_BYTES
@@ -342,7 +349,7 @@ class WeightAccounts:
         weights.since = weights.last_used = now
         self.move(weights, WeightEvent.ADOPT)
 
-    def load(self, weights: ModelWeights, now: float) -> LoadWeights:
+    def load(self, weights: ModelWeights, why: str, now: float) -> LoadWeights:
         """Start a load, while none runs."""
         self._epoch += 1
         weights.epoch = self._epoch
@@ -350,7 +357,7 @@ class WeightAccounts:
         weights.load_bytes = weights.absent_bytes
         weights.expected_load_seconds = weights.remaining_seconds
         self.loading = weights
-        self.move(weights, WeightEvent.LOAD)
+        self.move(weights, WeightEvent.LOAD, why)
         return LoadWeights(weights.model, weights.epoch)
 
     def abandon(self, weights: ModelWeights) -> AbandonLoad:
@@ -401,9 +408,9 @@ class WeightAccounts:
         weights.abandoned = abandoned
         self.move(weights, WeightEvent.NOT_LOADED)
 
-    def evict(self, weights: ModelWeights, loading_for: str | None = None) -> EvictWeights:
+    def evict(self, weights: ModelWeights, loading_for: str | None = None, *, why: str = "") -> EvictWeights:
         """Evict idle weights. `loading_for`: the model whose load, just started, needs the room."""
-        self.move(weights, WeightEvent.EVICT)
+        self.move(weights, WeightEvent.EVICT, why and f"evicted: {why}")
         return EvictWeights(weights.model, weights.epoch, loading_for)
 
     def pin(self, weights: ModelWeights, pinned: bool) -> None:

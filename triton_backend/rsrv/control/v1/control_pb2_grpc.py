@@ -239,7 +239,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStory(self, request, context):
-        """The scheduler's recent decisions about a model, with reasons.
+        """The recent states of a model and its weights, and the scheduler's decisions, with reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,85 @@
+"""Why weights are not on the device: the line of a story that says what their load waits for."""
+
+from __future__ import annotations
+
+from rsrv.scheduler.events import Pinned, Prefetch
+from rsrv.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver, program
+
+MB = 1_000_000
+
+
+def machine_of(budget_mb: int, **sizes_mb: int) -> Driver:
+    """Return a machine with absent models of these sizes."""
+    machine = Driver(SchedulerSettings(discipline="fifo", weight_budget_bytes=budget_mb * MB))
+    for name, size in sizes_mb.items():
+        machine.add(program(name, weight_bytes=size * MB), resident=False)
+    return machine
+
+
+def obstacle(machine: Driver, model: str) -> str:
+    return machine.scheduler.obstacle(model, machine.now)
+
+
+def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
+    """The first in line tells the bytes that are missing, the models that execute and the bytes of pinned ones."""
+    machine = machine_of(35, dogs=25, fixed=10, cats=25)
+    machine.send(Pinned("fixed", True))
+    machine.load("fixed")
+    machine.arrive(machine.request("dogs"))
+    machine.load("dogs")
+    machine.arrive(machine.request("cats"))
+
+    expected = "queued (demand): waits for 25 MB: in use by dogs, pinned 10 MB"
+    assert obstacle(machine, "cats") == expected
+    assert obstacle(machine, "dogs") == ""
+    machine.finish()
+    assert obstacle(machine, "cats") == ""
+
+
+def test_a_load_behind_others_names_them() -> None:
+    """A load waits for the one that runs, and then for the first in line."""
+    machine = machine_of(25, dogs=25, cats=25, owls=25)
+    for name in ("dogs", "cats", "owls"):
+        machine.arrive(machine.request(name))
+
+    assert obstacle(machine, "owls") == "queued (demand): waits for the load of dogs"
+    machine.load("dogs")
+    assert obstacle(machine, "owls") == (
+        "queued (demand): waits for the load of cats, which is first in line"
+    )
+
+
+def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
+    """A prefetch evicts no weights with work, and a back-off tells when the load is retried."""
+    machine = machine_of(25, dogs=25, cats=25)
+    machine.arrive(machine.request("dogs"))
+    machine.load("dogs", seconds=1.0)
+    machine.arrive(machine.request("dogs"))
+    machine.send(Prefetch("cats"))
+
+    assert obstacle(machine, "cats") == "queued (prefetch): waits for 25 MB: in use by dogs"
+    machine.finish_all()
+    kept = "queued (prefetch): waits for 25 MB: kept for requests of dogs"
+    assert obstacle(machine, "cats") == kept
+    machine.tick(machine.now + 5.0)
+    machine.send(Pinned("cats", True))
+    machine.fail_load("cats")
+    assert obstacle(machine, "cats") == "backoff: the load is retried in 1 s"
+
+
+def test_the_story_has_the_reasons_of_loads_and_evictions() -> None:
+    """Each change of the weights' state is a line with its reason: a load's, or the model that got the room."""
+    machine = machine_of(25, dogs=25, cats=25)
+    machine.send(Prefetch("dogs"))
+    machine.load("dogs")
+    machine.arrive(machine.request("cats"))
+    machine.load("cats")
+
+    changes = [line.split(" ", 1)[1] for line in machine.scheduler.story("dogs") if " weights " in line]
+    assert [line for line in changes if line.startswith("weights") and "(" in line] == [
+        "weights queued (prefetch)",
+        "weights loading (prefetch)",
+        "weights resident (loaded)",
+        "weights absent (evicted: room for cats)",
+    ]

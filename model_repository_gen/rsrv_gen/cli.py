@@ -1,11 +1,13 @@
 """The command rsrv-gen: bundles in, a Triton model repository out. `--help` loads nothing else."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.cards import CARDS
 from rsrv.command import EXIT_STATUS, CommandParser, command
+from rsrv.text import nearest
 
 
 @command
@@ -55,13 +57,19 @@ def parser() -> CommandParser:
     only.add_argument(
         "--compile-for",
         metavar="CARD",
-        choices=sorted(CARDS),
-        help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. One "
-        f"of {', '.join(sorted(CARDS))}",
+        type=_card,
+        help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. "
+        f"{', '.join(sorted(CARDS))}, or a file of `rsrv gpu profile`, which also has the results of tuning",
     )
     top.add_argument("--json", action="store_true", help="print the actions as JSON, for programs")
     top.add_version()
     return top
+
+
+def _card(text: str) -> str:
+    if text not in CARDS and not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"unknown card {text!r}, and no such file{nearest(text, CARDS)}")
+    return text
 
 
 if __name__ == "__main__":

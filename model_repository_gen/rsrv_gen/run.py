@@ -71,19 +71,20 @@ def run(options: argparse.Namespace) -> int:
         return 1
     failed = bool(sources.unusable or sources.broken or run.failed)
     if options.compile_for:
-        failed |= _compile_for(options.output, options.compile_for) != 0
+        arguments = options.output, options.compile_for
+        failed |= run_in_runtime("compile_for", *arguments, quiet=options.json) != 0
     return int(failed or (options.check and run.changes > 0))
 
 
-def _compile_for(repository: Path, card: str) -> int:
-    """Compile the repository's models with the runtime's interpreter, because only the runtime imports jax.
+def run_in_runtime(program: str, *arguments: object, quiet: bool = False) -> int:
+    """Run a program of `rsrv.runtime` with the runtime's interpreter, the only one that must have jax.
 
-    Returns the exit status.
+    `quiet`: its output goes to stderr. Returns the exit status.
     """
     python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
-    command = [python, "-P", "-m", "rsrv.runtime.compile_for", str(repository), card]
+    command = [python, "-P", "-m", f"rsrv.runtime.{program}", *map(str, arguments)]
     try:
-        return subprocess.run(command, check=False).returncode
+        return subprocess.run(command, stdout=sys.stderr if quiet else None, check=False).returncode
     except OSError as error:
         _complain(
             f"{python} cannot be started: {error.strerror}. RSRV_RUNTIME_PYTHON must name a Python where "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import probes
+from rsrv.runtime.stored_executables import StoredExecutables
 from rsrv_gen.cli import main as rsrv_gen
 from tests.gpu.fake_gpu import INSTALLED, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -31,11 +34,18 @@ def start(repository: Path, cache: Path) -> tuple[int, int]:
     return device.cache_counts.compiled, device.cache_counts.from_cache
 
 
-def compile_for(repository: Path, card: str) -> str:
-    """Run what `rsrv-gen --compile-for` runs; return its output."""
-    environment = {**os.environ, "PYTHONPATH": str(INSTALLED / "site"), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, "-m", "rsrv.runtime.compile_for", str(repository), card]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+#: of a process that compiles without the card
+WITHOUT = {"PYTHONPATH": str(INSTALLED / "site"), "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def runtime(program: str, *arguments: object, variables: Mapping[str, str] = WITHOUT) -> str:
+    """Run a program of the runtime as rsrv-gen does, or `rsrv gpu profile`; return its output."""
+    command = [sys.executable, "-m", f"rsrv.runtime.{program}", *map(str, arguments)]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
@@ -45,9 +55,30 @@ def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     repository = tmp_path / "gen"
     assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
     # The device's probe, and three sizes.
-    compile_for(repository, "a100")
+    runtime("compile_for", repository, "a100")
     assert gpu.run(start, repository, tmp_path / "first cache") == (4, 0)
 
-    assert "doubling: 3 modules" in compile_for(repository, "h100")
+    assert "doubling: 3 modules" in runtime("compile_for", repository, "h100")
     assert gpu.run(start, repository, tmp_path / "second cache") == (0, 4)
-    assert "3 kept" in compile_for(repository, "h100")
+    assert "3 kept" in runtime("compile_for", repository, "h100")
+
+
+def test_the_profile_of_a_card_brings_its_tuning_to_another_machine(
+    gpu: FakeGpu, doubling: Path, tmp_path: Path
+) -> None:
+    """What was tuned on the card needs no tuning without it; what is not in the profile is named and compiled."""
+    repository, profile = tmp_path / "gen", tmp_path / "h100.profile"
+    assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
+    tuned = runtime("card_profile", repository, profile, variables=gpu.environment)
+    assert "doubling: 3 modules" in tuned
+
+    compiled = runtime("compile_for", repository, profile)
+    assert "not tuned" not in compiled
+    with StoredExecutables(repository / "h100.executables") as stored:
+        assert stored.contents.tuned
+        assert len(stored.contents.digests) == 4
+    assert gpu.run(start, repository, tmp_path / "cache") == (0, 4)
+
+    content = json.loads(profile.read_text())
+    profile.write_text(json.dumps({**content, "tuning": ""}))
+    assert "1 of them not in the profile and not tuned" in runtime("compile_for", repository, profile)

@@ -1,10 +1,12 @@
-"""Figures of GPUs that modules can be compiled for without having one.
+"""Figures of GPUs that modules can be compiled for without having one, and profiles of those that someone has.
 
 Those of H100, A100 and B200 are the ones of XLA's own target configurations (xla/backends/gpu/target_config/specs in
 openxla/xla); those of L4 and T4, and all rates of tensor cores, are of NVIDIA's data sheets.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +144,53 @@ CARDS = {
         tf32_rate=None,
     ),
 }
+
+#: version of a profile's file
+_FORMAT = 1
+
+
+class ProfileError(Exception):
+    """A file is no profile of a card."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardProfile:
+    """A card, and how XLA tuned kernels on it."""
+
+    #: name by the driver, and CUDA compute capability
+    card: str
+    capability: str
+    #: of jax and its plugin
+    versions: str
+    #: the card and its driver, as text of XLA's GpuTargetConfigProto
+    target: str
+    #: text of XLA's AutotuneResults
+    tuning: str
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels whose tuning is known."""
+        return self.tuning.count("\nresults {")
+
+
+def write_profile(path: Path, profile: CardProfile) -> None:
+    """Write a profile. Raises OSError."""
+    path.write_text(json.dumps({"format": _FORMAT, **asdict(profile)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> CardProfile:
+    """Read a profile. Raises ProfileError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != _FORMAT:
+            raise ValueError("another version of rsrv wrote it")
+        profile = CardProfile(**content)
+        if not all(isinstance(value, str) for value in content.values()):
+            raise ValueError("its values are not all text")
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ProfileError(
+            f"{path} is no profile of a card ({error}). Make one on the card's machine: rsrv gpu profile"
+        ) from None
+    return profile

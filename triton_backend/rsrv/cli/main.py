@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(options)
     if options.command == "triton":
         return _install_triton(options)
+    if options.command == "gpu":
+        from rsrv_gen.run import run_in_runtime
+
+        return run_in_runtime("card_profile", options.repository, options.file)
     if options.command == "completion":
         return _print_completion(options.shell)
     from rsrv.cli import server_commands
@@ -140,6 +144,16 @@ def parser() -> CommandParser:
     install = verbs.add_parser("install", help=help, description=help)
     install.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
     triton.set_defaults(command="triton")
+    help = "the GPU of this machine"
+    gpu = commands.add_parser("gpu", help=help, description=help)
+    verbs = gpu.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
+    help = (
+        "tune models on the GPU, for `rsrv-gen --compile-for FILE` elsewhere; no server may hold its memory"
+    )
+    profile = verbs.add_parser("profile", help=help, description=help)
+    profile.add_argument("repository", metavar="GEN", type=Path, help="the models, by rsrv-gen")
+    profile.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as h100.profile")
+    gpu.set_defaults(command="gpu")
     help = "several servers behind one endpoint"
     gateway = commands.add_parser("gateway", help=help, description=help)
     gateway.set_defaults(command="gateway")

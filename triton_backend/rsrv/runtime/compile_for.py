@@ -1,6 +1,6 @@
 """`python -m rsrv.runtime.compile_for REPOSITORY CARD`: compile the models of a repository for a card.
 
-CARD is a name of `rsrv.cards`, or the file of a profile. rsrv-gen starts it, with the interpreter of the runtime. It takes no GPU.
+CARD is a name of `rsrv.cards`, or a profile that `rsrv gpu profile` wrote. rsrv-gen starts it, with the interpreter of the runtime. It takes no GPU.
 The executables go into REPOSITORY/CARD.executables; those of an earlier run that still hold are kept. Exit status 1:
 a module could not be compiled, and the runtime will compile it.
 """
@@ -8,11 +8,15 @@ a module could not be compiled, and the runtime will compile it.
 import argparse
 import hashlib
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rsrv.cards import CARDS
+from rsrv.cards import CARDS, ProfileError, read_profile
 from rsrv.runtime.device import DeviceError, Hardware
 from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
 from rsrv.runtime.models import usable
@@ -31,9 +35,25 @@ from rsrv_bundle.modules import Signature, check_signatures, module_file, read_m
 from rsrv_bundle.precision import Treatment, treat
 
 _UNTUNED = (
-    "this card is known by name only, so that no kernel is tuned on it: XLA fuses less, and cuBLAS and cuDNN choose kernels "
-    "by rules of thumb. Measure it against a server that compiles"
+    "no kernel is tuned on this card, known by name only: cuBLAS and cuDNN choose kernels by rules of thumb, and XLA's own "
+    "are not compared. `rsrv gpu profile` on such a card has the tuning"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A card to compile for, and the way to do it."""
+
+    name: str
+    #: text of XLA's GpuTargetConfigProto
+    target: str
+    #: flags of XLA that bring the profile's tuning; None: there is no profile
+    options: Mapping[str, Any] | None
+    note: str
+
+    @property
+    def tuned(self) -> bool:
+        return self.options is not None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,23 +64,37 @@ def main(argv: list[str] | None = None) -> int:
     settings_file = options.repository / "rsrv.yaml"
     settings = load_settings(settings_file.read_text(encoding="utf-8"), str(settings_file))
     try:
-        return _compile(options.repository, options.card, settings)
-    except DeviceError as error:
+        with tempfile.TemporaryDirectory() as scratch:
+            return _compile(options.repository, _card(options.card, Path(scratch)), settings)
+    except (DeviceError, ProfileError) as error:
         _complain(str(error))
         return 1
 
 
-def _compile(repository: Path, name: str, settings: Settings) -> int:
-    card = CARDS[name]
-    compiler = AheadCompiler(card.target())
+def _card(name: str, scratch: Path) -> _Order:
+    """Return the card with this name, or with this profile. Raises ProfileError."""
+    if (card := CARDS.get(name)) is not None:
+        return _Order(name, card.target(), None, _UNTUNED)
+    profile = read_profile(Path(name))
+    # XLA reads text by this suffix.
+    tuning = scratch / "tuning.textproto"
+    tuning.write_text(profile.tuning, encoding="utf-8")
+    options = {"xla_gpu_load_autotune_results_from": str(tuning)}
+    note = f"{profile.kernels} kernels were tuned with {profile.versions}"
+    return _Order(Path(name).stem, profile.target, options, note)
+
+
+def _compile(repository: Path, card: _Order, settings: Settings) -> int:
+    compiler = AheadCompiler(card.target)
     target = compiler.target()
-    path = repository / f"{name}{SUFFIX}"
-    earlier = _earlier(path, target)
+    path = repository / f"{card.name}{SUFFIX}"
+    # Another profile may bring other kernels.
+    earlier = None if card.tuned else _earlier(path, target)
     entries: dict[str, bytes] = {}
     failed = 0
-    print(f"compiling for {target.card} ({target.versions}); {_UNTUNED}", flush=True)
-    for model, modules in _models(repository, settings, Hardware("cuda", card.capability)):
-        started, compiled, kept = time.perf_counter(), 0, 0
+    print(f"compiling for {target.card} ({target.versions}): {card.note}", flush=True)
+    for model, modules in models_of(repository, settings, compiler.hardware):
+        started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
         try:
             for module, signature in modules:
                 digest = hashlib.sha256(module).hexdigest()
@@ -69,7 +103,8 @@ def _compile(repository: Path, name: str, settings: Settings) -> int:
                 entry = earlier.get(digest) if earlier is not None else None
                 if entry is None:
                     began = time.perf_counter()
-                    executable = compiler.compile(module, signature, LIBRARY_PRODUCTS)
+                    executable, complete = _compiled(compiler, card, module, signature)
+                    untuned += card.tuned and not complete
                     entry = compiler.entry(executable, time.perf_counter() - began)
                     compiled += 1
                 else:
@@ -82,15 +117,29 @@ def _compile(repository: Path, name: str, settings: Settings) -> int:
             took = time.perf_counter() - started
             # Callees, which several meta models carry, and modules that several models share are compiled once.
             if compiled or kept:
-                print(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept", flush=True)
+                missing = f", {untuned} of them not in the profile and not tuned" if untuned else ""
+                print(
+                    f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}",
+                    flush=True,
+                )
     if earlier is not None:
         earlier.close()
-    write_executables(path, target, False, entries)
+    write_executables(path, target, card.tuned, entries)
     print(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
     return int(failed > 0)
 
 
-def _models(
+def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: Signature) -> tuple[Any, bool]:
+    """Compile a module; return whether all of its kernels were tuned, too."""
+    if card.options is not None:
+        complete = {**card.options, "xla_gpu_require_complete_aot_autotune_results": True}
+        # XLA has no tuning for one of its kernels, or cannot read the results. If there is another reason, it comes again.
+        with suppress(RuntimeError):
+            return compiler.compile(module, signature, complete), True
+    return compiler.compile(module, signature, LIBRARY_PRODUCTS), False
+
+
+def models_of(
     repository: Path, settings: Settings, hardware: Hardware
 ) -> Iterator[tuple[str, Iterator[tuple[bytes, Signature]]]]:
     """Yield the models of a repository, and of each the modules that the runtime compiles on this hardware."""

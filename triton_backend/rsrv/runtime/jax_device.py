@@ -245,6 +245,16 @@ class JaxDevice:
             )
             return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})
 
+    def card(self) -> str:
+        """Return a CUDA device and its driver as text of XLA's GpuTargetConfigProto. Raises DeviceError."""
+        from jaxlib import _jax
+
+        topology = _jax.get_topology_for_devices([self._device])
+        found: str | None = getattr(topology, "target_config", None)
+        if found is None:
+            raise DeviceError(f"{self._device.device_kind} is no CUDA device that XLA describes")
+        return found
+
     @property
     def memory_limit(self) -> int | None:
         return self._limit
@@ -513,11 +523,11 @@ class AheadCompiler:
                 f"example jax-cuda13-plugin=={jax.__version__}, and jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-nvvm"
             ) from None
         self._device: Any = topology.devices[0]
+        self.hardware = hardware_of("gpu", "cuda", getattr(self._device, "compute_capability", None))
 
     def target(self) -> CompileTarget:
         """Return what the executables can be loaded on."""
-        hardware = hardware_of("gpu", "cuda", self._device.compute_capability)
-        return _target(self._device.device_kind, hardware.capability)
+        return _target(self._device.device_kind, self.hardware.capability)
 
     @staticmethod
     def entry(compiled: Any, seconds: float) -> bytes:

@@ -1,0 +1,54 @@
+"""The file with a card's figures and tuning, and how rsrv-gen names a card."""
+
+from pathlib import Path
+
+import pytest
+
+from rsrv.cards import CARDS, CardProfile, ProfileError, read_profile, write_profile
+from rsrv_gen.cli import parser
+
+PROFILE = CardProfile(
+    card="NVIDIA L4",
+    capability="8.9",
+    versions="jax 0.10.2",
+    target='device_description_str: "NVIDIA L4"',
+    tuning="version: 3\nresults {\n}\nresults {\n}\n",
+)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """It says how many kernels were tuned."""
+    write_profile(tmp_path / "l4.profile", PROFILE)
+    found = read_profile(tmp_path / "l4.profile")
+    assert found == PROFILE
+    assert found.kernels == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "card": "L4"}'])
+def test_another_file_is_no_profile(tmp_path: Path, content: str) -> None:
+    """The error names the command that makes one."""
+    path = tmp_path / "l4.profile"
+    path.write_text(content)
+    with pytest.raises(ProfileError, match=r"is no profile of a card .*: rsrv gpu profile"):
+        read_profile(path)
+
+
+def test_a_missing_profile_says_so(tmp_path: Path) -> None:
+    """With the system's reason."""
+    with pytest.raises(ProfileError, match="cannot be read: No such file"):
+        read_profile(tmp_path / "l4.profile")
+
+
+def test_a_misspelled_card_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any bundle is read."""
+    with pytest.raises(SystemExit):
+        parser().parse(["bundles", "-o", "gen", "--compile-for", "h10"])
+    assert "unknown card 'h10', and no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_a_card_is_described_as_xla_reads_it(name: str) -> None:
+    """One message, with the name that the driver reports."""
+    text = CARDS[name].target()
+    assert text.count("{") == text.count("}")
+    assert f'device_description_str: "{CARDS[name].kind}"' in text

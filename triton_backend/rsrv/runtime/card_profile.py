@@ -1,0 +1,64 @@
+"""`python -m rsrv.runtime.card_profile REPOSITORY FILE`: tune the kernels of a repository's models on this machine's GPU.
+
+`rsrv gpu profile` starts it, with the interpreter of the runtime. FILE describes the card and has the results, for
+`rsrv-gen --compile-for FILE` on another machine. No server may hold the card's memory meanwhile: what is tuned is
+executed.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from rsrv.cards import CardProfile, write_profile
+from rsrv.runtime.compile_for import models_of
+from rsrv.runtime.device import DeviceError
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.settings import load_settings
+from rsrv_bundle import BundleError
+from rsrv_bundle.inspection import InspectorError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the profile. Returns 1 if there is no CUDA device, or if a module could not be compiled."""
+    parser = argparse.ArgumentParser(prog="rsrv.runtime.card_profile", description=__doc__)
+    parser.add_argument("repository", type=Path)
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args(argv)
+    settings_file = options.repository / "rsrv.yaml"
+    settings = load_settings(settings_file.read_text(encoding="utf-8"), str(settings_file))
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.textproto")
+        # XLA reads its flags at its first use.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_dump_autotune_results_to={results}"
+        try:
+            device = JaxDevice("cuda", preallocate=False, numerics=settings.runtime.numerics)
+            target = device.card()
+        except DeviceError as error:
+            _complain(str(error))
+            return 1
+        for model, modules in models_of(options.repository, settings, device.hardware):
+            try:
+                count = len([device.compile(module, signature) for module, signature in modules])
+            except (BundleError, InspectorError, RuntimeError, ValueError) as error:
+                failed = True
+                _complain(f"{model}: {error}")
+            else:
+                print(f"tuned      {model}: {count} modules", flush=True)
+        tuning = results.read_text(encoding="utf-8") if results.exists() else ""
+    here = device.target
+    profile = CardProfile(here.card, here.capability, here.versions, target, tuning)
+    write_profile(options.file, profile)
+    print(f"wrote      {options.file}: {here.card}, {profile.kernels} tuned kernels")
+    return int(failed)
+
+
+def _complain(text: str) -> None:
+    print(f"rsrv gpu profile: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

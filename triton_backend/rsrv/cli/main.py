@@ -56,11 +56,11 @@ def _install_triton(options: argparse.Namespace) -> int:
 def _print_completion(shell: str) -> int:
     """Carry out `rsrv completion`; return its exit status."""
     try:
-        import argcomplete
+        from argcomplete.shell_integration import shellcode
     except ImportError:
         print("rsrv completion: argcomplete is not installed; install 'rsrv[bundles]'", file=sys.stderr)
         return 1
-    print(argcomplete.shellcode(COMMANDS, shell=shell))
+    print(shellcode(COMMANDS, shell=shell))
     return 0
 
 

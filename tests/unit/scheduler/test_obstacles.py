@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rsrv.scheduler.events import Pinned, Prefetch
+from rsrv.scheduler.events import Compact, Pinned, Prefetch
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, program
 
@@ -66,6 +66,38 @@ def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
     machine.send(Pinned("cats", True))
     machine.fail_load("cats")
     assert obstacle(machine, "cats") == "backoff: the load is retried in 1 s"
+
+
+def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None:
+    """The back-off of weights that are not pinned ends without a load, which requests cause then."""
+    machine = machine_of(25, dogs=25)
+    machine.arrive(machine.request("dogs"))
+    for _ in range(2):
+        machine.fail_load("dogs", out_of_memory=True)
+
+    assert obstacle(machine, "dogs") == "backoff: no load for 1 s"
+    machine.tick(machine.now + 1.0)
+    assert obstacle(machine, "dogs") == ""
+
+
+def test_restored_weights_wait_for_weights_with_work() -> None:
+    """Weights that a compaction evicted wait while an execution is retried alone, and evict no model with work."""
+    machine = machine_of(40, owls=10, dogs=15, cats=15)
+    machine.send(Pinned("owls", True))
+    machine.load("owls")
+    for name in ("cats", "dogs"):
+        machine.arrive(machine.request(name))
+        machine.load(name)
+    machine.finish()
+    machine.send(Compact())
+    machine.finish(out_of_memory=True)
+    assert obstacle(machine, "cats") == "queued (restore): waits for a compaction of the device's memory"
+
+    machine.arrive(machine.request("owls"))
+    machine.send(Pinned("owls", False))
+    machine.change(weight_budget_bytes=30 * MB)
+    expected = "queued (restore): waits for 10 MB: in use by dogs, kept for requests of owls"
+    assert obstacle(machine, "cats") == expected
 
 
 def test_the_story_has_the_reasons_of_loads_and_evictions() -> None:

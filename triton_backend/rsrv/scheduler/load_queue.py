@@ -347,7 +347,9 @@ class LoadQueue:
         """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision."""
         state, reason = model.weights.state, self.reason(model.name)
         if state is WeightState.BACKOFF:
-            return f"backoff: the load is retried in {duration(max(0.0, model.weights.backoff_until - now))}"
+            left = duration(max(0.0, model.weights.backoff_until - now))
+            # Loads of other models are retried for requests only.
+            return f"backoff: {'the load is retried in' if model.weights.pinned else 'no load for'} {left}"
         if state is not WeightState.QUEUED or reason is None:
             return ""
         loading, first = self.weights.loading, self.first()
@@ -363,18 +365,20 @@ class LoadQueue:
             one for one in self._models.values() if one.weights.state in ON_DEVICE and not one.weights.pinned
         ]
         in_use = [one for one in present if one.busy or one.committed]
-        if reason is LoadReason.PREFETCH:
-            kept = [one for one in present if one.has_work or self._spared_until(one) > now]
+        idle = [one for one in present if one not in in_use]
+        if first is None:
+            # Prefetched weights evict none with work.
+            kept = [one for one in idle if one.has_work or self._spared_until(one) > now]
         else:
-            kept = [one for one in present if self._idle_evictable_at(one, model) > now]
-        parts = [
-            f"in use by {_names(in_use)}" if in_use else "",
-            f"kept for requests of {_names(others)}"
-            if (others := [o for o in kept if o not in in_use])
-            else "",
-            f"pinned {amount(self.weights.pinned_bytes)}" if self.weights.pinned_bytes else "",
-        ]
-        return f"{waits} {amount(missing)}: {', '.join(filter(None, parts)) or 'in use by removed models'}"
+            kept = [one for one in idle if self._idle_evictable_at(one, model) > now]
+        parts = []
+        if in_use:
+            parts.append(f"in use by {_names(in_use)}")
+        if kept:
+            parts.append(f"kept for requests of {_names(kept)}")
+        if self.weights.pinned_bytes:
+            parts.append(f"pinned {amount(self.weights.pinned_bytes)}")
+        return f"{waits} {amount(missing)}: {', '.join(parts) or 'in use by removed models'}"
 
     def _family(self, name: str) -> str:
         return self._models[name].family if name in self._models else name

@@ -52,3 +52,12 @@ def test_a_card_is_described_as_xla_reads_it(name: str) -> None:
     text = CARDS[name].target()
     assert text.count("{") == text.count("}")
     assert f'device_description_str: "{CARDS[name].kind}"' in text
+
+
+def test_an_execution_takes_its_compute_or_its_memory_traffic_and_its_launches() -> None:
+    """The longer of the two counts; TF32 shortens the first, and a card without it computes in f32."""
+    h100, t4 = CARDS["h100"], CARDS["t4"]
+    assert h100.seconds(494e12, 0, 0, tf32=True) == pytest.approx(1)
+    assert h100.seconds(h100.f32_rate, 0, 0, tf32=False) == pytest.approx(1)
+    assert t4.seconds(t4.f32_rate, 0, 0, tf32=True) == pytest.approx(1)
+    assert h100.seconds(1, 2 * h100.bandwidth, 10, tf32=True) == pytest.approx(2 + 30e-6)

@@ -37,6 +37,11 @@ class Card:
         """FLOP per second of f32 outside of tensor cores."""
         return self.cores * self.units * 2 * self.clock_ghz * 1e9
 
+    def seconds(self, flop: float, nbytes: float, kernels: int, *, tf32: bool) -> float:
+        """Estimate one execution: the longer of computing and of moving bytes, and the launches. It was never calibrated."""
+        rate = self.tf32_rate if tf32 and self.tf32_rate is not None else self.f32_rate
+        return max(flop / rate, nbytes / self.bandwidth) + kernels * _KERNEL_S
+
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto, with the versions of docker/requirements.txt."""
         major, minor = self.capability
@@ -145,6 +150,8 @@ CARDS = {
     ),
 }
 
+#: seconds that a GPU needs for each kernel beside its work
+_KERNEL_S = 3e-6
 #: version of a profile's file
 _FORMAT = 1
 

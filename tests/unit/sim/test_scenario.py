@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 
+from rsrv.runtime.stored_executables import CompileTarget, write_executables
 from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
 
 GOOD = "models: {a: {cost: {1: 0.001}}}\n"
@@ -39,7 +40,7 @@ def problem(text: str, folder: Path = Path()) -> str:
         ),
         (SILENT + "settings: {dept: 2}", "settings.dept: unknown key; did you mean 'depth'?"),
         ("models: {}\narrivals: []", "models: "),
-        ("models: {a: {}}\narrivals: []", "models.a: give either cost or variants (found {})"),
+        ("models: {a: {}}\narrivals: []", "models.a: give either cost or variants, or compiled (found {})"),
         ("models: {a: {cost: {}}}\narrivals: []", "models.a.cost: "),
         (
             "models: {a: {cost: {1: 0}}}\narrivals: []",
@@ -163,3 +164,42 @@ def test_settings_are_those_of_the_runtime() -> None:
     settings = scenario.settings
     assert (settings.depth, settings.launch_ahead_ms) == (2, 0.5)
     assert settings.weight_budget_bytes == 9
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Path:
+    """A folder with l4.executables: estimates for `cats`, and none for `dogs`."""
+    target = CompileTarget(card="NVIDIA L4", capability="8.9", versions="", flags="")
+    write_executables(
+        tmp_path / "l4.executables",
+        target,
+        False,
+        {},
+        {"m1": 0.001, "m8": 0.004},
+        {"cats": {"0/1": "m1", "1/8": "m8"}, "dogs": {"0/1": "m2"}},
+    )
+    return tmp_path
+
+
+def test_costs_come_from_the_executables_of_a_card_as_estimates(compiled: Path) -> None:
+    """All models of a group cost the same, and the scenario says for which card."""
+    scenario = parse_scenario(
+        "models: {cats: {compiled: l4.executables, count: 2}}\narrivals: []", folder=compiled
+    )
+    assert scenario.programs["cats-1"].costs == {(0, 1): 0.001, (1, 8): 0.004}
+    assert scenario.estimated == {"cats": "NVIDIA L4"}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("cat: {compiled: l4.executables}", "has no model 'cat'; did you mean 'cats'?"),
+        ("dogs: {compiled: l4.executables}", "has no estimates: rsrv does not know the rates of NVIDIA L4"),
+        ("cats: {compiled: h100.executables}", "cannot be read"),
+    ],
+)
+def test_a_missing_estimate_is_reported_by_its_key(compiled: Path, model: str, message: str) -> None:
+    """The line names the model."""
+    text = problem(f"models: {{{model}}}\narrivals: []", compiled)
+    assert text.startswith(f"s.yaml: models.{model.partition(':')[0]}.compiled: ")
+    assert message in text

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         for model, modules in models_of(options.repository, settings, device.hardware):
             try:
-                count = len([device.compile(module, signature) for module, signature in modules])
+                count = len([device.compile(module, signature) for _, module, signature in modules])
             except (BundleError, InspectorError, RuntimeError, ValueError) as error:
                 failed = True
                 _complain(f"{model}: {error}")

@@ -34,6 +34,10 @@ from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
 from rsrv_bundle.precision import Treatment, treat
 
+#: (variant, batch size), the module as it is compiled, and its signature
+Module = tuple[tuple[int, int], bytes, Signature]
+#: stands in the place of a model
+PROBE = "the probe of runtime.numerics"
 _UNTUNED = (
     "no kernel is tuned on this card, known by name only: cuBLAS and cuDNN choose kernels by rules of thumb, and XLA's own "
     "are not compared. `rsrv gpu profile` on such a card has the tuning"
@@ -91,13 +95,19 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     # Another profile may bring other kernels.
     earlier = None if card.tuned else _earlier(path, target)
     entries: dict[str, bytes] = {}
+    seconds: dict[str, float] = {}
+    models: dict[str, dict[str, str]] = {}
+    rates = next((one for one in CARDS.values() if one.kind == target.card), None)
+    tf32 = settings.runtime.numerics != "f32"
     failed = 0
     print(f"compiling for {target.card} ({target.versions}): {card.note}", flush=True)
     for model, modules in models_of(repository, settings, compiler.hardware):
         started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
         try:
-            for module, signature in modules:
+            for key, module, signature in modules:
                 digest = hashlib.sha256(module).hexdigest()
+                if model != PROBE:
+                    models.setdefault(model, {})["{}/{}".format(*key)] = digest
                 if digest in entries:
                     continue
                 entry = earlier.get(digest) if earlier is not None else None
@@ -105,10 +115,15 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
                     began = time.perf_counter()
                     executable, complete = _compiled(compiler, card, module, signature)
                     untuned += card.tuned and not complete
+                    if rates is not None:
+                        work = compiler.work(module, signature, executable)
+                        seconds[digest] = rates.seconds(*work, tf32=tf32)
                     entry = compiler.entry(executable, time.perf_counter() - began)
                     compiled += 1
                 else:
                     kept += 1
+                    if earlier is not None and digest in earlier.contents.seconds:
+                        seconds[digest] = earlier.contents.seconds[digest]
                 entries[digest] = entry
         except (BundleError, InspectorError, RuntimeError, ValueError) as error:
             failed += 1
@@ -124,7 +139,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
                 )
     if earlier is not None:
         earlier.close()
-    write_executables(path, target, card.tuned, entries)
+    write_executables(path, target, card.tuned, entries, seconds, models)
     print(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
     return int(failed > 0)
 
@@ -141,10 +156,10 @@ def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: S
 
 def models_of(
     repository: Path, settings: Settings, hardware: Hardware
-) -> Iterator[tuple[str, Iterator[tuple[bytes, Signature]]]]:
+) -> Iterator[tuple[str, Iterator[Module]]]:
     """Yield the models of a repository, and of each the modules that the runtime compiles on this hardware."""
     numerics = settings.runtime.numerics
-    yield "the probe of runtime.numerics", iter(probes(numerics))
+    yield PROBE, (((0, index), *probe) for index, probe in enumerate(probes(numerics)))
     inspector = Inspector()
     how = treatment(numerics, hardware)
     try:
@@ -156,9 +171,7 @@ def models_of(
         inspector.close()
 
 
-def _modules(
-    folder: Path, max_rows: int | None, how: Treatment, inspector: Inspector
-) -> Iterator[tuple[bytes, Signature]]:
+def _modules(folder: Path, max_rows: int | None, how: Treatment, inspector: Inspector) -> Iterator[Module]:
     """Yield the modules of a bundle as the runtime compiles them: none of a meta model. Raises BundleError."""
     bundle = read_bundle(folder, verify=False)
     if bundle.manifest.kind == "meta":
@@ -167,7 +180,7 @@ def _modules(
     for key in usable(signatures, max_rows):
         found = read_module(bundle, key, signatures[key])
         module, _ = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
-        yield module, signatures[key]
+        yield key, module, signatures[key]
 
 
 def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:

@@ -71,6 +71,8 @@ _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory whi
 #: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
 #: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+#: an instruction of a compiled module that is a kernel, or a library's
+_KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
 #: placeholder of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
 
@@ -540,15 +542,37 @@ class AheadCompiler:
 
     def compile(self, module: bytes, signature: Signature, options: Mapping[str, Any] | None = None) -> Any:
         """Return jax's `Compiled`, which cannot be called. `options`: flags of XLA for this module."""
+        compiled = self._lowered(module, signature).compile(dict(options or {}))
+        self._jax.clear_caches()
+        return compiled
+
+    def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
+        """Return the FLOP of an execution, the bytes that it moves at least, and its kernels.
+
+        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are those
+        of XLA's own kernels, and each argument and result once more, for the libraries.
+        """
+        from jaxlib import _jax
+
+        client = self._jax.devices("cpu")[0].client
+        before = self._lowered(module, signature).compiler_ir("hlo").as_hlo_module()
+        flop = _jax.hlo_module_cost_analysis(client, before).get("flops", 0.0)
+        after = _jax.hlo_module_cost_analysis(client, compiled.runtime_executable().hlo_modules()[0])
+        size = compiled.memory_analysis()
+        nbytes = (
+            size.argument_size_in_bytes
+            + size.output_size_in_bytes
+            + max(0.0, after.get("bytes accessed", 0.0))
+        )
+        entry = compiled.as_text().partition("\nENTRY ")[2]
+        return max(0.0, flop), nbytes, len(_KERNEL.findall(entry))
+
+    def _lowered(self, module: bytes, signature: Signature) -> Any:
         from rsrv_bundle.modules import as_exported
 
         # An export names the platforms that it is for, and the process has the CPU only.
         exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
-        compiled = _lowered(exported, self._jax.sharding.SingleDeviceSharding(self._device)).compile(
-            dict(options or {})
-        )
-        self._jax.clear_caches()
-        return compiled
+        return _lowered(exported, self._jax.sharding.SingleDeviceSharding(self._device))
 
 
 def _target(kind: str, capability: tuple[int, int] | None) -> CompileTarget:

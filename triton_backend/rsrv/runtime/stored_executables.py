@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 log = logging.getLogger("rsrv.executables")
@@ -60,6 +61,10 @@ class Contents:
     tuned: bool
     #: SHA-256 of the entry, by that of its module, hexadecimal
     digests: Mapping[str, str]
+    #: estimated seconds of an execution on the card, by module; absent if the card's rates are unknown
+    seconds: Mapping[str, float]
+    #: model -> "variant/size" -> module
+    models: Mapping[str, Mapping[str, str]]
 
 
 class StoredExecutables:
@@ -80,7 +85,13 @@ class StoredExecutables:
                 index = json.loads(self._archive.read(_INDEX))
                 if index["format"] != _FORMAT:
                     raise ValueError(f"its format is {index['format']}, not {_FORMAT}")
-                self.contents = Contents(CompileTarget(**index["target"]), index["tuned"], index["digests"])
+                self.contents = Contents(
+                    CompileTarget(**index["target"]),
+                    index["tuned"],
+                    index["digests"],
+                    index["seconds"],
+                    index["models"],
+                )
             except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
                 raise StoredExecutablesError(
                     f"{path} is damaged or cannot be read ({error}). Remove it, or run rsrv-gen --compile-for again"
@@ -109,10 +120,20 @@ class StoredExecutables:
         return entry
 
 
-def write_executables(path: Path, target: CompileTarget, tuned: bool, entries: Mapping[str, bytes]) -> None:
-    """Write a file of executables in one step, in place of an earlier one. Raises OSError."""
+def write_executables(
+    path: Path,
+    target: CompileTarget,
+    tuned: bool,
+    entries: Mapping[str, bytes],
+    seconds: Mapping[str, float] = MappingProxyType({}),
+    models: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> None:
+    """Write a file of executables in one step, in place of an earlier one; see `Contents`. Raises OSError."""
     digests = {module: hashlib.sha256(entry).hexdigest() for module, entry in entries.items()}
-    index: dict[str, Any] = {"format": _FORMAT, **asdict(Contents(target, tuned, digests))}
+    index: dict[str, Any] = {
+        "format": _FORMAT,
+        **asdict(Contents(target, tuned, digests, dict(seconds), dict(models))),
+    }
     fd, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with open(fd, "wb") as file, zipfile.ZipFile(file, "w") as archive:

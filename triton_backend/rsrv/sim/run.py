@@ -34,6 +34,10 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         scenario = load_scenario(options.scenario)
+        for model, card in scenario.estimated.items():
+            _complain(
+                f"the costs of {model} are estimates for {card} by its data sheet, to compare, not to rely on"
+            )
         if options.out is not None:
             # Before the simulation, which may take minutes.
             options.out.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,15 @@
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from rsrv.explain import YamlError, explain, read_yaml
 from rsrv.placement.options import ModelOptions, PlannerOptions
+from rsrv.runtime.stored_executables import StoredExecutables, StoredExecutablesError
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Program
 from rsrv.scheduler.settings import SchedulerSettings
@@ -54,6 +56,8 @@ class Scenario:
     devices: int = 1
     #: None: one device, and no gateway. Its `models` name single models.
     gateway: PlannerOptions | None = None
+    #: model, or group of equal ones, whose costs are estimates -> the card that they are for
+    estimated: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -95,8 +99,13 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     for source in file.arrivals.endless if file.duration is None else ():
         problems.append(f"duration: missing: say for how many seconds requests of arrivals.{source} arrive")
     groups = _groups(file.models, problems)
+    estimates = {
+        group: _estimates(group, folder / model.compiled, problems)
+        for group, model in file.models.items()
+        if model.compiled is not None
+    }
     programs = {
-        name: _program(name, group, file.models[group], file)
+        name: _program(name, group, file.models[group], file, estimates.get(group))
         for group, names in groups.items()
         for name in names
     }
@@ -131,6 +140,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
             one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
         ],
         devices=file.devices,
+        estimated={group: estimate.card for group, estimate in estimates.items()},
         gateway=_gateway(file, groups, problems),
     )
 
@@ -198,12 +208,47 @@ def _groups(models: Mapping[str, ModelKeys], problems: list[str]) -> dict[str, l
     return groups
 
 
-def _program(name: str, group: str, model: ModelKeys, file: File) -> Program:
+class _Estimates(NamedTuple):
+    card: str
+    #: by variant and size
+    costs: Mapping[tuple[int, int], float]
+
+
+def _estimates(group: str, path: Path, problems: list[str]) -> _Estimates:
+    """Return the costs of a model by a file of executables, of which none is read; report what is missing there."""
+    about = f"models.{group}.compiled"
+    try:
+        with StoredExecutables(path) as stored:
+            contents = stored.contents
+    except StoredExecutablesError as error:
+        problems.append(f"{about}: {error}")
+        return _Estimates("", {(0, 1): 1.0})
+    modules = contents.models.get(group)
+    if modules is None:
+        problems.append(f"{about}: {path} has no model {group!r}{nearest(group, contents.models)}")
+    elif any(module not in contents.seconds for module in modules.values()):
+        problems.append(
+            f"{about}: {path} has no estimates: rsrv does not know the rates of {contents.target.card}"
+        )
+    else:
+        costs = {
+            (int(variant), int(size)): contents.seconds[module]
+            for key, module in modules.items()
+            for variant, _, size in [key.partition("/")]
+        }
+        return _Estimates(contents.target.card, costs)
+    return _Estimates("", {(0, 1): 1.0})
+
+
+def _program(
+    name: str, group: str, model: ModelKeys, file: File, estimates: _Estimates | None = None
+) -> Program:
     rate = file.device.h2d_bytes_per_s
     variants = model.variants or [model.cost or {}]
+    given = {(index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()}
     return Program(
         model=name,
-        costs={(index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()},
+        costs=given if estimates is None else estimates.costs,
         coalesce=model.coalesce,
         max_queue_depth=model.max_queue_depth or file.settings.max_queue_depth,
         max_batch_rows=model.max_batch_size,

@@ -1,6 +1,7 @@
 """The keys of a scenario file: typed, with what they mean. `scenario` reads the file and checks it as a whole."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -56,12 +57,17 @@ class ModelKeys(Part):
     """One model, or `count` equal ones."""
 
     cost: Costs | None = Field(
-        None, description="Compiled size: seconds of one execution. Required, unless there are `variants`."
+        None,
+        description="Compiled size: seconds of one execution. Required, unless there are `variants` or `compiled`.",
     )
     variants: list[Costs] | None = Field(
         None,
         min_length=1,
         description="Instead of `cost`: one such mapping for each compiled input-shape variant.",
+    )
+    compiled: Path | None = Field(
+        None,
+        description="Instead of `cost`: a file of `rsrv-gen --compile-for`, which has estimates for the model of this name.",
     )
     cost_jitter: float = Field(
         0.0,
@@ -102,8 +108,8 @@ class ModelKeys(Part):
 
     @model_validator(mode="after")
     def _one_kind_of_cost(self) -> "ModelKeys":
-        if (self.cost is None) == (self.variants is None):
-            raise ValueError("give either cost or variants")
+        if sum(one is not None for one in (self.cost, self.variants, self.compiled)) != 1:
+            raise ValueError("give either cost or variants, or compiled")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -173,6 +173,25 @@ def despite(
         if not fault(server):
             raise
         check(start())
+
+
+@contextmanager
+def replaced_after(
+    fault: Callable[[RunningTriton], bool], start: Callable[[int], AbstractContextManager[RunningTriton]]
+) -> Iterator[Callable[[], RunningTriton]]:
+    """Give a function that returns the server of several tests, and a new one after that fault ended the last.
+
+    `start` gets the number of the server, from 0.
+    """
+    started: list[RunningTriton] = []
+    with ExitStack() as servers:
+
+        def living() -> RunningTriton:
+            if not started or (started[-1].server.process.poll() is not None and fault(started[-1])):
+                started.append(servers.enter_context(start(len(started))))
+            return started[-1]
+
+        yield living
 
 
 def compilation_cache() -> Path:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
@@ -15,7 +15,14 @@ import pytest
 
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Arrays, Refused, caller, outcome
-from tests.e2e.harness import RunningTriton, aborted_by_a_lock, despite, is_alive, running_triton
+from tests.e2e.harness import (
+    RunningTriton,
+    aborted_by_a_lock,
+    despite,
+    is_alive,
+    replaced_after,
+    running_triton,
+)
 from tests.e2e.metas import rows, write_meta, write_scale
 from tests.waiting import wait_until
 
@@ -98,22 +105,13 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ru
     (folder / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(bundles), *options]) == 0
-    started: list[RunningTriton] = []
-    with ExitStack() as servers:
+    flags = ["--model-control-mode=explicit", "--load-model=*"]
 
-        def start() -> RunningTriton:
-            if not started or (
-                started[-1].server.process.poll() is not None and aborted_by_a_lock(started[-1])
-            ):
-                running = running_triton(
-                    folder / "gen",
-                    folder / f"server{len(started)}.log",
-                    extra_args=["--model-control-mode=explicit", "--load-model=*"],
-                )
-                started.append(servers.enter_context(running))
-            return started[-1]
+    def start(number: int) -> AbstractContextManager[RunningTriton]:
+        return running_triton(folder / "gen", folder / f"server{number}.log", extra_args=flags)
 
-        yield start
+    with replaced_after(aborted_by_a_lock, start) as living:
+        yield living
 
 
 @pytest.fixture

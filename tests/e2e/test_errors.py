@@ -272,7 +272,7 @@ def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Call
 
 
 @contextmanager
-def busy(triton: RunningTriton, seconds: float = 1.5) -> Iterator[None]:
+def busy(triton: RunningTriton, seconds: float = 1) -> Iterator[None]:
     """Keep the device busy with something long in this block, or at least at its start."""
     before = model_status(triton, "elastic")
     steps = int(seconds * bundles.LEAST_STEPS / before["costs"]["0/1"])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget, pack
+from tests.builders import FEW_EXAMPLES
 from tests.unit.placement.instances import catalogue, jigsaw
 
 WORKERS = [WorkerBudget("a", 100), WorkerBudget("b", 100)]
@@ -90,6 +91,7 @@ problems = st.integers(1, 6).flatmap(
 )
 
 
+@FEW_EXAMPLES
 @given(problems, st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
 def test_any_problem(
     problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float, forbid: bool, random: Random
@@ -112,6 +114,7 @@ def test_any_problem(
         assert not again.oversubscribed
 
 
+@FEW_EXAMPLES
 @given(problems, st.floats(0, 1))
 def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:
     """A repack of unchanged loads moves nothing."""

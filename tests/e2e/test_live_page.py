@@ -176,8 +176,7 @@ def test_five_hundred_models_cost_little(record_property: Callable[[str, object]
             for second in range(1, updates + 1):
                 source.tell("spans", spans(second, 500))
                 source.tell("state", state(second, 500))
-                total = second * 500 * 501 // 2 - (second - 1) * 500 * 501 // 2
-                await page.until(f"document.querySelector('#total-rate').textContent === '{total}'")
+                await page.until("document.querySelector('#total-rate').textContent === '125 k'")
                 waiting = sum((number + second) % 7 for number in range(500))
                 await page.until(f"document.querySelector('#total-queued').textContent === '{waiting}'")
             await page.until(f"{PAINTED}.every((share) => share > 0.005)")

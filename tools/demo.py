@@ -34,6 +34,7 @@ from examples.detector_scenes import scenes
 from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
 from rsrv.control import find
 from rsrv.serve import demo
+from rsrv.text import amount
 from rsrv.wire.socket import read_status
 
 #: keeps the copies of the bundles, so that users can change them
@@ -177,7 +178,7 @@ def share(server: DemoServer) -> bool:
             print(f"   {name}: {found:.1%} right", flush=True)
     memory = server.status()["memory"]["device"]
     apart, taken = memory["logical_bytes"], memory["physical_bytes"]
-    print(f"   weights on the device: {taken / 1e3:.0f} kB; {apart / 1e3:.0f} kB if nothing were shared")
+    print(f"   weights on the device: {amount(taken)}; {amount(apart)} if nothing were shared")
     return good
 
 
@@ -187,7 +188,7 @@ def evict(server: DemoServer) -> bool:
     before = server.status()
     names = sorted(before["models"])
     step(
-        f"{len(names)} models in turn, {ROUNDS} times, within {before['memory']['device']['budget_bytes'] / 1e3:.0f} kB"
+        f"{len(names)} models in turn, {ROUNDS} times, within {amount(before['memory']['device']['budget_bytes'])}"
     )
     good = True
     with grpc_client(server) as infer:

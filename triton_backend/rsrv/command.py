@@ -72,9 +72,11 @@ class _Formatter(argparse.HelpFormatter):
     """Usage lines without the options, which the sections below them list; texts of several lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(
-            super(_Formatter, self)._fill_text(line, width, indent) for line in text.splitlines()
-        )
+        import textwrap
+
+        # Flags in a text can be copied only if they are whole.
+        lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
+        return "\n".join(lines)
 
     def add_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: Any = None

@@ -18,7 +18,7 @@ from google.protobuf import json_format
 
 from rsrv.cli import main as cli
 from rsrv.cli.output import to_json
-from rsrv.cli.server_pages import print_update
+from rsrv.cli.server_pages import print_update, reasons
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.grpc_server import listen
@@ -498,6 +498,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
     pair.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     pair.private_key_pem.write_to_path(tmp_path / "key.pem")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
     for name, text in (("token", "secret"), ("other", "wrong")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
@@ -521,6 +522,13 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
                 assert said == Said(
                     1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
                 )
+                assert (
+                    "it ended the connection; it may require TLS"
+                    in (await rsrv("health", address=address)).err
+                )
+                wrong = ["--tls-ca", str(tmp_path / "other.pem")]
+                said = await rsrv("health", *wrong, address=address)
+                assert "its certificate is of another authority; name that with --tls-ca" in said.err
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
                 assert said.status == 1
                 assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
@@ -674,3 +682,27 @@ def test_a_model_name_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[
             )
 
     run()
+
+
+def test_health_names_each_model_that_does_not_serve_and_why() -> None:
+    """A broken bundle, a failed version, one that is loading and one without a stub have reasons of their own."""
+    failed = pb.Version(state=pb.STATE_FAILED, error="no\nroom", stubs=[1])
+    status = pb.GetStatusResponse(
+        models=[
+            pb.ModelStatus(name="a", versions=[failed]),
+            pb.ModelStatus(name="b", versions=[pb.Version(state=pb.STATE_LOADING, stubs=[1])]),
+            pb.ModelStatus(name="c", versions=[pb.Version(state=pb.STATE_READY)]),
+            pb.ModelStatus(name="d", versions=[pb.Version(state=pb.STATE_READY, stubs=[1])]),
+        ],
+        failures=[pb.Failure(name="e", text="no manifest")],
+    )
+
+    assert reasons(status) == [
+        "e failed: no manifest",
+        "a failed: no room",
+        "b is loading",
+        "c has no stub; it is loaded again",
+    ]
+    assert reasons(pb.GetStatusResponse()) == [
+        "a model of the repository is not loaded; the server's log says why"
+    ]

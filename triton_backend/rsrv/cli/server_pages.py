@@ -127,7 +127,8 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
             found.append(f"{model.name} is not loaded")
         elif state != "ready":
             found.append(
-                f"{model.name} is {state}" + (f": {one_line(version.error)}" if version.error else "")
+                f"{model.name} {state if state == 'failed' else f'is {state}'}"
+                + (f": {one_line(version.error)}" if version.error else "")
             )
         elif not any(one.stubs for one in model.versions):
             found.append(f"{model.name} has no stub; it is loaded again")

@@ -103,7 +103,7 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             head = next(line for line in lines if line.startswith("MODEL"))
             row = next(line for line in lines if line.startswith("a "))
             assert row.split() == [
-                *("a", "ready", "resident", "system", "1", "kB"),
+                *("a", "ready", "evicting", "system", "1", "kB"),
                 *("1", "1", "2", "7", "1", "3", "250", "ms"),
             ]
             assert head.index("STATE") == row.index("ready")
@@ -192,7 +192,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert set(model) == {
                 *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
                 *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
-                *("misses", "loads", "evictions", "loadSeconds", "executables", "policy"),
+                *("misses", "loads", "evictions", "loadSeconds", "executables", "policy", "weightsState"),
             }
             assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
                 "RESIDENCY_SYSTEM",

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,8 +40,11 @@ class Terminal:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Terminal]:
-    """Run `rsrv serve bundles` in this folder, on ports of its own."""
+def serving(folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None) -> Iterator[Terminal]:
+    """Run `rsrv serve bundles` in this folder, on ports of its own.
+
+    `gpu`: variables that name the machine's GPUs; without them it serves from the CPU.
+    """
     (folder / "rsrv.yaml").write_text(QUICK)
     port = free_block(3)
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
@@ -50,8 +53,11 @@ def serving(folder: Path, *arguments: str) -> Iterator[Terminal]:
         "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
         "RSRV_METRICS__LISTEN": "null",
         "PATH": f"{INSTALLATION.launcher.parent}:{os.environ['PATH']}",
+        **(gpu or {}),
     }
-    command = [sys.executable, "-m", "rsrv.cli.main", "serve", "bundles", "--cpu", "--config=rsrv.yaml"]
+    command = [sys.executable, "-m", "rsrv.cli.main", "serve", "bundles", "--config=rsrv.yaml"]
+    if gpu is None:
+        command.append("--cpu")
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), "", *command, *ports, *arguments],

@@ -72,6 +72,8 @@ API size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
 API size_t cudnnGetMaxDeviceVersion() { return 1200; }
 API int cudnnGetProperty(int part, int* value) { return version_part(part, CUDNN_VERSION, value); }
 API int cudnnCreate(void** handle) { return make_object(handle); }
+API int cudnnSetStream(void*, void*) { return 0; }
+API int cudnnDestroy(void*) { return 0; }
 API const char* cudnnGetErrorString(int) { return "not supported by the fake cuDNN"; }
 API int cudnnBackendCreateDescriptor(int, void**) { return 3000; }  // CUDNN_STATUS_NOT_SUPPORTED
 API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 3000; }
@@ -81,6 +83,10 @@ API int cudnnBackendFinalize(void*) { return 3000; }
 // --- cuBLAS and cuBLASLt ----------------------------------------------------------------------------------------------
 
 API int cublasCreate_v2(void** handle) { return make_object(handle); }
+API int cublasDestroy_v2(void*) { return 0; }
+API int cublasSetStream_v2(void*, void*) { return 0; }
+API int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
+API int cublasSetMathMode(void*, int) { return 0; }
 API int cublasGetVersion_v2(void*, int* version) {
     *version = CUBLAS_VERSION;
     return 0;

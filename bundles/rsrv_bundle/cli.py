@@ -219,7 +219,7 @@ def _add_tolerance(options: Any) -> None:
 
 
 def _tolerance(text: str) -> tuple[str, float]:
-    from rsrv_bundle.dtypes import TOKENS
+    from rsrv_bundle.dtypes import TOKENS, unknown
 
     dtype, _, number = text.partition("=")
     try:
@@ -227,9 +227,7 @@ def _tolerance(text: str) -> tuple[str, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}': write TYPE=ERROR, e.g. f32=1e-3") from None
     if dtype not in TOKENS:
-        raise argparse.ArgumentTypeError(
-            f"'{text}': no element type '{dtype}'; use one of {' '.join(TOKENS)}"
-        )
+        raise argparse.ArgumentTypeError(f"'{text}': no element type '{dtype}'; {unknown(dtype)}")
     if not 0 <= error < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}': the error is a finite number of at least 0")
     return dtype, error

@@ -49,6 +49,25 @@ _BY_SAFETENSORS = {row.safetensors: token for token, row in _TABLE.items()}
 _BY_MLIR = {row.mlir: token for token, row in _TABLE.items()}
 
 
+def meant(name: str) -> str | None:
+    """Return the token that a name of an element type in another spelling means (`float32`, `FP32`); None if unknown."""
+    name = name.removeprefix("torch.").removeprefix("TYPE_").lower()
+    spellings = (
+        _BY_NUMPY_NAME,
+        _BY_KSERVE,
+        _BY_SAFETENSORS,
+        _BY_MLIR,
+        dict(zip(TOKENS, TOKENS, strict=True)),
+    )
+    return next((found[key] for found in spellings for key in found if key.lower() == name), None)
+
+
+def unknown(name: str) -> str:
+    """Return what to write in place of a name that is no token."""
+    token = meant(name)
+    return f"did you mean {token}?" if token else f"use one of {' '.join(TOKENS)}"
+
+
 def itemsize(token: str) -> int:
     """Return the bytes per element. Raises KeyError for an unknown token."""
     return _TABLE[token].itemsize

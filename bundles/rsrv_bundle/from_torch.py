@@ -15,9 +15,10 @@ from torch import nn
 
 from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import Original, export_bundle
-from rsrv_bundle.interface import plan_inputs, value_of
+from rsrv_bundle.interface import InputPlan, plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
 from rsrv_bundle.writer import free_target
@@ -63,7 +64,10 @@ def export_torch(
     keys = list(inputs.keys())
     with steps(f"trace {Path(out_dir).name}", len(keys)) as traced:
         for variant, size in keys:
-            programs.at(inputs.shapes(variant, size))
+            try:
+                programs.at(inputs.shapes(variant, size))
+            except BundleError as e:
+                raise (_without_batch(module, examples, inputs) or e) from e
             traced.step(f"batch size {size}" if inputs.batched else "")
     # PyTorch's integers are 64 bits wide.
     with jax.enable_x64(True):
@@ -79,6 +83,40 @@ def export_torch(
             original=_original(module),
             **{"code": type(module), **options},
         )
+
+
+def _without_batch(module: nn.Module, examples: Mapping[str, Any], inputs: InputPlan) -> BundleError | None:
+    """Return an error about the batch axis, if the module takes the examples as they are, and not other batch sizes."""
+
+    def takes(arrays: Mapping[str, Any]) -> bool:
+        try:
+            _original(module).run(**arrays)
+        except Exception:  # noqa: BLE001 - the module's own
+            return False
+        return True
+
+    failed = [size for size in inputs.batch_sizes if not takes(_zeros(inputs, size))]
+    if not failed or not takes(
+        {name: np.zeros(value.shape, value.dtype) for name, value in examples.items()}
+    ):
+        return None
+    tried = ", ".join(
+        f"{spec.name} {list(array.shape)}"
+        for spec, array in zip(inputs.specs, _zeros(inputs, failed[0]).values(), strict=True)
+    )
+    given = ", ".join(f"{name} {list(value.shape)}" for name, value in examples.items())
+    return BundleError(
+        f"module: takes {given}, and fails with {tried}, where the batch axis has size {failed[0]}; give examples with the"
+        " batch axis in front, or, if the module takes no batches, leave out the batch sizes"
+    )
+
+
+def _zeros(inputs: InputPlan, size: int) -> dict[str, Any]:
+    shapes = inputs.shapes(0, size)
+    return {
+        spec.name: np.zeros(shape, numpy_dtype(spec.dtype))
+        for spec, shape in zip(inputs.specs, shapes, strict=True)
+    }
 
 
 def eager_torch(module: nn.Module) -> Callable[..., Results]:

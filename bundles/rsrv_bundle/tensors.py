@@ -51,11 +51,12 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in dtypes.TOKENS:
         found = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
-        bad(key, f"{found}; use one of {' '.join(dtypes.TOKENS)}")
-        dtype = None
+        bad(key, f"{found}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
+        # Any token: without this tensor, the rules over all tensors would report what is not wrong.
+        dtype = "f32"
     shape = _parse_shape(entry, key, bad)
     sizes = None if shape is None else _parse_dims(entry, shape, key, bad)
-    if dtype is None or shape is None or sizes is None:
+    if shape is None or sizes is None:
         return None
     if math.prod(size for size in sizes.values() if size > 0) * dtypes.itemsize(dtype) > 2**63 - 1:
         bad(key, "its dims multiply to more bytes than 64 bits can count")

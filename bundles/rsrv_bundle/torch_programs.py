@@ -5,12 +5,14 @@ The one file that knows torchax.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 import torch
 from torch._higher_order_ops.effects import with_effects
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from rsrv_bundle.calling import Results, caller
@@ -29,17 +32,20 @@ from rsrv_bundle.torch_arrays import Array, to_numpy
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Restore PyTorch's settings afterwards, and suppress its warnings."""
+    """Restore PyTorch's settings afterwards, and suppress its warnings, log and dumps of graphs."""
+    disabled = logging.root.manager.disable
+    logging.disable()
     fast = torch.backends.mha.get_fastpath_enabled()
     # Fused attention is one operation, which torchax does not decompose.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(io.StringIO()):
             # Their warnings are about their internals; problems of a module are errors.
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        logging.disable(disabled)
 
 
 with _quiet():
@@ -310,6 +316,11 @@ def _said(error: Exception) -> str:
 def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return (
+            f"module: {where}forward decides by a tensor's values (if, while, .item()), and a module's decisions are fixed"
+            " when it is exported; compute both sides and choose with torch.where"
+        )
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
     return (
         f"module: {where}torch.export cannot trace it with {shapes} ({_said(error)}); what forward does"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,12 @@ def export(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--input: {target} gives example inputs; leave one of the two out")
         if not arguments.input and not source.examples:
             raise ValueError(f"--input: {target} gives no example inputs; describe the inputs")
+        if arguments.input_shape and source.examples:
+            named = ", ".join(source.examples)
+            raise ValueError(
+                f"--input-shape: the example inputs of {target} ({named}) name no axes; let it return the model alone, and"
+                " describe each input with letters for the axes that vary: --input 'NAME=f32[3,h,w]'"
+            )
         if arguments.hooks is not None and not arguments.hooks.is_file():
             raise ValueError(f"--hooks {arguments.hooks}: is no file")
         if arguments.out_dir.exists() and not arguments.overwrite:
@@ -76,6 +83,9 @@ def export(arguments: argparse.Namespace) -> int:
         f"ok {arguments.out_dir}: {len(bundle.modules)} modules, {len(bundle.weights)} weights,"
         f" {bundle.weight_bytes} bytes, {close}"
     )
+    if not arguments.batch_sizes:
+        print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
+    print(f"next: rsrv serve {shlex.quote(str(arguments.out_dir))}")
     return 0
 
 
@@ -126,7 +136,7 @@ def _input(text: str, batched: bool) -> tuple[str, str, list[str]]:
         raise ValueError(f"--input {text}: write NAME=TYPE[SIZE,SIZE], e.g. image=f32[3,32,32]")
     name, dtype, inner = match.group("name", "dtype", "sizes")
     if dtype not in dtypes.TOKENS:
-        raise ValueError(f"--input {text}: no element type '{dtype}'; use one of {' '.join(dtypes.TOKENS)}")
+        raise ValueError(f"--input {text}: no element type '{dtype}'; {dtypes.unknown(dtype)}")
     sizes = [size.strip() for size in inner.split(",")] if inner.strip() else []
     for size in sizes:
         if not re.fullmatch(r"[1-9][0-9]*|[A-Za-z]", size):

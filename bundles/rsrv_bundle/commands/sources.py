@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 #: kind of model that a bundle is exported from -> its description
@@ -56,13 +57,18 @@ def load(kind: str, target: str) -> LoadedModel:
     """
     found = named(target)
     try:
-        made = found if _is_model(kind, found) else found()
+        made = found if _is_model(kind, found) or _is_linen(found) or not callable(found) else found()
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
     except Exception as e:
         raise LoadError(f"{target}: raised {type(e).__name__}: {e}") from e
     parts = made if isinstance(made, tuple) else (made,)
     model, rest = (parts[:2], parts[2:]) if kind == "jax" else (parts[0], parts[1:])
+    if _is_linen(model):
+        raise LoadError(
+            f"{target}: is a Flax Linen module; export it with --jax and a factory that returns (net.apply, variables,"
+            ' {"x": x}), where x is the name of the argument'
+        )
     if not _is_model(kind, model) or len(rest) > 1 or not all(isinstance(part, Mapping) for part in rest):
         raise LoadError(f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it")
     try:
@@ -85,7 +91,7 @@ def named(target: str) -> Any:
     """Import the object `package.module:name`; modules in the working directory count. Raises LoadError."""
     module, _, name = target.partition(":")
     if not module or not name:
-        raise LoadError(f"'{target}': write package.module:factory")
+        raise LoadError(f"'{target}': {_instead(Path(target))}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -96,6 +102,22 @@ def named(target: str) -> Any:
         raise LoadError(f"{target}: {e}") from None
     except Exception as e:
         raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
+
+
+def _instead(target: Path) -> str:
+    """Return what to write in place of a target without a factory."""
+    if target.suffix == ".py":
+        return f"write {'.'.join(target.with_suffix('').parts)}:factory, with the name of a function in that file"
+    if target.is_file():
+        return (
+            "is a file of weights, and a model is needed: write a function that makes the module, loads the file and"
+            " returns it (module.load_state_dict(torch.load(FILE)); module.eval()), and name it as package.module:function"
+        )
+    return "write package.module:factory"
+
+
+def _is_linen(value: Any) -> bool:
+    return any(base.__module__.startswith("flax.linen.") for base in type(value).__mro__)
 
 
 def _missing(target: str, error: ModuleNotFoundError) -> LoadError:

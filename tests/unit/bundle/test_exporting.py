@@ -52,6 +52,22 @@ def nnx_net():
     return nnx.Linear(3, 2, rngs=nnx.Rngs(0)), {"inputs": KERNEL.T}
 
 
+def linen_net():
+    from flax import linen
+
+    return linen.Dense(2)
+
+
+LINEN = linen_net()
+
+
+def linen_pair():
+    import jax
+
+    variables = LINEN.init(jax.random.key(0), KERNEL.T)
+    return LINEN.apply, variables, {"inputs": KERNEL.T}
+
+
 def equinox_net():
     import equinox
     import jax
@@ -149,6 +165,15 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
         (["--jax", ":torch_net", *INPUT], 2, ":torch_net: must give a JAX function of parameters and inputs"),
         (["--jax", "", *INPUT], 2, "write package.module:factory"),
+        (["--jax", ":KERNEL", *INPUT], 2, ":KERNEL: must give a JAX function"),
+        (["--nnx", ":linen_net", *INPUT], 2, ":linen_net: is a Flax Linen module; export it with --jax"),
+        (["--nnx", ":LINEN", *INPUT], 2, ":LINEN: is a Flax Linen module; export it with --jax"),
+        (
+            ["--jax", ":with_examples", "--input-shape", "h=3"],
+            2,
+            "(x) name no axes; let it return the model alone",
+        ),
+        (["--jax", ":pair", "--input", "x=float32[3]"], 2, "no element type 'float32'; did you mean f32?"),
         (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs"),
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
@@ -171,6 +196,44 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
     assert cli.main(["export", "-o", "out/m", "--batch-sizes", "1,2", *arguments]) == status
     assert message.replace(":untraced", "unexpected keyword argument 'y'") in capsys.readouterr().err
     assert not Path("out/m").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("net.pt", "'net.pt': is a file of weights, and a model is needed: write a function"),
+        ("models/net.py", "'models/net.py': write models.net:factory"),
+    ],
+)
+def test_a_file_in_place_of_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
+) -> None:
+    """The message says how a model is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.pt").touch()
+    with pytest.raises(LoadError, match=message):
+        load("torch", target)
+
+
+def test_an_export_says_what_it_assumed_and_what_is_next(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without batch sizes there is no coalescing, which the output says."""
+    export = ["export", "--jax", f"{models}:pair", *INPUT]
+    assert cli.main([*export, "-o", "out/m"]) == 0
+    _, assumed, command = capsys.readouterr().out.splitlines()
+    assert (
+        assumed == "no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them"
+    )
+    assert command == "next: rsrv serve out/m"
+    assert cli.main([*export, "-o", "out/n", "--batch-sizes", "1"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["ok out/n", "next"]
+
+
+def test_a_linen_module_is_exported_as_a_function(models: str) -> None:
+    """Its `apply` and variables are what --jax takes."""
+    assert cli.main(["export", "--jax", f"{models}:linen_pair", "-o", "out/m", "--batch-sizes", "1,2"]) == 0
+    assert [weight.name for weight in read_bundle("out/m").weights] == ["params/bias", "params/kernel"]
 
 
 def test_a_source_answers_as_its_author_runs_it(models: str) -> None:

@@ -292,6 +292,22 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
         eager_torch(module)(input=np.zeros((1, 3), np.float32))
 
 
+def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batch sizes are given, the example has no batch axis, and PyTorch's own log stays out of it."""
+    for function, message in (
+        (
+            lambda x: x @ torch.ones(3, 2),
+            r"takes x \[3\], and fails with x \[1\], where the batch axis has size 1",
+        ),
+        (lambda x: x if x.sum() > 0 else -x, r"\d+: forward decides by .* torch.where$"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            export(tmp_path / "m", Function(function), {"x": torch.zeros(3)}, batch_sizes=[1, 2])
+    assert "aten" not in capfd.readouterr().err + caplog.text
+
+
 def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
     """Modules with weights, buffers or attributes on another device are refused."""
     with FakeTensorMode():
@@ -358,7 +374,7 @@ LARGE = torch.rand(600, 600)
         (Function(lambda x: x * x.max().item()), "_local_scalar_dense.default makes what is computed depend"),
         (
             Function(lambda x: x if bool(x.sum() > 0) else -x),
-            r"module: test_from_torch.py:\d+: torch.export cannot trace it with x \[2, 3\]",
+            r"module: test_from_torch.py:\d+: forward decides by a tensor's values",
         ),
         (
             nn.Sequential(Function(lambda x: nn.functional.adaptive_max_pool1d(x, 2))),

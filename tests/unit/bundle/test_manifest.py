@@ -49,7 +49,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("tensor name type", with_input(name=3), "executable_inputs[0]: tensor entry missing string name"),
     ("tensor name text", with_input(name="a\nb"), "printable characters"),
     ("dtype missing", with_input(dtype=None), "executable_inputs.x: dtype is missing; use one of f16"),
-    ("dtype unknown", with_input(dtype="float32"), "executable_inputs.x: unknown dtype 'float32'"),
+    (
+        "dtype unknown",
+        with_input(dtype="float32"),
+        "executable_inputs.x: unknown dtype 'float32'; did you mean f32?",
+    ),
+    ("dtype spelt", with_input(dtype="TYPE_INT64"), "unknown dtype 'TYPE_INT64'; did you mean i64?"),
     ("dtype type", with_input(dtype=["f32"]), "executable_inputs.x: unknown dtype"),
     ("shape missing", with_input(shape=None), "executable_inputs.x: shape must be text"),
     ("shape letter", with_input(shape="n1hw"), "'1' is not an ASCII letter"),

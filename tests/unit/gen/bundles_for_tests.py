@@ -70,7 +70,7 @@ def bundle(
         path=Path("/bundles/toy"),
         manifest=manifest,
         hooks=None,
-        modules={},
+        modules={(0, size): Path(f"/bundles/toy/model.b{size}.mlir") for size in sizes},
         weights_file=None,
         weights=(),
         digest="",
@@ -87,7 +87,7 @@ def meta_bundle(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
         client_outputs=tuple(outputs),
         compiled_batch_sizes=(),
     )
-    return replace(made, manifest=manifest)
+    return replace(made, manifest=manifest, modules={})
 
 
 def write_bundle(

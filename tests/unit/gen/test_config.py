@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
     config = rendered(bundle([spec("x", "nchw", c=3, h=4, w=5)], [spec("y", "nc", "i64", c=7)]))
     assert config.name == "toy"
     assert config.backend == "python"
-    assert config.max_batch_size == EXECUTE_ROWS
+    assert config.max_batch_size == 8
     assert list(config.input[0].dims) == [3, 4, 5]
     assert config.output[0].data_type == ModelConfig().output.add(data_type="TYPE_INT64").data_type
     assert config.HasField("dynamic_batching")
@@ -80,19 +82,19 @@ def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
     assert config.max_batch_size > 0
 
 
-@pytest.mark.parametrize(
-    ("elements", "sizes", "rows"),
-    [
-        pytest.param(1, (1, 8), EXECUTE_ROWS, id="small rows stop at the limit in rows"),
-        pytest.param(2**20 - 1, (1, 8), 16, id="rows of 4 MiB stop at the limit in bytes"),
-        pytest.param(2**26, (1, 8), 8, id="a row over the limit still allows a full batch"),
-        pytest.param(1, (4096,), 4096, id="a full batch may exceed the limit in rows"),
-        pytest.param(2**26, (), 1, id="no compiled size"),
-    ],
-)
-def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[int, ...], rows: int) -> None:
-    """max_batch_size is the byte limit in rows, from the largest compiled size up to the limit in rows."""
-    assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)) == rows
+@pytest.mark.parametrize("sizes", [(1,), (1, 8), (4096,)])
+def test_max_batch_size_is_the_most_rows_of_a_request(sizes: tuple[int, ...]) -> None:
+    """Clients read the largest compiled size, whether rows are small or large."""
+    for elements in (1, 2**26):
+        of = bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)
+        assert max_batch_size(of) == max(sizes)
+
+
+@pytest.mark.parametrize(("elements", "rows"), [(1, EXECUTE_ROWS), (2**20 - 1, 16), (2**26, 1)])
+def test_a_module_that_hides_its_size_is_limited_by_bytes(elements: int, rows: int) -> None:
+    """The name model.mlir has no size, and the generator does not look inside."""
+    made = bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=())
+    assert max_batch_size(replace(made, modules={(0, 0): Path("model.mlir")})) == rows
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,5 @@ def test_every_bundle_reads_back_as_it_was_meant(
                 full = [-1]
             assert full == list(wanted.dims) or (full == [1] and wanted.dims == ())
     if batched:
-        assert config.max_batch_size >= max(sizes, default=1)
-        assert config.max_batch_size <= max(EXECUTE_ROWS, *sizes, 1)
-        if config.max_batch_size > max(sizes, default=1):
-            assert config.max_batch_size * row_bytes(of) <= EXECUTE_BYTES
+        known = max(sizes, default=config.max_batch_size)
+        assert config.max_batch_size == known or config.max_batch_size * row_bytes(of) <= EXECUTE_BYTES

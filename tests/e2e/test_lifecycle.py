@@ -27,6 +27,8 @@ from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+#: Triton's default, under which a failed model makes the server unready.
+STRICT = "--strict-readiness=true"
 #: A dead stub keeps Triton from ending.
 HURRY = "--exit-timeout-secs=1"
 SETTINGS = "lifecycle: {look_s: 0.1}\n"
@@ -63,7 +65,7 @@ def living(folder: Path) -> Iterator[Callable[[], RunningTriton]]:
 
     def start(number: int) -> AbstractContextManager[RunningTriton]:
         log = folder / f"server{number}.log"
-        return running_triton(folder / "gen", log, extra_args=[*EXPLICIT, HURRY])
+        return running_triton(folder / "gen", log, extra_args=[*EXPLICIT, STRICT, HURRY])
 
     with replaced_after(aborted_by_a_lock, start) as living:
         yield living
@@ -127,6 +129,34 @@ def test_a_new_bundle_is_served_and_a_removed_one_is_not(
     assert_becomes(call, "fresh", None)
     wait_until(lambda: not (folder / "gen" / "fresh").exists())
     assert served(call, "steady") == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["fails to load", "is broken"])
+def test_a_removed_bundle_that_never_served_leaves_no_trace(
+    bundles: Path, folder: Path, versions: dict[str, Path], server: RunningTriton, life: Living, fault: str
+) -> None:
+    """With the next look its failure leaves the status, and Triton is ready again, even if it counts failed models."""
+    place(versions["one"], folder / "faulty")
+    if fault == "is broken":
+        (folder / "faulty" / "manifest.yaml").write_text("nothing: good\n")
+    else:
+        (folder / "faulty" / "model.py").write_text(
+            "raise RuntimeError('never')\ndef preprocess(inputs): return inputs\n"
+        )
+    place(folder / "faulty", bundles / "faulty")
+    shutil.rmtree(folder / "faulty")
+    wait_until(lambda: "faulty" in life.failures, what="the failure")
+    wait_until(lambda: server.server.is_ready() == (fault == "is broken"), what="Triton's own view")
+    shutil.rmtree(bundles / "faulty")
+    wait_until(lambda: "faulty" not in life.failures, what="the failure to go")
+    wait_until(server.server.is_ready, what="Triton to be ready")
+    wait_until(lambda: "faulty" not in server.server.model_states(), what="the index to forget it")
+    assert not (folder / "gen" / "faulty").exists()
+    logged = server.log_text().count("faulty")
+    place(versions["one"], bundles / "next")
+    wait_until((folder / "gen" / "next").exists, what="a later round")
+    assert server.log_text().count("faulty") == logged
+    shutil.rmtree(bundles / "next")
 
 
 def test_changed_weights_are_served_without_compiling(

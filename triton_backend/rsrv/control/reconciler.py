@@ -371,9 +371,10 @@ class Reconciler:
         if not self._follows:
             followed_up |= done.kept  # it is not looked for again
         for name in named - followed_up:
-            # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it.
+            # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it, or it
+            # never served, and Triton still knows that its load failed.
             loaded = name in self._loader.served or self._states.state(name) is BundleState.UNLOAD_PENDING
-            if loaded and not self._barred:
+            if (loaded or name in self.failures) and not self._barred:
                 self._states.orphan(name, (), now)
             else:
                 self._states.settle(name, BundleEvent.FORGET, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +23,13 @@ HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-mod
 
 #: Seconds that calls other than loads may take.
 _TIMEOUT_S = 10.0
+#: model that is loaded in place of one that failed, before that is unloaded
+_PLACEHOLDER_CONFIG = (
+    '{"backend": "python", "instance_group": [{"kind": "KIND_CPU", "count": 1}],'
+    ' "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}],'
+    ' "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [1]}]}'
+)
+_PLACEHOLDER_CODE = b"class TritonPythonModel:\n    def execute(self, requests): return []\n"
 
 
 class TritonError(Exception):
@@ -141,8 +149,22 @@ class Triton:
     async def unload(self, name: str) -> None:
         """Unload the model; return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
         if self.mode != "poll":
+            # The index has no model without a directory.
+            if (await self.states()).get(name, "other") == "other":
+                await self._load_placeholder(name)
             request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
             await self._call(self._stub.RepositoryModelUnload, request, timeout=_TIMEOUT_S)
+
+    async def _load_placeholder(self, name: str) -> None:
+        """Load a model that does nothing in place of one that failed.
+
+        Under --strict-readiness Triton 24.10 counts a model whose last load failed as not ready, unloaded or not.
+        """
+        request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        request.parameters["config"].string_param = _PLACEHOLDER_CONFIG
+        request.parameters["file:1/model.py"].bytes_param = _PLACEHOLDER_CODE
+        with contextlib.suppress(TritonError):  # only the readiness depends on it
+            await self._call(self._stub.RepositoryModelLoad, request, timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._channel.close()

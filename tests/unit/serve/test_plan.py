@@ -15,13 +15,18 @@ from rsrv.serve.errors import NodeError
 from rsrv.serve.plan import NodePlan, Ports, describe, needs_gateway, plan, workers_file
 from rsrv.settings import load_settings
 from rsrv.settings_fleet import WorkerEntry
+from rsrv.stub.bls import MAX_CALLS
 
 CPU = WorkerDevice("", "CPU")
 GPU = WorkerDevice("GPU-aa11", "H100 (GPU-aa11)")
 
 
 def planned(
-    text: str = "", devices: Sequence[WorkerDevice] = (CPU, CPU), environment: Mapping[str, str] | None = None
+    text: str = "",
+    devices: Sequence[WorkerDevice] = (CPU, CPU),
+    environment: Mapping[str, str] | None = None,
+    *,
+    calling: bool = False,
 ) -> NodePlan:
     settings = load_settings(text)
     node = settings.node.model_copy(update={"directory": Path("/node")})
@@ -32,6 +37,7 @@ def planned(
         environment or {},
         tritonserver="/bin/tritonserver",
         python="/bin/python3",
+        calling=calling,
     )
 
 
@@ -54,6 +60,13 @@ def test_two_workers_are_behind_a_gateway() -> None:
     ]
     assert found.gateway is not None
     assert found.gateway.argv == ("/bin/python3", "-P", "-m", "rsrv_gateway", "--config", "/node/rsrv.yaml")
+
+
+def test_a_model_has_few_threads_of_triton_unless_bundles_call_through_it() -> None:
+    """Then each call that a stub may have in flight has one, and answers have one more."""
+    for calling, threads in ((False, 2), (True, MAX_CALLS + 1)):
+        for worker in planned(calling=calling).workers:
+            assert f"--backend-config=python,thread-pool-size={threads}" in worker.child.argv
 
 
 def test_the_gateway_reads_where_the_workers_are() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rsrv.serve.errors import NodeError
-from rsrv.serve.repositories import check, find, generate, is_empty, watched
+from rsrv.serve.repositories import call_through_triton, check, find, generate, is_empty, watched
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
-from tests.unit.gen.bundles_for_tests import write_bundle
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
 @pytest.fixture
@@ -36,6 +36,18 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
 
     assert rsrv_gen.main([str(bundles), "-o", str(tmp_path / "gen")]) == 0
     assert tree(tmp_path / "a" / "models") == tree(tmp_path / "gen")
+
+
+@pytest.mark.parametrize(
+    ("external", "text", "calling"),
+    [([], "", False), (["resnet"], "", True), ([], "meta: {transport: bls}", True)],
+)
+def test_calls_through_triton_are_found(bundles: Path, external: list[str], text: str, calling: bool) -> None:
+    """Calls of models that are not rsrv's go through Triton, and with the transport bls all calls do."""
+    settings = load_settings(text)
+    assert not call_through_triton([bundles], settings)
+    write_meta(bundles / "meta", ["one"], external)
+    assert call_through_triton([bundles], settings) == calling
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:

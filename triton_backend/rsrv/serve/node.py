@@ -66,7 +66,7 @@ def run(options: Namespace, output: Output | None = None) -> int:
     try:
         settings = _settings(options)
         program = options.tritonserver or "tritonserver"
-        planned = _plan(settings, program, getattr(options, "or_cpu", False))
+        planned = _plan(settings, program, options.bundles, or_cpu=getattr(options, "or_cpu", False))
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
@@ -111,7 +111,7 @@ def _settings(options: Namespace) -> Settings:
     return repositories.watched(settings, options.bundles)
 
 
-def _plan(settings: Settings, program: str, or_cpu: bool) -> NodePlan:
+def _plan(settings: Settings, program: str, bundles: Sequence[Path], *, or_cpu: bool) -> NodePlan:
     node = settings.node
     if or_cpu and not node.gpus and not node.cpu_workers and not nvml.look().gpus:
         node = node.model_copy(update={"cpu_workers": 1})
@@ -130,6 +130,7 @@ def _plan(settings: Settings, program: str, or_cpu: bool) -> NodePlan:
         os.environ,
         tritonserver=os.path.abspath(tritonserver),
         python=sys.executable,
+        calling=repositories.call_through_triton(bundles, settings),
     )
 
 

@@ -22,6 +22,13 @@ def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
     return sources, problems
 
 
+def call_through_triton(bundles: Sequence[Path], settings: Settings) -> bool:
+    """Return true if one of the bundles calls other models through Triton."""
+    manifests = [source.bundle.manifest for source in read_sources(bundles).good.values()]
+    by_triton = settings.meta.transport == "bls"
+    return any(bool(one.meta_external or (by_triton and one.meta_calls)) for one in manifests)
+
+
 def check(bundles: Sequence[Path], settings: Settings) -> None:
     """Raise NodeError if no bundle will ever be served."""
     sources, problems = find(bundles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,12 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
 from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK
+from rsrv_gen import cli as rsrv_gen
 from tests.e2e.harness import compilation_cache
-from tests.e2e.lives import place, write_version
+from tests.e2e.lives import COLUMNS, place, write_version
 from tests.e2e.nodes import answer, free_block
 from tests.waiting import wait_until
 
@@ -122,3 +125,53 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
         with serving(folder, f"--http-port={port}") as terminal:
             assert terminal.process.wait(30) == 1
             assert f"{port} cannot be taken for http" in terminal.text
+
+
+def test_the_plain_command_of_triton_serves(folder: Path) -> None:
+    """`tritonserver --model-repository=gen/` has no other flag, but for ports where the default ones are taken."""
+    assert rsrv_gen.main([str(folder / "bundles"), "-o", str(folder / "gen")]) == 0
+    ports, flags = (8000, 8001, 8002), []
+    if not all(map(_is_free, ports)):
+        first = free_block(3)
+        ports = (first, first + 1, first + 2)
+        flags = [
+            f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True)
+        ]
+    command = [str(INSTALLATION.launcher), "--model-repository=gen/", *flags]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), "", *command],
+            cwd=folder,
+            env={
+                **os.environ,
+                "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
+                "RSRV_METRICS__LISTEN": "null",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: not _is_free(ports[0]), 60, what="Triton's HTTP port")
+        assert answer(ports[1], "cats") == 1
+        body = json.dumps(
+            {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, COLUMNS], "data": [0] * COLUMNS}]}
+        )
+        url = f"http://{LOOPBACK}:{ports[0]}/v2/models/cats/infer"
+        with urlopen(Request(url, body.encode()), timeout=20) as reply:
+            outputs = {one["name"]: one["data"] for one in json.load(reply)["outputs"]}
+        assert outputs["second"] == [1] * COLUMNS
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_free(port: int) -> bool:
+    """Return whether nothing listens on this port, on any address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -79,6 +79,13 @@ def untraceable():
     return lambda params, x: x if x.sum() > 0 else -x, KERNEL
 
 
+def member():
+    import os
+
+    weights = {"backbone": KERNEL, "head": np.full(2, os.environ["MEMBER"], np.float32)}
+    return lambda weights, x: x @ weights["backbone"] * weights["head"], weights, {"x": KERNEL.T}
+
+
 def raises():
     raise ValueError("no weights here")
 
@@ -228,6 +235,21 @@ def test_an_export_says_what_it_assumed_and_what_is_next(
     assert command == "next: rsrv serve out/m"
     assert cli.main([*export, "-o", "out/n", "--batch-sizes", "1"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["ok out/n", "next"]
+
+
+def test_a_family_from_one_factory_shares_its_backbone(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The factory reads which member is meant, and `diff` says what two of them share."""
+    for name in ("1", "2"):
+        monkeypatch.setenv("MEMBER", name)
+        command = ["export", "--jax", f"{models}:member", "-o", f"out/m{name}", "--batch-sizes", "1,2"]
+        assert cli.main(command) == 0
+    capsys.readouterr()
+    assert cli.main(["diff", "out/m1", "out/m2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "= backbone: f32 [3, 2], 24 B" in lines
+    assert "~ head: f32 [2], 8 B" in lines
 
 
 def test_a_linen_module_is_exported_as_a_function(models: str) -> None:

@@ -489,17 +489,6 @@ def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
     control.rsrv("policy", "steady", "--weight", "1")
 
 
-def test_nothing_is_left_of_it_when_the_server_ends(tmp_path: Path) -> None:
-    """The server ends in order, and leaves no file or process of the control process."""
-    assert rsrv_gen.main([str(bundles.ensure() / "only_rows"), "-o", str(tmp_path / "gen")]) == 0
-    with running_triton(tmp_path / "gen", tmp_path / "server.log") as running:
-        control = Control(running)
-        pid, directory = control.status().server.control_pid, control.directory
-        control.channel.close()
-
-    wait_until(lambda: not is_alive(pid) and not directory.exists(), what="the control process to end")
-
-
 def _until(condition: Callable[[], bool]) -> float:
     """Return the seconds until the condition became true."""
     started = time.monotonic()

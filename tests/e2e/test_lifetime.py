@@ -24,6 +24,7 @@ from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, despite, is_alive, running_triton
+from tests.e2e.lives import Living
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
@@ -102,6 +103,9 @@ def test_nothing_is_left_of_a_server_that_ended(
     runtime = runtime_pid(server)
     assert len(stubs) == 3
     assert list(home.iterdir())
+    life = Living(server)
+    pids = [*stubs, runtime, life.pid]
+    life.close()
     mine = {name for name in shared_memory() - shm if used_by(name, [server.pid, *stubs, runtime])}
     assert mine, "where is the Python backend's shared memory?"
     with caller(server) as call:
@@ -119,7 +123,7 @@ def test_nothing_is_left_of_a_server_that_ended(
     ended = time.monotonic()
 
     def left() -> list[object]:
-        processes = [pid for pid in (*stubs, runtime) if is_alive(pid)]
+        processes = [pid for pid in pids if is_alive(pid)]
         return [*processes, *below(home), *(mine & shared_memory())]
 
     wait_until(lambda: not left() or time.monotonic() > ended + GONE, what="nothing to be left")
@@ -303,7 +307,10 @@ def test_a_frozen_runtime_does_not_hang_the_server(triton: RunningTriton) -> Non
 
 def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
     """The models beside it answer as before, and the runtime, which it may have started, lives on."""
-    server = start("exact", "hooked", "elastic")
+    despite(aborted_by_a_lock, lambda: start("exact", "hooked", "elastic"), kill_stubs)
+
+
+def kill_stubs(server: RunningTriton) -> None:
     runtime = runtime_pid(server)
     with caller(server) as call:
         for name in ("hooked", "elastic"):

@@ -71,12 +71,15 @@ SERVES = "Stop with Ctrl-C"
 
 def main() -> int:
     """Run the tests, or others that the command line names for pytest, or try interpreters. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Run tests on the wheel, or try it with other interpreters.")
+    parser = argparse.ArgumentParser(
+        description="Run tests on the wheel, or try it with other interpreters.",
+        epilog="What else is on the command line goes to pytest, in place of the tests that are chosen here.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--python", action="append", help="an interpreter to install the wheel with, and serve"
     )
-    parser.add_argument("tests", nargs="*", help="in place of those that are chosen here")
-    arguments = parser.parse_args()
+    arguments, tests = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="wheel-") as made:
         folder = Path(made)
         wheel = _build(folder / "dist")
@@ -97,7 +100,7 @@ def main() -> int:
         # The scripts of the examples, which are in no wheel.
         env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
         _run([python, "tools/local_triton.py"], cwd=tree, env=env)
-        tests = arguments.tests or [*TESTS, "-k", f"not test_docs or {PAGE}"]
+        tests = tests or [*TESTS, "-k", f"not test_docs or {PAGE}"]
         done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree, env=env, check=False)
         return done.returncode
 

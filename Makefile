@@ -114,7 +114,7 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, d
 	$(BIN)/python tools/scheduler_page.py
 	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/simulator_page.py
-	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
+	PYTHONPATH=tools $(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
 # Writes the locks again. Versions stay where the requirements allow it; UPGRADE=1 takes the newest.
 LOCK := $(BIN)/uv pip compile --quiet --no-config $(if $(UPGRADE),--upgrade) pyproject.toml

@@ -27,10 +27,18 @@ def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str)
     [
         *((None, "-"), (0, "0 s"), (2e-6, "2 µs"), (0.25, "250 ms"), (59, "59 s"), (90, "1.5 min")),
         (5400, "1.5 h"),
+        *(
+            (0.9994, "999 ms"),
+            (0.9997, "1 s"),
+            (0.0009994, "999 µs"),
+            (0.0009997, "1 ms"),
+            (9.997e-7, "1 µs"),
+        ),
+        *((59.94, "59.9 s"), (59.99, "1.0 min"), (3596, "59.9 min"), (3598, "1.0 h")),
     ],
 )
 def test_a_time_has_the_unit_that_fits(seconds: float | None, text: str) -> None:
-    """From microseconds to hours."""
+    """From microseconds to hours; a figure that rounds up to the next unit has that unit."""
     assert duration(seconds) == text
 
 

@@ -22,12 +22,13 @@ def duration(seconds: float | None) -> str:
     """Return a time with the unit that fits."""
     if seconds is None:
         return "-"
-    if seconds >= 3600:
+    # A unit begins where the smaller one would round up to it.
+    if seconds >= 59.95 * 60:
         return f"{seconds / 3600:.1f} h"
-    if seconds >= 60:
+    if seconds >= 59.95:
         return f"{seconds / 60:.1f} min"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1:
+        if seconds * scale >= 0.9995:
             return f"{seconds * scale:.3g} {unit}"
     return "0 s"
 

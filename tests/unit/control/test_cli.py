@@ -487,6 +487,11 @@ def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             said = await rsrv("status")
             assert (said.status, said.out) == (1, "")
             assert said.err.startswith("rsrv status: the runtime does not answer")
+            said = await rsrv("health", "--json")
+            assert (said.status, said.json, said.err) == (1, {"status": "NOT_SERVING"}, "")
+            said = await rsrv("health")
+            assert (said.status, said.err) == (1, "")
+            assert said.out.startswith("not serving: the runtime does not answer")
 
     run()
 

@@ -123,10 +123,26 @@ class Server:
         timeout = getattr(self.options, "timeout", None)
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
 
-    def health(self, service: str) -> Any:
-        request = health_pb2.HealthCheckRequest(service=service)
+    def health(self, reason: Callable[[Any], str]) -> int:
+        """Print whether the service, or the model of the command, serves; return the exit status. Raises grpc.RpcError.
+
+        `reason`: says why it does not serve, by the answer to GetStatus.
+        """
+        model: str = self.options.model
+        request = health_pb2.HealthCheckRequest(service=model)
         timeout = getattr(self.options, "timeout", TIMEOUT_S)
-        return self._health.Check(request, timeout=timeout, metadata=self._metadata)
+        answer = self._health.Check(request, timeout=timeout, metadata=self._metadata)
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return self.done(answer, "serving")
+        why = ""
+        # JSON has no reasons. What does not serve may also not answer the second question.
+        if not self.json:
+            try:
+                why = reason(self.ask("GetStatus", self._messages.GetStatusRequest(model=model)))
+            except grpc.RpcError as error:
+                why = one_line(error.details() or error.code().name)
+        self.done(answer, f"not serving: {why}")
+        return 1
 
     def models(self) -> list[str]:
         """Return the names of the models; none if the server does not answer."""

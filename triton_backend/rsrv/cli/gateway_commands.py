@@ -85,19 +85,15 @@ def _locate(server: Server) -> int:
 
 
 def _health(server: Server) -> int:
-    answer = server.health(server.options.model)
-    if answer.status == 1:
-        return server.done(answer, "serving")
-    workers = server.ask("GetStatus", pb.GetStatusRequest(model=server.options.model)).workers
-    dead = [one.name for one in workers if not one.alive]
-    reason = "no server is known to the gateway: set gateway.workers"
-    if workers:
-        alive = (
-            f"none of its {len(workers)} servers serves it" if server.options.model else "no server serves"
-        )
-        reason = f"these servers do not answer: {', '.join(dead)}" if dead else alive
-    server.done(answer, f"not serving: {reason}")
-    return 1
+    def reason(status: pb.GetStatusResponse) -> str:
+        workers = status.workers
+        if not workers:
+            return "no server is known to the gateway: set gateway.workers"
+        if dead := [one.name for one in workers if not one.alive]:
+            return f"these servers do not answer: {', '.join(dead)}"
+        return f"none of its {len(workers)} servers serves it" if server.options.model else "no server serves"
+
+    return server.health(reason)
 
 
 _COMMANDS: Mapping[str, Callable[[Server], int]] = {

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from grpc_health.v1 import health_pb2
-
 from rsrv.cli import server_pages as pages
 from rsrv.cli import top
 from rsrv.cli.chrome_trace import chrome_trace
@@ -45,12 +43,7 @@ def _status(server: Server) -> int:
 
 
 def _health(server: Server) -> int:
-    answer = server.health(server.options.model)
-    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-        return server.done(answer, "serving")
-    status = server.ask("GetStatus", pb.GetStatusRequest(model=server.options.model))
-    server.done(answer, f"not serving: {'; '.join(pages.reasons(status))}")
-    return 1
+    return server.health(lambda status: "; ".join(pages.reasons(status)))
 
 
 def _load(server: Server) -> int:

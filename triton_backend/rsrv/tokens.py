@@ -6,17 +6,27 @@ import stat
 from pathlib import Path
 
 
+class TokenError(ValueError):
+    """A token's file is unfit; the message names it and says why."""
+
+
 def read_token(path: Path, key: str) -> bytes:
-    """Return the token in a file. Raises ValueError if the file, which the setting `key` names, holds no secret."""
+    """Return the token in a file. Raises TokenError if the file, which the setting `key` names, holds no secret."""
     try:
-        token = path.expanduser().read_bytes().strip()
+        token = parse_token(path.expanduser().read_bytes(), path, key)
         mode = stat.S_IMODE(os.stat(path.expanduser()).st_mode)
     except OSError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise TokenError(f"{key}: {error}") from None
     if mode & 0o004:
-        raise ValueError(f"{key}: every user can read {path}: run chmod o-r on it, and change the token")
+        raise TokenError(f"{key}: every user can read {path}: run chmod o-r on it, and change the token")
+    return token
+
+
+def parse_token(content: bytes, path: Path, key: str) -> bytes:
+    """Return the token that a file holds. Raises TokenError that names the file and `key`, its setting or option."""
+    token = content.strip()
     if not (token.isascii() and token.decode("ascii", "replace").isprintable()) or len(token.split()) != 1:
-        raise ValueError(f"{key}: {path} holds no token: one line of ASCII without spaces")
+        raise TokenError(f"{key}: {path} holds no token: one line of ASCII without spaces")
     return token
 
 

@@ -537,6 +537,13 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
                 said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
                 assert said.status == 1
                 assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
+                (tmp_path / "other").write_bytes(b"\xff")
+                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+                assert said == Said(
+                    1,
+                    "",
+                    f"rsrv health: --token-file: {tmp_path}/other holds no token: one line of ASCII without spaces\n",
+                )
             finally:
                 await listener.stop(0)
 

@@ -16,6 +16,7 @@ from rsrv.command import CommandParser
 from rsrv.control import find
 from rsrv.progress import steps
 from rsrv.text import nearest, one_line, os_error
+from rsrv.tokens import TokenError, parse_token
 
 #: Seconds to wait for an answer, and for the answer to a call that loads or compiles first.
 TIMEOUT_S = 10.0
@@ -49,10 +50,10 @@ def carry_out(
         parser: CommandParser = options.parser
         print(parser.explain(str(error)), end="", file=sys.stderr)
         return 2
-    except (find.NotFound, OSError) as error:
+    except (find.NotFound, TokenError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        return _fail(options, str(error) if isinstance(error, find.NotFound) else os_error(error))
+        return _fail(options, os_error(error) if isinstance(error, OSError) else str(error))
 
 
 def _fail(options: argparse.Namespace, text: str) -> int:
@@ -101,13 +102,15 @@ class Server:
     def __init__(
         self, channel: Any, messages: Any, stub: Callable[[Any], Any], options: argparse.Namespace
     ) -> None:
-        token = _read(options, "token_file")
+        content = _read(options, "token_file")
+        # A server takes no other tokens, and gRPC's metadata are ASCII.
+        token = None if content is None else parse_token(content, options.token_file, "--token-file")
         self._messages = messages
         self.options = options
         self.json: bool = getattr(options, "json", False)
         self._control = stub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
-        self._metadata = () if token is None else (("authorization", f"Bearer {token.decode().strip()}"),)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token.decode()}"),)
 
     def ask(self, call: str, request: Message, seconds: float = TIMEOUT_S) -> Any:
         """Call the service, and return its answer. Raises grpc.RpcError."""

@@ -607,6 +607,15 @@ def test_several_servers_are_named_by_folder_and_port(
             find.address(".")
 
 
+def test_a_server_s_own_folder_precedes_a_folder_above(servers: Path, tmp_path: Path) -> None:
+    """Of two servers, one in a folder below the other's, each is chosen by its own folder."""
+    with _tritonserver(tmp_path / "m") as upper, _tritonserver(tmp_path / "m" / "gen" / "b") as lower:
+        addresses = [_server(servers, upper), _server(servers, lower)]
+
+        folders = tmp_path / "m/gen", tmp_path / "m/gen/b/gen"
+        assert [find.address(str(folder)) for folder in folders] == addresses
+
+
 def test_two_devices_of_a_server_are_told_apart(servers: Path) -> None:
     """Their folder and port are the same, so the error has their addresses."""
     first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))

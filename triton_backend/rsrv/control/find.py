@@ -94,6 +94,10 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
             "--server HOST:PORT or --server unix:PATH"
         )
     found = [one for one in running if which is None or one.is_named(which)]
+    if which is not None:
+        # A server in /m is chosen by /m also if there is another one in /m/b.
+        exact = Path(which).resolve()
+        found = [one for one in found if one.folder == exact] or found
     if len(found) == 1:
         return found[0].address
     listed = "; ".join(

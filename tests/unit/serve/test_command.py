@@ -101,13 +101,16 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
 
 
 def test_a_port_of_the_gateway_is_checked_before_anything_is_loaded() -> None:
-    """The error names the port, its use and the settings that choose another; a worker's own ports are checked, too."""
+    """The error names the port, its use and the options, if the command has them, and settings that choose another; a worker's own ports are checked, too."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         planned = NodePlan((), ChildSpec("gateway", (), {}), {}, ())
         settings = load_settings(f"gateway: {{grpc: null, admin: null, http: '127.0.0.1:{port}'}}")
-        with pytest.raises(NodeError, match=rf"127.0.0.1:{port} cannot be taken for http: .* --http-port"):
-            node._check_free(planned, settings)
-    node._check_free(planned, settings)
+        said = rf"127.0.0.1:{port} cannot be taken for http: .* another port "
+        with pytest.raises(NodeError, match=said + r"\(rsrv serve --http-port; rsrv.yaml: gateway"):
+            node._check_free(planned, settings, "rsrv serve")
+        with pytest.raises(NodeError, match=said + r"\(rsrv.yaml: gateway"):
+            node._check_free(planned, settings, "rsrv-node")
+    node._check_free(planned, settings, "rsrv-node")

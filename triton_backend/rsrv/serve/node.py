@@ -75,7 +75,7 @@ def run(options: Namespace, output: Output | None = None) -> int:
         output.say(f"rsrv {rsrv.__version__}: starting {program} on {devices}")
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
-            _check_free(planned, settings)
+            _check_free(planned, settings, name)
             for file, text in planned.files.items():
                 write(file, text)
             broken = _generate(planned, settings, options.bundles)
@@ -134,7 +134,7 @@ def _plan(settings: Settings, program: str, bundles: Sequence[Path], *, or_cpu: 
     )
 
 
-def _check_free(planned: NodePlan, settings: Settings) -> None:
+def _check_free(planned: NodePlan, settings: Settings, command: str) -> None:
     """Raise NodeError if another process has a port of this node; the models would be loaded in vain."""
     wanted = [(kind, address) for worker in planned.workers for kind, address in worker.ports.each()]
     if planned.gateway is not None:
@@ -144,9 +144,11 @@ def _check_free(planned: NodePlan, settings: Settings) -> None:
     for kind, address in wanted:
         if taken := _bind_error(address):
             holder = next((f", by rsrv's server {one}" for one in running() if address.port in one.ports), "")
+            # rsrv-node has no options for ports.
+            option = f"{command} --{kind}-port; " if command == "rsrv serve" else ""
             raise NodeError(
                 f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
-                f"(rsrv serve --{kind}-port; rsrv.yaml: gateway, node.first_port)"
+                f"({option}rsrv.yaml: gateway, node.first_port)"
             )
 
 

@@ -85,6 +85,9 @@ class StoredExecutables:
                 index = json.loads(self._archive.read(_INDEX))
                 if index["format"] != _FORMAT:
                     raise ValueError(f"its format is {index['format']}, not {_FORMAT}")
+                for name in ("digests", "seconds", "models"):
+                    if not isinstance(index[name], dict):
+                        raise TypeError(f"{name} of its index is no object")
                 self.contents = Contents(
                     CompileTarget(**index["target"]),
                     index["tuned"],
@@ -92,7 +95,9 @@ class StoredExecutables:
                     index["seconds"],
                     index["models"],
                 )
-            except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+            except StoredExecutablesError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of a damaged archive, zipfile raises a dozen types
                 raise StoredExecutablesError(
                     f"{path} is damaged or cannot be read ({error}). Remove it, or run rsrv-gen --compile-for again"
                 ) from None
@@ -111,7 +116,7 @@ class StoredExecutables:
             return None
         try:
             entry = self._archive.read(module)
-        except (OSError, zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - as in __init__
             log.warning("%s: %s cannot be read (%s), so it is compiled", self.path, module, error)
             return None
         if hashlib.sha256(entry).hexdigest() != wanted:

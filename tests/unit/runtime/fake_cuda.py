@@ -10,7 +10,12 @@ from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Array
 
 _CONTEXT, _STREAM, _POOL = 7, 8, 9
-_NAMES = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}
+_NAMES = {
+    1: b"CUDA_ERROR_INVALID_VALUE",
+    2: b"CUDA_ERROR_OUT_OF_MEMORY",
+    700: b"CUDA_ERROR_ILLEGAL_ADDRESS",
+    712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+}
 
 
 class FakeCuda:
@@ -23,7 +28,7 @@ class FakeCuda:
         self, *, read_only: bool = True, failing: dict[str, int] | None = None, capacity: int = 1 << 40
     ) -> None:
         self._read_only = read_only
-        self._failing = failing or {}
+        self.failing = failing or {}
         self._capacity = capacity
         self._late: list[Callable[[], object]] = []
         #: The stack of current contexts.
@@ -38,7 +43,7 @@ class FakeCuda:
     def __getattr__(self, function: str) -> Any:
         def called(*arguments: Any) -> int:
             does = vars(FakeCuda).get(f"_{function}")
-            if code := self._failing.get(function):
+            if code := self.failing.get(function):
                 return code
             return (does(self, *arguments) or 0) if does is not None else 0
 

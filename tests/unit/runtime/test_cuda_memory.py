@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import jax_device as module
-from rsrv.runtime.cuda import Driver
+from rsrv.runtime.cuda import CudaError, Driver
 from rsrv.runtime.cuda_memory import CPU, WeightMemory
 from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, OutOfMemory, run
 from rsrv.runtime.jax_device import JaxDevice
@@ -21,17 +21,17 @@ from tests.bench.gpu.serving import settings_for
 from tests.unit.runtime.conftest import build_here
 from tests.unit.runtime.fake_cuda import FakeCuda
 
-MakeDevice = Callable[[FakeCuda], JaxDevice]
+MakeDevice = Callable[..., JaxDevice]
 
 
 @pytest.fixture
 def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
     """Return jax's CPU device with weights where a driver puts them."""
 
-    def make(library: FakeCuda) -> JaxDevice:
+    def make(library: FakeCuda, **options: Any) -> JaxDevice:
         monkeypatch.setattr(module, "Driver", partial(Driver, library=library))
         monkeypatch.setattr(module, "WeightMemory", partial(WeightMemory, device_type=CPU))
-        return JaxDevice("cpu", weight_memory="driver")
+        return JaxDevice("cpu", weight_memory="driver", **options)
 
     return make
 
@@ -93,6 +93,33 @@ def test_an_upload_that_fails_leaves_no_memory(
         make_device(library).upload([np.ones(10, np.float32) for _ in range(9)])
 
     assert (library.allocated, library.depth) == ({}, 0)
+
+
+def test_a_context_lost_during_an_upload_is_reported_though_nothing_can_be_freed(
+    make_device: MakeDevice,
+) -> None:
+    """The runtime must end: no later load would succeed."""
+    lost: list[str] = []
+    failing = {"cuEventSynchronize": 700, "cuMemFreeAsync": 700}
+
+    with pytest.raises(DeviceError, match="cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        make_device(FakeCuda(failing=failing), lost=lost.append).upload(SOURCES)
+
+    assert "cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)" in lost
+
+
+def test_a_context_lost_before_an_eviction_is_reported(make_device: MakeDevice) -> None:
+    """The eviction may be the first call that CUDA answers with the error of a kernel."""
+    lost: list[str] = []
+    library = FakeCuda()
+    device = make_device(library, lost=lost.append)
+    buffers = device.upload(SOURCES)
+    library.failing["cuMemFreeAsync"] = 700
+
+    with pytest.raises(CudaError):
+        device.free(buffers)
+
+    assert lost == ["cuMemFreeAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700)"]
 
 
 def test_without_a_driver_its_memory_is_refused(make_device: MakeDevice) -> None:

@@ -20,7 +20,7 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
-from rsrv_bundle.modules import check_signatures
+from rsrv_bundle.modules import as_exported, check_signatures, read_module
 from tests.unit.runtime.conftest import build_here
 
 
@@ -314,6 +314,66 @@ def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnotic
 
     with pytest.raises(OutOfMemory, match="told to"):
         device.read(device.launch(executable, [], [], unread={0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("ILLEGAL_ADDRESS", True),
+        ("LAUNCH_FAILED", True),
+        ("ECC_UNCORRECTABLE", True),
+        ("UNKNOWN", True),
+        ("LAUNCH_OUT_OF_RESOURCES", False),
+        ("INVALID_VALUE", False),
+        ("JIT_COMPILER_NOT_FOUND", False),
+        ("SHARED_OBJECT_INIT_FAILED", False),
+    ],
+)
+def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: bool) -> None:
+    """After another error, the other models still execute."""
+    lost: list[str] = []
+    device = JaxDevice("cpu", lost=lost.append)
+
+    def executable() -> None:
+        raise RuntimeError(f"INTERNAL: Failed to launch: CUDA_ERROR_{name}: told to")
+
+    with pytest.raises(RuntimeError, match="told to"):
+        device.launch(Executable(executable), [], [])
+
+    assert bool(lost) is ends
+
+
+def test_a_launch_that_waits_for_memory_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of freed buffers comes after some time; meanwhile other threads launch."""
+    device = JaxDevice("cpu")
+    in_use, held = iter([100, 100, 0]), []
+
+    def memory(figure: str) -> int:
+        held.append(device._lock.locked())
+        return next(in_use)
+
+    monkeypatch.setattr(device, "_limit", 100)
+    monkeypatch.setattr(device, "_memory", memory)
+
+    device.launch(Executable(lambda x: [jnp.asarray(x)]), [], [np.zeros(8, np.float32)])
+
+    assert held == [False, False, False]
+
+
+def test_a_stored_executable_is_loaded_on_a_full_device(
+    doubling: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no memory to load, because no kernel is timed."""
+    device = JaxDevice("cpu")
+    bundle = read_bundle(doubling)
+    key, signature = next(iter(check_signatures(bundle).items()))
+    exported = as_exported(read_module(bundle, key, signature), signature)
+    monkeypatch.setattr(device, "_limit", 0)
+    monkeypatch.setattr(device, "_memory", lambda figure: 0)
+
+    device._compile(exported, stored=True)
+
+    assert not caplog.records
 
 
 def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,8 @@ class WeightMemory:
                 # The copy may be in flight, and reads an array that the caller drops next.
                 with suppress(CudaError):
                     call("cuStreamSynchronize", self._stream)
-                self.free(address.value)
+                with suppress(CudaError):
+                    self.free(address.value)
                 raise
         return Moving(source, address.value, event)
 

@@ -57,10 +57,12 @@ log = logging.getLogger("rsrv.device")
 #: Abandoning an upload waits for those in flight: 20 ms at 50 GB/s.
 _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
-#: errors of CUDA, except those of an allocation and of a module. After most of the others, like an illegal address in a
-#: kernel, every call of the process fails; none of the rest is expected
+#: errors of CUDA after which every call of the process fails: those that "leave the process in an inconsistent state" by
+#: CUresult in NVIDIA's driver API, memory that cannot be corrected, and a context or a driver that is gone
 _LOST = re.compile(
-    r"CUDA_ERROR_(?!OUT_OF_MEMORY|(INVALID|UNSUPPORTED)_PTX|INVALID_(IMAGE|SOURCE)|NO_BINARY_FOR_GPU|NOT_SUPPORTED)"
+    r"CUDA_ERROR_(ILLEGAL_(ADDRESS|INSTRUCTION)|MISALIGNED_ADDRESS|INVALID_(ADDRESS_SPACE|PC)|LAUNCH_(FAILED|TIMEOUT)|"
+    r"HARDWARE_STACK_ERROR|ASSERT|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE|(ECC|NVLINK)_UNCORRECTABLE|"
+    r"CONTEXT_IS_DESTROYED|DEINITIALIZED|MPS_CLIENT_TERMINATED|UNKNOWN)\b"
 )
 #: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
 _FREEING_S = 0.2
@@ -215,7 +217,7 @@ class JaxDevice:
         stored = None if self._stored is None else self._stored.get(key[0].hex())
         try:
             with self._cache.offering(stored):
-                compiled = self._compile(as_exported(module, signature))
+                compiled = self._compile(as_exported(module, signature), stored=stored is not None)
         except Exception as error:
             self._examine(error)
             raise
@@ -230,12 +232,18 @@ class JaxDevice:
             self._working_bytes[compiled] = new
         return Executable(compiled)
 
-    def _compile(self, exported: Any) -> Any:
-        """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it."""
+    def _compile(self, exported: Any, *, stored: bool) -> Any:
+        """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it.
+
+        `stored`: jax is offered an executable and only loads it.
+        """
         lowered = _lowered(exported)
         largest = max((math.prod(a.shape) * a.dtype.itemsize for a in exported.in_avals), default=0)
         try:
-            self._require(largest + _TUNING_BYTES)
+            # The compilation cache may have an executable as well. But jax makes the key only within `compile`, and
+            # takes an error that a cache raises for a miss, so the check cannot wait for the cache's answer.
+            if not stored:
+                self._require(largest + _TUNING_BYTES)
             return lowered.compile()
         except Exception as error:
             if not (isinstance(error, OutOfMemory) or _UNTUNED.search(str(error))):
@@ -337,7 +345,9 @@ class JaxDevice:
             for one, _ in moving:
                 with suppress(Exception):
                     arrived.append(self._arrive(one))
-            self.free(arrived)
+            # In a lost context this fails, too.
+            with suppress(CudaError):
+                self.free(arrived)
             self._examine(error)
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
@@ -364,7 +374,8 @@ class JaxDevice:
         try:
             return Buffer(self._jax.dlpack.from_dlpack(self._own.finish(moving)))
         except BaseException:
-            self._own.free(moving.address)
+            with suppress(CudaError):
+                self._own.free(moving.address)
             raise
 
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
@@ -374,7 +385,11 @@ class JaxDevice:
             address = buffer.unsafe_buffer_pointer() if self._own is not None else 0
             buffer.delete()
             if self._own is not None:
-                self._own.free(address)
+                try:
+                    self._own.free(address)
+                except CudaError as error:
+                    self._examine(error)
+                    raise
             if on_cpu:
                 self._reuse.free(buffer, reuse=reuse)
         if on_cpu and not reuse:
@@ -412,29 +427,30 @@ class JaxDevice:
         unread: Collection[int] = (),
     ) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
-        # The lock makes the order of launches that of executions, and lets a CPU execute one at a time.
-        with self._lock:
-            if not self.asynchronous:
-                self.launcher = get_ident()
-            started = time.perf_counter()
-            try:
-                if self._limit is not None:
-                    moved = sum(one.nbytes for one in inputs if isinstance(one, np.ndarray))
-                    self._require(moved + self._working_bytes.get(executable, 0))
+        try:
+            if self._limit is not None:
+                # It may wait, so other launches go first.
+                moved = sum(one.nbytes for one in inputs if isinstance(one, np.ndarray))
+                self._require(moved + self._working_bytes.get(executable, 0))
+            # The lock makes the order of launches that of executions, and lets a CPU execute one at a time.
+            with self._lock:
+                if not self.asynchronous:
+                    self.launcher = get_ident()
+                started = time.perf_counter()
                 outputs = call(*inputs, *weights)
-            except Exception as error:
-                self._examine(error)
-                raise
-            if not self.asynchronous:
-                for out in outputs:
-                    out.block_until_ready()
-                return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
-            execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
-            for index, out in enumerate(outputs):
-                if index not in unread:
-                    # Enqueued now, the copy to the host waits for this execution and not for the next one.
-                    out.copy_to_host_async()
-            return Launched(execution)
+                if not self.asynchronous:
+                    for out in outputs:
+                        out.block_until_ready()
+                    return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
+                execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
+                for index, out in enumerate(outputs):
+                    if index not in unread:
+                        # Enqueued now, the copy to the host waits for this execution and not for the next one.
+                        out.copy_to_host_async()
+                return Launched(execution)
+        except Exception as error:
+            self._examine(error)
+            raise
 
     def keep(self, launched: Launched, index: int) -> Buffer:
         assert isinstance(launched, _LaunchedExecution)

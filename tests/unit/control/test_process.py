@@ -33,12 +33,13 @@ class Place:
     directory: Path
     settings: Path
 
-    async def control(self) -> Process:
-        """Start the control process; the caller waits for it."""
+    async def control(self, path: str = "") -> Process:
+        """Start the control process, which looks for modules in the folder `path` first; the caller waits for it."""
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rsrv.control", "--directory", str(self.directory)),
             *("--server-pid", str(self.server.pid), "--settings", str(self.settings)),
             stderr=asyncio.subprocess.PIPE,
+            env=os.environ | ({"PYTHONPATH": path} if path else {}),
         )
 
     async def end(self) -> None:
@@ -165,6 +166,24 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
         line = (await control.stderr.readline()).decode()
 
         assert "control.listen needs tls_client_ca (with tls_certificate and tls_key) or token_file" in line
+        await listening(control)
+        await place.end()
+        await control.communicate()
+
+
+@looped
+async def test_without_opentelemetry_it_serves_and_says_what_is_missing(
+    directory: Path, tmp_path: Path
+) -> None:
+    """If `traces.endpoint` is set, one line says that no spans are exported, and what to install."""
+    (tmp_path / "opentelemetry.py").touch()
+    async with placed(directory, "traces: {endpoint: 'http://localhost:4318/v1/traces'}") as place:
+        control = await place.control(str(tmp_path))
+        assert control.stderr is not None
+        line = (await control.stderr.readline()).decode()
+
+        assert "traces.endpoint: no spans are exported: No module named 'opentelemetry." in line
+        assert "Install 'rsrv[serve]'" in line
         await listening(control)
         await place.end()
         await control.communicate()

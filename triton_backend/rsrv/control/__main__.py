@@ -155,12 +155,18 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
 
 def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
-    """Return the exporter of traces; None if no collector is set."""
+    """Return the exporter of traces; None if no collector is set, or OpenTelemetry is missing."""
     endpoint = settings.traces.endpoint
     if endpoint is None:
         return None
-    # Imported only where it is needed: OpenTelemetry takes memory.
-    from rsrv.control.exporting import Collector, Exporting
+    try:
+        # Imported only where it is needed: OpenTelemetry takes memory.
+        from rsrv.control.exporting import Collector, Exporting
+    except ImportError as error:
+        log.error(
+            "traces.endpoint: no spans are exported: %s. Install 'rsrv[serve]' for %s", error, sys.executable
+        )
+        return None
 
     return Exporting(link, Collector(endpoint).send)
 

@@ -168,7 +168,7 @@ def test_settings_are_those_of_the_runtime() -> None:
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
-    """A folder with l4.executables: estimates for `cats`, and none for `dogs`."""
+    """A folder with l4.executables, where one module of `dogs` has no estimate, and new.executables without any."""
     target = CompileTarget(card="NVIDIA L4", capability="8.9", versions="", flags="")
     write_executables(
         tmp_path / "l4.executables",
@@ -176,8 +176,9 @@ def compiled(tmp_path: Path) -> Path:
         False,
         {},
         {"m1": 0.001, "m8": 0.004},
-        {"cats": {"0/1": "m1", "1/8": "m8"}, "dogs": {"0/1": "m2"}},
+        {"cats": {"0/1": "m1", "1/8": "m8"}, "dogs": {"0/1": "m1", "0/8": "m2"}},
     )
+    write_executables(tmp_path / "new.executables", target, False, {}, {}, {"cats": {"0/1": "m1"}})
     return tmp_path
 
 
@@ -194,7 +195,11 @@ def test_costs_come_from_the_executables_of_a_card_as_estimates(compiled: Path) 
     ("model", "message"),
     [
         ("cat: {compiled: l4.executables}", "has no model 'cat'; did you mean 'cats'?"),
-        ("dogs: {compiled: l4.executables}", "has no estimates: rsrv does not know the rates of NVIDIA L4"),
+        ("cats: {compiled: new.executables}", "has no estimates: rsrv does not know the rates of NVIDIA L4"),
+        (
+            "dogs: {compiled: l4.executables}",
+            "has no estimate for 0/8 of dogs (variant/batch size), which did not",
+        ),
         ("cats: {compiled: h100.executables}", "cannot be read"),
     ],
 )

@@ -226,9 +226,14 @@ def _estimates(group: str, path: Path, problems: list[str]) -> _Estimates:
     modules = contents.models.get(group)
     if modules is None:
         problems.append(f"{about}: {path} has no model {group!r}{nearest(group, contents.models)}")
-    elif any(module not in contents.seconds for module in modules.values()):
+    elif not contents.seconds:
         problems.append(
             f"{about}: {path} has no estimates: rsrv does not know the rates of {contents.target.card}"
+        )
+    elif missing := [key for key, module in modules.items() if module not in contents.seconds]:
+        problems.append(
+            f"{about}: {path} has no estimate for {', '.join(missing)} of {group} (variant/batch size), which did not compile. "
+            "Run rsrv-gen --compile-for again: it says why"
         )
     else:
         costs = {

@@ -563,10 +563,10 @@ class AheadCompiler:
         return compiled
 
     def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
-        """Return the FLOP of an execution, the bytes that it moves at least, and its kernels.
+        """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.
 
-        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are those
-        of XLA's own kernels, and each argument and result once more, for the libraries.
+        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are the
+        "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
         """
         from jaxlib import _jax
 

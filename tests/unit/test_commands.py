@@ -73,8 +73,6 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv completion` prints a script for a shell that names every command."""
-    pytest.importorskip("argcomplete")
-
     assert rsrv_main(["completion", shell]) == 0
 
     script = capsys.readouterr().out

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rsrv import progress
+from rsrv.command import put
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
 from rsrv.text import os_error
@@ -29,6 +30,21 @@ from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
 def run(options: argparse.Namespace) -> int:
     """Bring the repository up to date. Returns the exit status, as `cli.main`."""
+    actions: list[dict[str, str]] = []
+    done = _update(options, actions)
+    if options.json:
+        put(json.dumps(actions, indent=2))
+    if done is None:
+        return 1
+    failed = bool(done.failed or done.refused)
+    if options.compile_for:
+        arguments = options.output, options.compile_for
+        failed |= run_in_runtime("compile_for", *arguments, quiet=options.json) != 0
+    return int(failed or (options.check and done.changes > 0))
+
+
+def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | None:
+    """Bring the repository up to date, and add to `actions`. Returns None after an error that ends the run."""
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
         settings = load_settings(text, str(options.config or SETTINGS_FILE))
@@ -38,13 +54,14 @@ def run(options: argparse.Namespace) -> int:
         for name, problems in sources.broken.items():
             _complain(f"{name} is skipped:", *problems)
         if not sources.good:
-            return 1
+            return None
         present = {path.name for path in options.output.glob("*/")}
         if unknown := unknown_models(settings, {*sources.good, *sources.broken, *present}):
             _complain(*(f"{options.config or 'the environment'}: {line}" for line in unknown))
-            return 1
+            return None
         settings = _with_places(settings, options, sources)
-        exists = options.check or options.output.exists()
+        output = Path(os.path.abspath(options.output))
+        made = [] if options.check else [path for path in (output, *output.parents) if not path.exists()]
         opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
         with opened as writer, closing(Inspector()) as inspector:
             for name in writer.lost if writer else ():
@@ -56,24 +73,19 @@ def run(options: argparse.Namespace) -> int:
                 _complain(
                     "jaxlib is not installed: the server checks the modules when it loads them, not this"
                 )
-            run = _Generator(options.output, options, writer, look)
-            run.models(sources, settings)
-            served = not sources.good.keys() <= run.failed
+            done = _Generator(options.output, options, writer, look, actions)
+            done.models(sources, settings)
+            served = not sources.good.keys() <= done.failed
             # Of a run that made no model, nothing stays: a wrong path must not become a watched folder.
             if served:
-                run.settings(settings)
-        if options.json:
-            print(json.dumps(run.actions, indent=2))
-        if not (served or exists):
-            options.output.rmdir()
+                done.settings(settings)
+        if not served:
+            for path in made:
+                path.rmdir()
     except (OSError, SettingsError) as error:
         _complain(os_error(error) if isinstance(error, OSError) else str(error))
-        return 1
-    failed = bool(sources.unusable or sources.broken or run.failed)
-    if options.compile_for:
-        arguments = options.output, options.compile_for
-        failed |= run_in_runtime("compile_for", *arguments, quiet=options.json) != 0
-    return int(failed or (options.check and run.changes > 0))
+        return None
+    return done
 
 
 def run_in_runtime(program: str, *arguments: object, quiet: bool = False) -> int:
@@ -128,7 +140,7 @@ def _covered(path: Path, places: Sequence[Path]) -> bool:
 
 
 def _complain(first: str, *more: str) -> None:
-    print(f"rsrv-gen: {first}", *(f"  {line}" for line in more), sep="\n", file=sys.stderr)
+    put("\n".join((f"rsrv-gen: {first}", *(f"  {line}" for line in more))), sys.stderr)
 
 
 class _Generator:
@@ -140,14 +152,17 @@ class _Generator:
         options: argparse.Namespace,
         writer: RepositoryWriter | None,
         look: Look | None,
+        actions: list[dict[str, str]],
     ) -> None:
         self._repository = repository
         self._options = options
         self._writer = writer
         self._look = look
         self.changes = 0
-        #: actions for --json
-        self.actions: list[dict[str, str]] = []
+        #: for --json
+        self._actions = actions
+        #: a given path or bundle is unusable
+        self.refused = False
         #: models that could not be written
         self.failed: set[str] = set()
 
@@ -158,6 +173,7 @@ class _Generator:
             # A path without bundles may be a disk that is not mounted: its models stay.
             return "not all of the given paths hold bundles" if sources.unusable else ""
 
+        self.refused = bool(sources.unusable or sources.broken)
         planned = steps(
             self._repository,
             sources,
@@ -229,6 +245,6 @@ class _Generator:
 
     def _say(self, verb: str, name: str, note: str = "") -> None:
         if self._options.json:
-            self.actions.append({"action": verb, "name": name, "note": note.strip(" ()")})
+            self._actions.append({"action": verb, "name": name, "note": note.strip(" ()")})
         else:
-            print(f"{verb:<10} {name}{note}", flush=True)
+            put(f"{verb:<10} {name}{note}")

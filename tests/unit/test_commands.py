@@ -1,5 +1,6 @@
 """Common properties of rsrv's commands."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import rsrv
 import rsrv_bundle
 from rsrv.cli.main import main as rsrv_main
+from rsrv.command import command
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -68,6 +70,25 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
     assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_closed_output_ends_a_command_quietly_and_another_pipe_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The status is 0 only if the reader of stdout has gone: a broken connection of the command is an error."""
+
+    @command
+    def main(argv: object = None) -> int:
+        raise BrokenPipeError
+
+    reader, writer = os.pipe()
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            main()
+        os.close(reader)
+        print("lost")
+        assert main() == 0
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from rsrv.text import nearest
 
@@ -122,7 +122,7 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Make a command's main function end without a traceback on Ctrl-C, and when its output's reader has closed it."""
+    """Make a command's main function end without a traceback on Ctrl-C, and when the reader of stdout has closed it."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -131,8 +131,39 @@ def command(main: Main) -> Callable[..., int]:
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:
-            # Python would log an error when it closes the output.
-            sys.stdout = None
+            if not _is_closed(sys.stdout):
+                raise
+            _discard(sys.stdout)
             return 0
 
     return run
+
+
+def put(line: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, on `stream` or stdout. If the reader has closed it, this line and all later ones are lost.
+
+    For commands whose work goes on without a reader, and for what they start.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        _discard(stream)
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Return whether the reader of a pipe has closed it."""
+    import select
+
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (AttributeError, OSError, ValueError):
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop all further output, and what is buffered: Python would log an error when it flushes the stream at the end."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
+from rsrv.command import put
+
 #: seconds between two plain lines, at least; shorter work has none, so that a file is not flooded
 LINE_PERIOD_S = 1.0
 
@@ -76,11 +78,7 @@ class _Lines:
         self._printed = now
         of = "" if self._total is None else f" of {self._total}"
         what = f": {text}" if text else ""
-        print(
-            f"{self._title}: {self._done}{of} ({now - self._started:.1f} s){what}",
-            file=self._stream,
-            flush=True,
-        )
+        put(f"{self._title}: {self._done}{of} ({now - self._started:.1f} s){what}", self._stream)
 
 
 class _Bar:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -217,7 +218,7 @@ def test_what_check_refuses_is_refused_in_the_same_words(
     assert [problem for problem in problems if f"\n  {problem}\n" not in told] == []
     assert [path.name for path in sorted(gen.glob("*/"))] == ["good"]
     for path in wrong:
-        assert run(path, "-o", tmp_path / "alone") == 1
+        assert run(path, "-o", tmp_path / "alone/of/all") == 1
         assert not (tmp_path / "alone").exists()
 
 
@@ -366,3 +367,32 @@ def test_actions_for_programs(bundles: Path, gen: Path, capsys: pytest.CaptureFi
 
     actions = json.loads(capsys.readouterr().out)
     assert {"action": "new", "name": "one", "note": ""} in actions
+
+
+def test_a_run_that_is_refused_has_no_actions(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--json` prints an empty list if no bundle, unknown settings or an error of the system ends the run."""
+    config = bundles.parent / "settings.yaml"
+    config.write_text("models: {tow: {weight: 2}}")
+    refused: list[list[str | Path]] = [
+        [bundles / "absent"],
+        [bundles, "--config", config],
+        [bundles, "--config", bundles.parent / "absent.yaml"],
+    ]
+    for arguments in refused:
+        assert run(*arguments, "-o", gen, "--json") == 1
+        assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_a_reader_that_goes_stops_nothing(
+    bundles: Path, gen: Path, json_too: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rsrv-gen ... | true` writes all models and the settings."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run(bundles, "-o", gen, *json_too) == 0
+    assert [path.name for path in sorted(gen.iterdir())] == ["one", "rsrv.yaml", "two"]

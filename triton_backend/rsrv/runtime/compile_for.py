@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.cards import CARDS, ProfileError, read_profile
+from rsrv.command import put
 from rsrv.runtime.device import DeviceError, Hardware
 from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
 from rsrv.runtime.models import usable
@@ -100,7 +101,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     rates = next((one for one in CARDS.values() if one.kind == target.card), None)
     tf32 = settings.runtime.numerics != "f32"
     failed = 0
-    print(f"compiling for {target.card} ({target.versions}): {card.note}", flush=True)
+    put(f"compiling for {target.card} ({target.versions}): {card.note}")
     for model, modules in models_of(repository, settings, compiler.hardware):
         started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
         try:
@@ -133,14 +134,11 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
             # Callees, which several meta models carry, and modules that several models share are compiled once.
             if compiled or kept:
                 missing = f", {untuned} of them not in the profile and not tuned" if untuned else ""
-                print(
-                    f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}",
-                    flush=True,
-                )
+                put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}")
     if earlier is not None:
         earlier.close()
     write_executables(path, target, card.tuned, entries, seconds, models)
-    print(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
+    put(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
     return int(failed > 0)
 
 
@@ -196,7 +194,7 @@ def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:
 
 
 def _complain(text: str) -> None:
-    print(f"rsrv-gen: {text}", file=sys.stderr, flush=True)
+    put(f"rsrv-gen: {text}", sys.stderr)
 
 
 if __name__ == "__main__":

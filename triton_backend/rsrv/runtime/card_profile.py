@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from rsrv.cards import CardProfile, write_profile
+from rsrv.command import put
 from rsrv.runtime.compile_for import models_of
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.jax_device import JaxDevice
@@ -47,17 +48,17 @@ def main(argv: list[str] | None = None) -> int:
                 failed = True
                 _complain(f"{model}: {error}")
             else:
-                print(f"tuned      {model}: {count} modules", flush=True)
+                put(f"tuned      {model}: {count} modules")
         tuning = results.read_text(encoding="utf-8") if results.exists() else ""
     here = device.target
     profile = CardProfile(here.card, here.capability, here.versions, target, tuning)
     write_profile(options.file, profile)
-    print(f"wrote      {options.file}: {here.card}, {profile.kernels} tuned kernels")
+    put(f"wrote      {options.file}: {here.card}, {profile.kernels} tuned kernels")
     return int(failed)
 
 
 def _complain(text: str) -> None:
-    print(f"rsrv gpu profile: {text}", file=sys.stderr, flush=True)
+    put(f"rsrv gpu profile: {text}", sys.stderr)
 
 
 if __name__ == "__main__":

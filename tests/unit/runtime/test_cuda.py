@@ -1,8 +1,11 @@
 """The CUDA driver interface with a fake driver, and the options of jax's client."""
 
+from pathlib import Path
+
 import pytest
 
-from rsrv.runtime.cuda import CudaError, Driver, client_options
+from rsrv.runtime import cuda
+from rsrv.runtime.cuda import CudaError, Driver, client_options, find_card
 from tests.unit.runtime.fake_cuda import FakeCuda
 
 
@@ -51,3 +54,26 @@ def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str,
     options = client_options(0.8, True, environment)
 
     assert options == {"should_stage_host_to_device_transfers": False, **expected}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ((), None),
+        (("dxg", "nvidia-uvm", "nvidia-caps"), None),
+        (("nvidiactl",), "nvidiactl"),
+        (("nvidia3",), "nvidia3"),
+    ],
+)
+def test_a_card_is_known_by_its_device_node(
+    nodes: tuple[str, ...], found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may be given a card other than the first; WSL2 has its node without a card."""
+    monkeypatch.setattr(
+        cuda, "CARD_SIGNS", tuple(f"{tmp_path}/{Path(sign).name}" for sign in cuda.CARD_SIGNS)
+    )
+    for node in nodes:
+        (tmp_path / node).touch()
+
+    assert find_card({}) == (None if found is None else str(tmp_path / found))
+    assert find_card({"CUDA_VISIBLE_DEVICES": "-1"}) is None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime import cuda
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, DeviceRows, Executable, OutOfMemory, run
 from rsrv.runtime.jax_device import JaxDevice
@@ -31,6 +32,21 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DeviceError, match="be writable by no other user, who could run code"):
         JaxDevice("cpu", tmp_path / "cache")
+
+
+def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver shows its cards in every container, also in those that shall not use them."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda, "CARD_SIGNS", ())
+    monkeypatch.setattr(cuda, "HIDDEN_CARD_SIGNS", ("/proc",))
+
+    assert JaxDevice("auto").hardware.platform == "cpu"
+
+    (record,) = caplog.records
+    assert "has an NVIDIA card (/proc), which this container cannot see. Start it with" in record.getMessage()
 
 
 def test_a_built_model_computes_at_every_size(doubling: Path) -> None:

@@ -3,14 +3,16 @@
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import glob
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
-#: there is one of them where there is an NVIDIA card; the last is that of WSL2
-CARD_SIGNS: tuple[str, ...] = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg")
+#: patterns of device nodes: if one exists, this process may use an NVIDIA card. WSL2 has /dev/dxg without such a card, too
+CARD_SIGNS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/nvidia[0-9]*")
+#: patterns of what the machine's driver shows in every container
+HIDDEN_CARD_SIGNS: tuple[str, ...] = ("/proc/driver/nvidia/gpus/*",)
 
 #: CU_MEMHOSTREGISTER_PORTABLE: valid in every context of the process, not only in the current one
 _PORTABLE = 0x01
@@ -26,10 +28,19 @@ def has_plugin() -> bool:
 
 
 def find_card(environment: Mapping[str, str]) -> str | None:
-    """Return a sign of an NVIDIA card of this machine; None: there is none, or the environment chooses the CPU."""
+    """Return the device node of an NVIDIA card; None: there is none, or the environment chooses the CPU."""
+    return _find(CARD_SIGNS, environment)
+
+
+def find_hidden_card(environment: Mapping[str, str]) -> str | None:
+    """Return a sign of an NVIDIA card of the machine, which this container may not use; None as in `find_card`."""
+    return _find(HIDDEN_CARD_SIGNS, environment)
+
+
+def _find(patterns: tuple[str, ...], environment: Mapping[str, str]) -> str | None:
     if environment.get("JAX_PLATFORMS") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
-    return next((path for path in CARD_SIGNS if Path(path).exists()), None)
+    return next((path for pattern in patterns for path in glob(pattern)), None)
 
 
 def explain_no_gpu(reason: str, *, plugin: bool, card: str | None) -> str:

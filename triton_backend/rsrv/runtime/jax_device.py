@@ -30,6 +30,7 @@ from rsrv.runtime.cuda import (
     client_options,
     explain_no_gpu,
     find_card,
+    find_hidden_card,
     has_plugin,
 )
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
@@ -163,8 +164,15 @@ class JaxDevice:
             reason = str(error) or "no plugin for this platform works"
         if reason and platform == "cpu":
             raise DeviceError(f"jax finds no device: {reason}")
-        if reason or (platform == "auto" and card is not None and self._device.platform == "cpu"):
+        fell_back = not reason and platform == "auto" and self._device.platform == "cpu"
+        if reason or (fell_back and card is not None):
             raise DeviceError(explain_no_gpu(reason, plugin=has_plugin(), card=card))
+        if fell_back and (hidden := find_hidden_card(os.environ)) is not None:
+            log.warning(
+                "models are served from the CPU: the machine has an NVIDIA card (%s), which this container cannot see. "
+                "Start it with --gpus all, or set runtime.platform to cpu",
+                hidden,
+            )
         self.hardware = hardware_of(
             self._device.platform,
             self._device.client.platform_version,

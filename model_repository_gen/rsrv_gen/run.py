@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | None:
-    """Bring the repository up to date, and add to `actions`. Returns None after an error that ends the run."""
+    """Bring the repository up to date, and add to `actions`. Returns None if none of the bundles is served."""
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
         settings = load_settings(text, str(options.config or SETTINGS_FILE))
@@ -82,6 +82,7 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
         if not served:
             for path in made:
                 path.rmdir()
+            return None
     except (OSError, SettingsError) as error:
         _complain(os_error(error) if isinstance(error, OSError) else str(error))
         return None
@@ -96,13 +97,18 @@ def run_in_runtime(program: str, *arguments: object, quiet: bool = False) -> int
     python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
     command = [python, "-P", "-m", f"rsrv.runtime.{program}", *map(str, arguments)]
     try:
-        return subprocess.run(command, stdout=sys.stderr if quiet else None, check=False).returncode
+        process = subprocess.Popen(command, stdout=sys.stderr if quiet else None)
     except OSError as error:
         _complain(
             f"{python} cannot be started: {error.strerror}. RSRV_RUNTIME_PYTHON must name a Python where "
             "'rsrv[serve]' is installed"
         )
         return 1
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # It has the signal, too, and writes what it has when the module at hand is compiled.
+        return process.wait()
 
 
 def _with_places(settings: Settings, options: argparse.Namespace, sources: Sources) -> Settings:

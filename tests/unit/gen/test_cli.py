@@ -241,6 +241,18 @@ def test_a_failed_run_changes_no_settings(
     assert tree(gen) == before
 
 
+def test_a_run_that_makes_no_model_compiles_nothing(
+    bundles: Path, gen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There are no settings to compile by."""
+    monkeypatch.setenv("RSRV_RUNTIME_PYTHON", "/nowhere/python")
+    (gen / "one").mkdir(parents=True)
+    assert run(bundles / "one", "-o", gen, "--compile-for", "l4") == 1
+    error = capsys.readouterr().err
+    assert "was not made by rsrv-gen" in error
+    assert "cannot be started" not in error
+
+
 @pytest.mark.parametrize("section", ["models: {%s: {weight: 2}}", "gateway: {models: {%s: {replicas: 2}}}"])
 def test_settings_of_a_model_without_a_bundle_are_refused(
     bundles: Path, gen: Path, section: str, capsys: pytest.CaptureFixture[str]

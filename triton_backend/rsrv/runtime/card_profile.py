@@ -13,22 +13,33 @@ from pathlib import Path
 
 from rsrv.cards import CardProfile, write_profile
 from rsrv.command import put
-from rsrv.runtime.compile_for import models_of
+from rsrv.runtime.compile_for import models_of, settings_of
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.jax_device import JaxDevice
-from rsrv.settings import load_settings
+from rsrv.settings import SettingsError
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import InspectorError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the profile. Returns 1 if there is no CUDA device, or if a module could not be compiled."""
+    """Write the profile. Returns 1 if a path is wrong, if there is no CUDA device, or if a module could not be compiled."""
     parser = argparse.ArgumentParser(prog="rsrv.runtime.card_profile", description=__doc__)
     parser.add_argument("repository", type=Path)
     parser.add_argument("file", type=Path)
     options = parser.parse_args(argv)
-    settings_file = options.repository / "rsrv.yaml"
-    settings = load_settings(settings_file.read_text(encoding="utf-8"), str(settings_file))
+    try:
+        settings = settings_of(options.repository)
+    except SettingsError as error:
+        _complain(str(error))
+        return 1
+    # Tuning takes minutes: a wrong path is to be found before.
+    if options.file.is_dir() or not os.access(
+        options.file if options.file.exists() else options.file.parent, os.W_OK
+    ):
+        _complain(
+            f"{options.file} cannot be written. Name a file in a folder that exists and that you may write to"
+        )
+        return 1
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.textproto")
@@ -44,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         for model, modules in models_of(options.repository, settings, device.hardware):
             try:
                 count = len([device.compile(module, signature) for _, module, signature in modules])
-            except (BundleError, InspectorError, RuntimeError, ValueError) as error:
+            except (BundleError, DeviceError, InspectorError, RuntimeError, ValueError) as error:
                 failed = True
                 _complain(f"{model}: {error}")
             else:
@@ -52,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         tuning = results.read_text(encoding="utf-8") if results.exists() else ""
     here = device.target
     profile = CardProfile(here.card, here.capability, here.versions, target, tuning)
-    write_profile(options.file, profile)
+    try:
+        write_profile(options.file, profile)
+    except OSError as error:
+        _complain(f"{options.file} cannot be written: {error.strerror}")
+        return 1
     put(f"wrote      {options.file}: {here.card}, {profile.kernels} tuned kernels")
     return int(failed)
 

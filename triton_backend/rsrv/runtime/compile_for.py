@@ -29,7 +29,7 @@ from rsrv.runtime.stored_executables import (
     StoredExecutablesError,
     write_executables,
 )
-from rsrv.settings import Settings, load_settings
+from rsrv.settings import Settings, SettingsError, load_settings
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
@@ -66,14 +66,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("repository", type=Path)
     parser.add_argument("card")
     options = parser.parse_args(argv)
-    settings_file = options.repository / "rsrv.yaml"
-    settings = load_settings(settings_file.read_text(encoding="utf-8"), str(settings_file))
     try:
+        settings = settings_of(options.repository)
         with tempfile.TemporaryDirectory() as scratch:
             return _compile(options.repository, _card(options.card, Path(scratch)), settings)
-    except (DeviceError, ProfileError) as error:
+    except (DeviceError, ProfileError, SettingsError) as error:
         _complain(str(error))
         return 1
+    except KeyboardInterrupt:
+        _complain("interrupted; run it again for the modules that are not compiled yet")
+        return 130
+
+
+def settings_of(repository: Path) -> Settings:
+    """Return the settings that rsrv-gen wrote beside the models. Raises SettingsError."""
+    path = repository / "rsrv.yaml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be read: {error.strerror}. Name a repository that rsrv-gen wrote"
+        ) from None
+    return load_settings(text, str(path))
 
 
 def _card(name: str, scratch: Path) -> _Order:
@@ -100,45 +114,58 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     models: dict[str, dict[str, str]] = {}
     rates = next((one for one in CARDS.values() if one.kind == target.card), None)
     tf32 = settings.runtime.numerics != "f32"
-    failed = 0
+    failed, finished = 0, False
     put(f"compiling for {target.card} ({target.versions}): {card.note}")
-    for model, modules in models_of(repository, settings, compiler.hardware):
-        started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
-        try:
-            for key, module, signature in modules:
-                digest = hashlib.sha256(module).hexdigest()
-                if model != PROBE:
-                    models.setdefault(model, {})["{}/{}".format(*key)] = digest
-                if digest in entries:
-                    continue
-                entry = earlier.get(digest) if earlier is not None else None
-                if entry is None:
-                    began = time.perf_counter()
-                    executable, complete = _compiled(compiler, card, module, signature)
-                    untuned += card.tuned and not complete
-                    if rates is not None:
-                        work = compiler.work(module, signature, executable)
-                        seconds[digest] = rates.seconds(*work, tf32=tf32)
-                    entry = compiler.entry(executable, time.perf_counter() - began)
-                    compiled += 1
-                else:
-                    kept += 1
-                    if earlier is not None and digest in earlier.contents.seconds:
-                        seconds[digest] = earlier.contents.seconds[digest]
-                entries[digest] = entry
-        except (BundleError, InspectorError, RuntimeError, ValueError) as error:
-            failed += 1
-            _complain(f"{model}: {error}")
-        else:
-            took = time.perf_counter() - started
-            # Callees, which several meta models carry, and modules that several models share are compiled once.
-            if compiled or kept:
-                missing = f", {untuned} of them not in the profile and not tuned" if untuned else ""
-                put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}")
-    if earlier is not None:
-        earlier.close()
-    write_executables(path, target, card.tuned, entries, seconds, models)
-    put(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
+    try:
+        for model, modules in models_of(repository, settings, compiler.hardware):
+            started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
+            try:
+                for key, module, signature in modules:
+                    digest = hashlib.sha256(module).hexdigest()
+                    if model != PROBE:
+                        models.setdefault(model, {})["{}/{}".format(*key)] = digest
+                    if digest in entries:
+                        continue
+                    entry = earlier.get(digest) if earlier is not None else None
+                    if entry is None:
+                        began = time.perf_counter()
+                        executable, complete = _compiled(compiler, card, module, signature)
+                        entries[digest] = compiler.entry(executable, time.perf_counter() - began)
+                        untuned += card.tuned and not complete
+                        compiled += 1
+                        if rates is not None:
+                            # jaxlib's analysis is private, and may be gone in another version: then there is no estimate.
+                            with suppress(Exception):
+                                work = compiler.work(module, signature, executable)
+                                seconds[digest] = rates.seconds(*work, tf32=tf32)
+                    else:
+                        entries[digest] = entry
+                        kept += 1
+                        if earlier is not None and digest in earlier.contents.seconds:
+                            seconds[digest] = earlier.contents.seconds[digest]
+            except (BundleError, InspectorError, RuntimeError, ValueError) as error:
+                failed += 1
+                _complain(f"{model}: {error}")
+            else:
+                took = time.perf_counter() - started
+                # Callees, which several meta models carry, and modules that several models share are compiled once.
+                if compiled or kept:
+                    missing = f", {untuned} of them not in the profile and not tuned" if untuned else ""
+                    put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}")
+        finished = True
+    finally:
+        if earlier is not None:
+            if not finished:
+                # Of the models that were not reached, the next run is to keep these.
+                for digest in earlier.contents.digests.keys() - entries.keys():
+                    if (entry := earlier.get(digest)) is not None:
+                        entries[digest] = entry
+                seconds = {**earlier.contents.seconds, **seconds}
+                models = {**{name: dict(sizes) for name, sizes in earlier.contents.models.items()}, **models}
+            earlier.close()
+        if entries:
+            write_executables(path, target, card.tuned, entries, seconds, models)
+            put(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
     return int(failed > 0)
 
 

@@ -1,5 +1,6 @@
 """Gathering and scattering: each request gets its rows, for any layout of memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.executor import Dispatch, RequestSlice, Staging, find_contiguous_runs, gather, scatter
+from rsrv.runtime.executor import (
+    Dispatch,
+    RequestSlice,
+    Staging,
+    find_contiguous_runs,
+    gather,
+    launch,
+    scatter,
+)
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
@@ -96,6 +105,33 @@ def test_requests_of_one_batch_are_one_run() -> None:
     assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]
     assert [run.count for run in find_contiguous_runs(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
     assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]
+
+
+@pytest.mark.parametrize("rows", [[8], [4, 4], [7]])
+def test_only_the_memory_that_the_device_reads_is_page_locked(
+    rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of one request's segment, or that of the assembled batch: locking takes the driver a while."""
+    block = Block((Tensor("x", "f32", (-1, 10_000), 0),))
+    parts = lay_out(block, rows, [0] * len(rows))
+    work = job(parts, 8, block)
+    model: Any = work.model
+    model.weights, model.executables = [], {(0, 8): None}
+    locked: list[int] = []
+
+    def page_lock(address: int, nbytes: int) -> Callable[[], None]:
+        locked.append(address)
+        return lambda: None
+
+    device: Any = FakeDevice(lambda inputs, weights: [])
+    monkeypatch.setattr(device, "launch", lambda *_: None)
+    monkeypatch.setattr(device, "page_lock", page_lock)
+
+    flight = launch(work, device, Staging())
+
+    read = parts[0].segment if rows == [8] else flight.staged
+    assert read is not None
+    assert locked == [read.ctypes.data]
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:

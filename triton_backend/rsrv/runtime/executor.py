@@ -263,9 +263,10 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     staged = None if alone else staging.take(nbytes)
     if nbytes >= LARGE:
         first = dispatch.slices[0]
-        for memory in (staged, first.segment if isinstance(first, RequestSlice) else None):
-            if memory is not None:
-                staging.locks.add(memory, device.page_lock)
+        # The device reads a segment only in place.
+        source = first.segment if staged is None and isinstance(first, RequestSlice) else staged
+        if source is not None:
+            staging.locks.add(source, device.page_lock)
     inputs = gather(dispatch, staged, device)
     executable = dispatch.model.executables[dispatch.variant, dispatch.size]
     launched = device.launch(executable, weights, inputs, dispatch.unread)

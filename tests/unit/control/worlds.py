@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
@@ -132,7 +133,9 @@ class World:
         config = folder / "settings.yaml"
         places = [str(path) for path in self.roots.values()]
         config.write_text(f"lifecycle: {{look_s: 1, bundles: {places}{lifecycle and ', ' + lifecycle}}}\n")
-        rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
+        # The bundles' modules are text, which no exporter writes.
+        with patch("rsrv_gen.run.find_spec", return_value=None):
+            rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
         self.settings = load_settings(config.read_text())
         if not self.repository.exists():  # no root has a bundle
             self.repository.mkdir()

@@ -378,6 +378,9 @@ class Reconciler:
                 self._states.orphan(name, (), now)
             else:
                 self._states.settle(name, BundleEvent.FORGET, now)
+                if self._follows and not self._debounce.gone(name):
+                    # Its place was away for so short a time that no look saw it: no change will be seen, either.
+                    self._states.check(name, now + self._lifecycle.poll_s)
 
     def _follow_unchanged(self, name: str, now: float, *, reload: bool, touch: bool) -> None:
         """Load a model that is in the repository as its bundle says, if Triton has not loaded that version."""

@@ -61,16 +61,21 @@ class RunningNode:
 
 def answer(port: int, model: str) -> int:
     """Return the version of a `write_version` model that answers on this gRPC port; 0 for none."""
+    try:
+        return int(first_value(port, model))
+    except InferenceServerException:
+        return 0
+
+
+def first_value(port: int, model: str) -> float:
+    """Return the first value that a `write_version` model answers on this gRPC port. Raises InferenceServerException."""
     client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
     tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
     try:
-        result = client.infer(model, [tensor], client_timeout=20)
-    except InferenceServerException:
-        return 0
+        return float(client.infer(model, [tensor], client_timeout=20).as_numpy("first")[0, 0])
     finally:
         client.close()
-    return int(result.as_numpy("first")[0, 0])
 
 
 def server_pid(worker: WorkerEntry) -> int:

@@ -1,8 +1,9 @@
 """The loop: the one thread that owns all mutable state of the runtime.
 
 Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into the
-scheduler's events, in one outbox. `Loop._handle` passes each to the scheduler and is its only caller in the runtime; its instructions go out to the threads and back to the stubs. Nothing here blocks except the poll
-and executions that are shorter than handing them over would be (`executor`).
+scheduler's events, in one outbox. `Loop._handle` passes each to the scheduler and is its only caller in the runtime;
+the scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and
+executions that are shorter than handing them over would be (`executor`).
 """
 
 import os

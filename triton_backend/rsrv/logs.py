@@ -219,8 +219,11 @@ class Aside(logging.Handler):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
-                line, lost, self._lost = self._lines[0], self._lost, 0
+                line = self._lines[0]
             self._put(line)
+            # Read after the write, which may have waited: one line counts all that was lost meanwhile.
+            with self._changed:
+                lost, self._lost = self._lost, 0
             if lost:
                 self._put(_lost(lost))
             with self._changed:

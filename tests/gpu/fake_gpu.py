@@ -46,12 +46,14 @@ class CardSettings(ctypes.Structure):
             # 0: the cards are not partitioned
             "mig_instances",
             "compute_mode",
+            # for which the driver holds the memory of a process that has ended
+            "held_ns",
         )
     )
 
 
 #: bytes of `Cards`: the settings, and the holders of memory, which only the driver reads
-_CARDS_BYTES = ctypes.sizeof(CardSettings) + 8 * 16 * 16
+_CARDS_BYTES = ctypes.sizeof(CardSettings) + 8 * 16 * 24
 
 
 class Call(NamedTuple):

@@ -21,20 +21,14 @@ def execute(bundle: Path) -> dict[str, Any]:
     device = JaxDevice("cuda")
     model = build_here(bundle, device)
     assert model.weights is not None
-    loaded = device.memory_in_use() or 0
     shapes = [
         run(device, executable, model.weights, [np.ones((size, 3), np.float32)])[0][0].shape
         for (_, size), executable in model.executables.items()
     ]
     device.free(model.weights)
     # XLA frees the memory on a thread of its own.
-    wait_until(lambda: (device.memory_in_use() or 0) < loaded)
-    return {
-        "hardware": str(device.hardware),
-        "limit": device.memory_limit,
-        "shapes": shapes,
-        "freed": loaded - (device.memory_in_use() or 0),
-    }
+    wait_until(lambda: device.memory_in_use() == 0)
+    return {"hardware": str(device.hardware), "limit": device.memory_limit, "shapes": shapes}
 
 
 def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -> None:
@@ -44,7 +38,6 @@ def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -
     assert found["hardware"] == "a CUDA device of compute capability 9.0"
     assert found["limit"] == 72 * GIB
     assert found["shapes"] == [(1, 3), (4, 3), (8, 3)]
-    assert found["freed"] == 256, "the allocator rounds 12 bytes up"
     assert [call.bytes for call in gpu.calls("alloc")] == [72 * GIB]
     assert len(gpu.calls("kernel")) >= 3
 

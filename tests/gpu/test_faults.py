@@ -10,7 +10,7 @@ from rsrv.stub.engine import Engine
 from rsrv.wire import paths
 from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
-from tests.gpu.fake_gpu import FakeGpu
+from tests.gpu.fake_gpu import GIB, FakeGpu
 from tests.unit.runtime.test_stub_and_runtime import ask, rows
 from tests.waiting import wait_until
 
@@ -23,9 +23,13 @@ def answered(engine: Engine) -> bool:
 def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
     gpu: FakeGpu, serve: StartServed, doubling: Path
 ) -> None:
-    """CUDA answers every call of that process with the error: only another process can use the card."""
+    """CUDA answers every call of that process with the error: only another process can use the card.
+
+    It gets as much of the card, although the driver still holds the first one's memory when it starts.
+    """
     engine = serve(doubling, "guilty")
     assert answered(engine)
+    gpu.settings.held_ns = 5 * 10**9
     gpu.settings.launches_until_fault = 0
 
     assert not answered(engine)
@@ -35,3 +39,4 @@ def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
     ((key, deaths),) = json.loads((directory / paths.DEATHS).read_text()).items()
     assert key.startswith("guilty@")
     assert [(death["phase"], death["how"]) for death in deaths] == [("EXECUTING", "crashed")]
+    assert [call.bytes for call in gpu.calls("alloc", "no-room")] == [72 * GIB, 72 * GIB]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rsrv.runtime import jax_device
 from rsrv.runtime.device import OutOfMemory
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle.export import export_bundle
@@ -118,6 +119,7 @@ def test_a_model_is_compiled_on_a_full_device_without_timing_kernels(gpu: FakeGp
 
 def limit_and_log() -> tuple[int | None, list[str]]:
     lines = logged()
+    jax_device._RELEASE_S = 0.1
     return JaxDevice("cuda").memory_limit, lines
 
 

@@ -58,7 +58,8 @@ Holder* holder_of(int card, int64_t pid) {
 int64_t sum_of_living(int card) {
     int64_t sum = cards()->others_bytes;
     for (Holder& one : cards()->holders[card]) {
-        if (one.pid && kill(one.pid, 0) && errno == ESRCH) one = {0, 0};
+        if (one.pid && !one.ended && kill(one.pid, 0) && errno == ESRCH) one.ended = now();
+        if (one.ended && now() >= one.ended + cards()->held_ns * 1e-9) one = {};
         sum += one.bytes;
     }
     return sum;

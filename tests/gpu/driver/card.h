@@ -21,10 +21,11 @@
 constexpr int MAX_CARDS = 8;
 constexpr int MAX_PROCESSES = 16;
 
-// One process that holds memory of a card. The memory is free when the process has ended, however it ended.
+// One process with a context on a card, and its memory there. Both are gone `held_ns` after its end was noticed.
 struct Holder {
     int64_t pid;
     int64_t bytes;
+    double ended;  // time at which its end was noticed; 0: it lives
 };
 
 // The file that tests write and every process maps. tests/gpu/fake_gpu.py has the same layout, and explains the fields.
@@ -39,6 +40,7 @@ struct Cards {
     int64_t fault;
     int64_t mig_instances;
     int64_t compute_mode;
+    int64_t held_ns;
     Holder holders[MAX_CARDS][MAX_PROCESSES];
 };
 

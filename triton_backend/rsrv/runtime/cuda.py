@@ -120,6 +120,13 @@ class Driver:
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def free_bytes(self) -> int:
+        """Return the bytes of the device that no process holds."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self.current():
+            self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock mapped memory; return a function that unlocks it, once. No page may be locked twice."""
         location = ctypes.c_void_p(address)

@@ -67,6 +67,8 @@ _LOST = re.compile(
 )
 #: seconds after which the memory of freed buffers is free: XLA's client frees it on a thread of its own
 _FREEING_S = 0.2
+#: seconds after which the driver has freed the memory of a process that has ended
+_RELEASE_S = 10.0
 #: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
 _TUNING_BYTES = 128 << 20
 #: how XLA reports that it has no memory to time kernels
@@ -280,11 +282,15 @@ class JaxDevice:
     def _measure_limit(self) -> int | None:
         """Return the bytes that jax's allocator may take; have it take them now if it is to preallocate.
 
-        If other processes hold too much of the card, the allocator settles for less than `bytes_limit`.
+        If other processes hold too much of the card, the allocator settles for less than `bytes_limit`, for good. The
+        driver may still be freeing the memory of a runtime that crashed, so wait for that.
         """
         limit = self._memory("bytes_limit")
         if limit is None:
             return None
+        deadline = time.monotonic() + _RELEASE_S
+        while self._preallocates and self._driver().free_bytes() < limit and time.monotonic() < deadline:
+            time.sleep(_RELEASE_S / 100)
         self._jax.block_until_ready(self._jax.device_put(np.zeros(1, np.uint8), self._device))
         pool = self._memory("pool_bytes") or limit
         if not self._preallocates or pool >= limit:

@@ -15,8 +15,7 @@ from rsrv.limits import raise_limit
 from rsrv.placement.contract import Worker
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
-from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
-from rsrv.text import os_error
+from rsrv.settings import ControlSection, Settings, SettingsError, read_settings
 from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
@@ -41,8 +40,8 @@ def run(config: Path | None, workers: str | None) -> int:
     _log_to_stderr()
     try:
         settings = read(config, workers)
-    except (SettingsError, MembersError, OSError) as error:
-        print(f"rsrv-gateway: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+    except (SettingsError, MembersError) as error:
+        print(f"rsrv-gateway: {error}", file=sys.stderr)
         # Of these, the command line has only the workers.
         return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
@@ -60,9 +59,8 @@ def run(config: Path | None, workers: str | None) -> int:
 
 
 def read(config: Path | None, workers: str | None) -> Settings:
-    """Return the settings of rsrv.yaml and the command line. Raises SettingsError, MembersError, OSError."""
-    text = "" if config is None else config.read_text("utf-8")
-    settings = load_settings(text, str(config or "rsrv.yaml"))
+    """Return the settings of rsrv.yaml and the command line. Raises SettingsError, MembersError."""
+    settings = read_settings(config)
     if workers is None:
         return settings
     named = {"workers": parse_workers(workers), "workers_dns": None, "workers_file": None}

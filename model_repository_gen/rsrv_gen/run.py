@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rsrv import progress
 from rsrv.command import put
 from rsrv.explain import YamlError, read_yaml
-from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
+from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, read_settings
 from rsrv.text import os_error
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> int:
 def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | None:
     """Bring the repository up to date, and add to `actions`. Returns None if none of the bundles is served."""
     try:
-        text = options.config.read_text(encoding="utf-8") if options.config else ""
-        settings = load_settings(text, str(options.config or SETTINGS_FILE))
+        settings = read_settings(options.config)
         sources = read_sources(options.bundles)
         for problem in sources.unusable.values():
             _complain(problem)

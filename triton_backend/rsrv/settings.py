@@ -372,6 +372,21 @@ class Settings(BaseSettings):
         return self.models.get(name, ModelSection())
 
 
+def read_settings(path: Path | None, remedy: str = "Name a file of settings") -> Settings:
+    """Read the settings from a file, if one is given, and the environment. Raises SettingsError.
+
+    `remedy`: what to do if the file cannot be read.
+    """
+    if path is None:
+        return load_settings()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{path} cannot be read: {why}. {remedy}") from None
+    return load_settings(text, str(path))
+
+
 def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     """Read the settings from the file's text and the environment. Raises SettingsError."""
     try:

@@ -109,7 +109,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--config", "missing.yaml"], 1, "missing.yaml: No such file"),
+        (["--config", "missing.yaml"], 1, "missing.yaml cannot be read: No such file"),
         (["--workers", "a"], 2, "'a' is not HOST:PORT"),
     ],
 )

@@ -12,7 +12,7 @@ from rsrv.serve.command import find_tritonserver
 from rsrv.serve.errors import NodeError
 from rsrv.serve.plan import ChildSpec, NodePlan
 from rsrv.serve.triton_install import Installation, default_folder
-from rsrv.settings import load_settings
+from rsrv.settings import SettingsError, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes |
     config = tmp_path / "rsrv.yaml"
     if content is not None:
         config.write_bytes(content)
-    with pytest.raises(NodeError, match=r"--config: .*rsrv.yaml cannot be read"):
+    with pytest.raises(SettingsError, match=r"rsrv.yaml cannot be read"):
         node._settings(Namespace(config=config))
 
 

@@ -68,7 +68,7 @@ def test_the_command_line_wins_over_the_file(
         (("--gpus", "x", "--tritonserver", "/bin/true"), "node.gpus: 'x' is neither a number nor a UUID"),
         (
             (*CPU, "--config", "/no/such"),
-            "--config: /no/such cannot be read: No such file or directory. Name a file of settings",
+            "/no/such cannot be read: No such file or directory. Name a file of settings",
         ),
     ],
 )

@@ -89,11 +89,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.service import ControlService
     from rsrv.control.triton import Triton
     from rsrv.live.routes import LivePage
-    from rsrv.settings import load_settings
+    from rsrv.settings import read_settings
     from rsrv.tokens import read_token
 
-    text = options.settings.read_text() if options.settings.exists() else ""
-    settings = load_settings(text, str(options.settings))
+    settings = read_settings(options.settings if options.settings.exists() else None)
     logs.setup(settings.logs.format)
     repository = options.settings.parent
     gone = asyncio.Event()

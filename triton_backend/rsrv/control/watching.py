@@ -16,7 +16,7 @@ from pathlib import Path
 from watchfiles import awatch
 
 from rsrv.control.bundle_debounce import NO_BUNDLE, Seen, Signature, signature
-from rsrv.settings import LifecycleSection, SettingsError, load_settings
+from rsrv.settings import LifecycleSection, SettingsError, read_settings
 from rsrv_bundle.reader import may_be_bundle
 from rsrv_gen.write import LINK_BYTES
 
@@ -34,8 +34,8 @@ class BundleSources:
     def read(self) -> Sequence[Path]:
         if (version := self._look()) != self._version:
             # The environment takes precedence here, too. A file that can't be read changes nothing.
-            with contextlib.suppress(OSError, SettingsError):
-                self._places = load_settings(self._file.read_text("utf-8"), str(self._file)).lifecycle.bundles
+            with contextlib.suppress(SettingsError):
+                self._places = read_settings(self._file).lifecycle.bundles
             self._version = version
         return self._places
 

@@ -56,11 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
-        from rsrv.settings import load_settings
+        from rsrv.settings import read_settings
         from rsrv_bundle.inspection import Inspector
 
-        text = options.settings.read_text() if options.settings and options.settings.exists() else ""
-        settings = load_settings(text, str(options.settings))
+        settings = read_settings(options.settings if options.settings and options.settings.exists() else None)
         logs.setup(settings.logs.format)
         if paths.hold(options.directory) is None:
             # Another runtime serves already; the stub that started it died. The other stubs connect to it.

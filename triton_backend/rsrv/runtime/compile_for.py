@@ -29,7 +29,7 @@ from rsrv.runtime.stored_executables import (
     StoredExecutablesError,
     write_executables,
 )
-from rsrv.settings import Settings, SettingsError, load_settings
+from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
@@ -80,14 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def settings_of(repository: Path) -> Settings:
     """Return the settings that rsrv-gen wrote beside the models. Raises SettingsError."""
-    path = repository / "rsrv.yaml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be read: {error.strerror}. Name a repository that rsrv-gen wrote"
-        ) from None
-    return load_settings(text, str(path))
+    return read_settings(repository / "rsrv.yaml", remedy="Name a repository that rsrv-gen wrote")
 
 
 def _card(name: str, scratch: Path) -> _Order:

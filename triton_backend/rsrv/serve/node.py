@@ -29,7 +29,7 @@ from rsrv.serve.errors import NodeError
 from rsrv.serve.plan import WORKERS_FILE, ChildSpec, NodePlan, NodeWorker, describe, plan
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.serve.workers_file import WorkersFile, write
-from rsrv.settings import Settings, SettingsError, load_settings
+from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv.text import os_error
 from rsrv_gen.sources import unknown_models
 
@@ -88,14 +88,7 @@ def run(options: Namespace, output: Output | None = None) -> int:
 
 def _settings(options: Namespace) -> Settings:
     """Return the settings of the file and the environment; the command line takes precedence."""
-    try:
-        text = options.config.read_text(encoding="utf-8") if options.config else ""
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise NodeError(
-            f"--config: {options.config} cannot be read: {why}. Name a file of settings"
-        ) from None
-    settings = load_settings(text, str(options.config or "rsrv.yaml"))
+    settings = read_settings(options.config)
     changes: dict[str, object] = {} if options.directory is None else {"directory": options.directory}
     if options.gpus is not None:
         changes |= {"gpus": options.gpus, "cpu_workers": 0}

@@ -1,8 +1,10 @@
 """rsrv.yaml: typed, overridable, and refused with the nearest known key."""
 
+from pathlib import Path
+
 import pytest
 
-from rsrv.settings import SettingsError, dump_settings, load_settings
+from rsrv.settings import SettingsError, dump_settings, load_settings, read_settings
 
 
 def test_no_file_means_the_defaults() -> None:
@@ -81,3 +83,51 @@ def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
         load_settings(text)
 
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (
+            "RSRV_SHCEDULER__DEPTH=3",
+            "RSRV_SHCEDULER__DEPTH in the environment: there is no section 'shceduler'; did you mean 'scheduler'?",
+        ),
+        (
+            "RSRV_SCHEDULER__DETPH=3",
+            "RSRV_SCHEDULER__DETPH: scheduler.detph: unknown key; did you mean 'depth'?",
+        ),
+        ("RSRV_MODELS__CATS__WEIGHT=0", "RSRV_MODELS__CATS__WEIGHT: models.cats.weight: "),
+        (
+            "RSRV_NODE__ARGUMENTS=--log-verbose=1",
+            "lists and mappings are JSON there, as in RSRV_NODE__ARGUMENTS=",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, message: str
+) -> None:
+    """A misspelt section, a misspelt key and a wrong value are refused with the variable, not with the file."""
+    monkeypatch.setenv(*variable.split("=", 1))
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings("", "rsrv.yaml")
+
+    assert message in str(caught.value)
+    assert "rsrv.yaml" not in str(caught.value)
+
+
+def test_other_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of rsrv that name no section, and Kubernetes' variables of a service `rsrv`, are left alone."""
+    before = load_settings("")
+    for name in ("RSRV_RUNTIME_PYTHON", "RSRV_RUNTIME_DIR", "RSRV_PORT_8000_TCP_ADDR"):
+        monkeypatch.setenv(name, "x")
+
+    assert load_settings("") == before
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """A file of settings with other bytes than text is an error with its name and what to do."""
+    (tmp_path / "rsrv.yaml").write_bytes(b"\xff")
+
+    with pytest.raises(SettingsError, match=r"rsrv\.yaml cannot be read: .*\. Name a file of settings"):
+        read_settings(tmp_path / "rsrv.yaml")

@@ -6,17 +6,20 @@ others: the generator needs all of them.
 """
 
 import io
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as EnvironmentParseError
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
 from rsrv.settings_fleet import GatewaySection, NodeSection, Section
+from rsrv.text import nearest
 
 
 class SettingsError(Exception):
@@ -393,11 +396,31 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
         raw = read_yaml(text, of="sections")
     except YamlError as error:
         raise SettingsError(f"{source}: {error}") from None
+    variables = {name.lower(): name for name in os.environ if name.upper().startswith("RSRV_")}
+    for lower, name in variables.items():
+        section, nested, _ = lower.removeprefix("rsrv_").partition("__")
+        if nested and section not in Settings.model_fields:
+            known = nearest(section, Settings.model_fields)
+            raise SettingsError(f"{name} in the environment: there is no section {section!r}{known}")
     try:
         return Settings(**raw)
     except ValidationError as error:
-        lines = (f"{source}: {explain(one, Settings, raw)}" for one in error.errors())
+        lines = (
+            f"{_origin(one['loc'], variables) or source}: {explain(one, Settings, raw)}"
+            for one in error.errors()
+        )
         raise SettingsError("\n".join(lines)) from None
+    except EnvironmentParseError as error:
+        raise SettingsError(
+            f"the environment: {error}: lists and mappings are JSON there, as in "
+            """RSRV_NODE__ARGUMENTS='["--log-verbose=1"]'"""
+        ) from None
+
+
+def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | None:
+    """Return the variable of the environment that has the value at a path, None if the file has it."""
+    names = ("rsrv_" + "__".join(map(str, path[:end])).lower() for end in range(len(path), 0, -1))
+    return next((variables[name] for name in names if name in variables), None)
 
 
 def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:

@@ -127,7 +127,7 @@ lock: $(VENV)
 
 # Builds the documentation's site in build/site; warnings are errors.
 docs: $(VENV)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict --quiet
 
 # Builds the wheel and the sdist in dist.
 dist: $(VENV)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from rsrv.runtime import cuda
 from rsrv.runtime.device import DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
-from tests.gpu.fake_gpu import GIB, FakeGpu
+from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
 
@@ -59,8 +61,38 @@ def test_a_driver_that_does_not_start_is_named_and_the_cpu_serves_nothing(
     text = gpu.run(refusal, platform, ("/proc",))
 
     assert "No visible GPU devices" in text
-    assert "the machine has a card (/proc), so NVIDIA's driver or a library of CUDA is missing" in text
+    assert (
+        "the machine has a card (/proc; cuInit: CUDA_ERROR_NO_DEVICE (100)), so NVIDIA's driver or a library of CUDA is missing"
+        in text
+    )
     assert text.endswith("To serve from the CPU, set runtime.platform to cpu")
+
+
+def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
+    program = "from rsrv.runtime.cuda import Driver; Driver(0); print(flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        text = refusal("cuda")
+    finally:
+        other.kill()
+        other.wait()
+    return text, JaxDevice("cuda").memory_limit
+
+
+def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu: FakeGpu) -> None:
+    """jax says only that it supports no device. The runtime stays: each model tries again."""
+    gpu.settings.compute_mode = EXCLUSIVE_PROCESS
+
+    text, limit = gpu.run(start_beside_a_process_with_a_context)
+
+    assert (
+        "(cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE (46)), because another process has it"
+        in text
+    )
+    assert "run nvidia-smi -c DEFAULT" in text
+    assert limit == 72 * GIB
 
 
 @pytest.mark.parametrize(

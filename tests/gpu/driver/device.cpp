@@ -63,6 +63,7 @@ const std::map<int, const char*> ERRORS = {
 };
 
 bool others_have_a_context(int card) {
+    used_bytes(card);  // forgets processes that have ended
     return std::any_of(std::begin(cards()->holders[card]), std::end(cards()->holders[card]),
                        [](const Holder& one) { return one.pid && one.pid != getpid(); });
 }
@@ -138,10 +139,10 @@ API CUresult cuDeviceGraphMemTrim(CUdevice) { return CUDA_SUCCESS; }
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     RETURN_FAULT;
     int card = visible_cards()[device];
-    take_bytes(card, 0);  // lists this process among the holders
     if (cards()->compute_mode == CU_COMPUTEMODE_PROHIBITED ||
         (cards()->compute_mode == CU_COMPUTEMODE_EXCLUSIVE_PROCESS && others_have_a_context(card)))
         return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    take_bytes(card, 0);  // lists this process among the holders
     *context = context_of(card);
     return CUDA_SUCCESS;
 }

@@ -43,16 +43,21 @@ def _find(patterns: tuple[str, ...], environment: Mapping[str, str]) -> str | No
     return next((path for pattern in patterns for path in glob(pattern)), None)
 
 
-def explain_no_gpu(reason: str, *, plugin: bool, card: str | None) -> str:
-    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything."""
+def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str = "") -> str:
+    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything; `refusal`: what the driver says."""
     why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
     if not plugin:
         why += "it has no CUDA plugin: install 'rsrv[serve,cuda13]' (or cuda12)"
+    elif "CUDA_ERROR_DEVICE_UNAVAILABLE" in refusal:
+        why += (
+            f"the driver refuses the card ({refusal}), because another process has it and its compute mode admits only one, or "
+            "none. tritonserver and the runtime both use the card: run nvidia-smi -c DEFAULT as root"
+        )
     elif card is None:
         why += "this machine or container has no device node of an NVIDIA card: start the container with --gpus all"
     else:
         why += (
-            f"the machine has a card ({card}), so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
+            f"the machine has a card ({card}{refusal and f'; {refusal}'}), so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
             "messages above, try nvidia-smi, and install 'rsrv[serve,cuda13]' again (or cuda12)"
         )
     return f"{why}. To serve from the CPU, set runtime.platform to cpu"
@@ -77,6 +82,15 @@ def client_options(
 
 class CudaError(Exception):
     """The driver is missing, or a call failed; the message has the driver's name of the error."""
+
+
+def driver_refusal() -> str:
+    """Return why CUDA's driver gives this process no context on its first device; empty if it does."""
+    try:
+        Driver(0)
+    except CudaError as error:
+        return str(error)
+    return ""
 
 
 class Driver:

@@ -156,6 +156,8 @@ class ModelBuilder:
             if self._device is None:
                 try:
                     self._device = self._make_device()
+                except DeviceError as error:
+                    raise DeviceError(f"the runtime has no device: {error}") from None
                 except Exception as error:
                     _device_log.exception("no device")
                     raise DeviceError(

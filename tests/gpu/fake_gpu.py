@@ -39,6 +39,8 @@ class CardSettings(ctypes.Structure):
             # of the link, in each direction; 0: a copy takes no longer than the host's
             "pinned_bytes_per_s",
             "pageable_bytes_per_s",
+            # a larger copy moves nothing, so it costs the machine no time; 0: every copy moves its bytes
+            "moved_bytes_max",
             "kernel_ns",
             # launches of all processes until one has the CUDA error `fault`; -1: none has
             "launches_until_fault",

@@ -107,6 +107,10 @@ bool take_bytes(int card, int64_t bytes) {
     return true;
 }
 
+bool moves(size_t bytes) {
+    return !cards()->moved_bytes_max || bytes <= static_cast<size_t>(cards()->moved_bytes_max);
+}
+
 void give_bytes(int card, int64_t bytes) {
     Locked lock(files().cards_fd);
     if (Holder* mine = holder_of(card, getpid())) mine->bytes -= bytes;

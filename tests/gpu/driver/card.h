@@ -1,7 +1,8 @@
 // Parts of the fake CUDA driver that its files share: the cards, the record of calls, streams and the sticky fault.
 //
 // The driver has no kernels: a launch takes the time that the card's settings give it, and computes nothing. Memory of
-// the device is memory of the host, so copies are real; their times follow the settings.
+// the device is memory of the host, so copies are real, unless the settings say otherwise; their times follow the
+// settings.
 #pragma once
 
 #define __CUDA_API_VERSION_INTERNAL  // cuda.h then keeps the names of the symbols as they are
@@ -35,6 +36,7 @@ struct Cards {
     int64_t others_bytes;
     int64_t pinned_bytes_per_s;
     int64_t pageable_bytes_per_s;
+    int64_t moved_bytes_max;
     int64_t kernel_ns;
     int64_t launches_until_fault;
     int64_t fault;
@@ -69,3 +71,7 @@ Stream& stream_of(CUstream handle);
 void enqueue(Stream& stream, std::function<void()> work);
 void synchronize(Stream& stream);
 int number_of(Stream& stream);
+// The time at which the work that the stream's thread carries out begins; the work sets it to its own end. Work begins
+// at the end of the work before, however late the thread woke up, so a busy machine does not slow the card down.
+double& time_of(Stream& stream);
+bool moves(size_t bytes);  // false: a copy of this size takes its time and moves nothing

@@ -25,9 +25,10 @@ CUresult launch(CUstream handle, const char* kind, int64_t kernels, const std::s
     RETURN_FAULT;
     Stream& stream = stream_of(handle);
     enqueue(stream, [=, &stream] {
-        double start = now();
+        double start = time_of(stream);
         for (int64_t kernel = 0; kernel < kernels && !fault(); ++kernel) note_launch();
-        sleep_until(start + kernels * cards()->kernel_ns * 1e-9);
+        time_of(stream) += kernels * cards()->kernel_ns * 1e-9;
+        sleep_until(time_of(stream));
         record(start, kind, kernels, number_of(stream), name.c_str());
     });
     return CUDA_SUCCESS;

@@ -22,7 +22,7 @@ class Stream {
 
     void put(std::function<void()> work) {
         std::lock_guard<std::mutex> lock(mutex_);
-        queue_.push_back(std::move(work));
+        queue_.push_back({std::move(work), now()});
         changed_.notify_all();
     }
 
@@ -39,8 +39,14 @@ class Stream {
     void end() { put(nullptr); }
 
     const int number;
+    double time = 0;  // see time_of()
 
   private:
+    struct Item {
+        std::function<void()> work;
+        double enqueued;
+    };
+
     bool idle() const { return queue_.empty() && !busy_; }
 
     void run() {
@@ -51,7 +57,8 @@ class Stream {
                 busy_ = false;
                 changed_.notify_all();
                 changed_.wait(lock, [this] { return !queue_.empty(); });
-                work = std::move(queue_.front());
+                work = std::move(queue_.front().work);
+                time = std::max(time, queue_.front().enqueued);
                 queue_.pop_front();
                 busy_ = true;
             }
@@ -63,7 +70,7 @@ class Stream {
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<std::function<void()>> queue_;
+    std::deque<Item> queue_;
     bool busy_ = false;
 };
 
@@ -76,6 +83,7 @@ Stream& stream_of(CUstream handle) {
 void enqueue(Stream& stream, std::function<void()> work) { stream.put(std::move(work)); }
 void synchronize(Stream& stream) { stream.wait_until_idle(); }
 int number_of(Stream& stream) { return stream.number; }
+double& time_of(Stream& stream) { return stream.time; }
 
 API CUresult cuStreamCreate(CUstream* stream, unsigned) {
     RETURN_FAULT;
@@ -156,10 +164,11 @@ API CUresult cuEventRecord(CUevent handle, CUstream stream) {
         std::lock_guard<std::mutex> lock(event->mutex);
         number = ++event->recorded;
     }
-    enqueue(stream_of(stream), [event, number] {
+    Stream& owner = stream_of(stream);
+    enqueue(owner, [event, number, &owner] {
         std::lock_guard<std::mutex> lock(event->mutex);
         event->completed = number;
-        event->at = now();
+        event->at = owner.time;
         event->changed.notify_all();
     });
     return CUDA_SUCCESS;
@@ -188,7 +197,12 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
     RETURN_FAULT;
     EventHandle event = event_of(handle);
     long number = last_record(event);
-    enqueue(stream_of(stream), [event, number] { event->wait_for(number); });
+    Stream& owner = stream_of(stream);
+    enqueue(owner, [event, number, &owner] {
+        event->wait_for(number);
+        std::lock_guard<std::mutex> lock(event->mutex);
+        owner.time = std::max(owner.time, event->at);
+    });
     return CUDA_SUCCESS;
 }
 
@@ -197,19 +211,32 @@ namespace {
 enum Direction { TO_DEVICE, TO_HOST, ON_DEVICE };
 const char* const KINDS[] = {"h2d", "d2h", "d2d"};
 
-// A card has one copy engine for each direction: copies of several streams share the link.
-std::mutex engines[2];
-
-void transfer(Direction direction, void* to, const void* from, size_t bytes, int64_t bytes_per_s, int stream,
-              const char* detail) {
-    if (direction == ON_DEVICE) {
-        memmove(to, from, bytes);
-        return;
+// The link of a card has one engine for each direction: it carries out the copies of all streams one at a time, in the
+// order in which they become ready. A real card has several engines that share the link, and may interleave copies.
+class Engine {
+  public:
+    // Returns the time at which a copy of this duration that is ready at a time ends.
+    double end_of(double ready, double seconds) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return free_at_ = std::max(ready, free_at_) + seconds;
     }
-    std::lock_guard<std::mutex> engine(engines[direction]);
-    double start = now();
-    memmove(to, from, bytes);
-    if (bytes_per_s) sleep_until(start + static_cast<double>(bytes) / bytes_per_s);
+
+  private:
+    std::mutex mutex_;
+    double free_at_ = 0;
+};
+
+Engine engines[2];
+
+// Carries out a copy that is ready at `time`, and sets `time` to its end.
+void transfer(Direction direction, void* to, const void* from, size_t bytes, int64_t bytes_per_s, int stream,
+              const char* detail, double& time) {
+    double seconds = bytes_per_s ? static_cast<double>(bytes) / bytes_per_s : 0;
+    if (direction != ON_DEVICE) time = engines[direction].end_of(time, seconds);
+    double start = time - seconds;
+    if (moves(bytes)) memmove(to, from, bytes);
+    if (direction == ON_DEVICE) return;
+    sleep_until(time);
     record(start, KINDS[direction], bytes, stream, detail);
 }
 
@@ -220,25 +247,37 @@ CUresult copy(Direction direction, CUdeviceptr to_address, CUdeviceptr from_addr
     Stream& stream = stream_of(handle);
     const void* host = direction == TO_DEVICE ? from : to;
     if (direction == ON_DEVICE || is_page_locked(host)) {
-        enqueue(stream, [=, number = stream.number] {
-            transfer(direction, to, from, bytes, cards()->pinned_bytes_per_s, number, "page-locked");
+        enqueue(stream, [=, &stream] {
+            int64_t rate = cards()->pinned_bytes_per_s;
+            transfer(direction, to, from, bytes, rate, stream.number, "page-locked", stream.time);
         });
     } else if (direction == TO_DEVICE && bytes <= COPIED_AT_ONCE) {
         auto copied = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
-        enqueue(stream, [=, number = stream.number] {
-            transfer(direction, to, copied->data(), bytes, cards()->pinned_bytes_per_s, number, "copied");
+        enqueue(stream, [=, &stream] {
+            int64_t rate = cards()->pinned_bytes_per_s;
+            transfer(direction, to, copied->data(), bytes, rate, stream.number, "copied", stream.time);
         });
     } else {
         synchronize(stream);
-        transfer(direction, to, from, bytes, cards()->pageable_bytes_per_s, stream.number, "pageable");
+        double time = now();
+        transfer(direction, to, from, bytes, cards()->pageable_bytes_per_s, stream.number, "pageable", time);
     }
     return CUDA_SUCCESS;
+}
+
+// A function of the host takes the time that it takes.
+void call_host(Stream& stream, std::function<void()> function) {
+    enqueue(stream, [function, &stream] {
+        function();
+        stream.time = std::max(stream.time, now());
+    });
 }
 
 template <typename T>
 CUresult fill(CUdeviceptr to, T value, size_t count, CUstream stream) {
     RETURN_FAULT;
-    enqueue(stream_of(stream), [=] { std::fill_n(reinterpret_cast<T*>(to), count, value); });
+    if (moves(count * sizeof(T)))
+        enqueue(stream_of(stream), [=] { std::fill_n(reinterpret_cast<T*>(to), count, value); });
     return CUDA_SUCCESS;
 }
 
@@ -280,11 +319,11 @@ API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) {
 }
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
     RETURN_FAULT;
-    enqueue(stream_of(stream), [=] { function(data); });
+    call_host(stream_of(stream), [=] { function(data); });
     return CUDA_SUCCESS;
 }
 API CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback function, void* data, unsigned) {
     RETURN_FAULT;
-    enqueue(stream_of(stream), [=] { function(stream, CUDA_SUCCESS, data); });
+    call_host(stream_of(stream), [=] { function(stream, CUDA_SUCCESS, data); });
     return CUDA_SUCCESS;
 }

@@ -224,8 +224,10 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
 
 
 @looped
-async def test_health_is_that_of_the_gateway_and_of_each_model(tmp_path: Path) -> None:
-    """The health service covers the gateway and each model, and watchers get each change."""
+async def test_health_is_that_of_the_gateway_and_of_each_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The health service covers the gateway and each model, watchers get each change, and programs read it as JSON."""
     async with served(tmp_path, a="m") as gateway:
         stub: Any = health_pb2_grpc.HealthStub(gateway.channel)
         serving, not_serving = 1, 2
@@ -239,6 +241,9 @@ async def test_health_is_that_of_the_gateway_and_of_each_model(tmp_path: Path) -
         gateway.world.ready.clear()
         assert (await watched.read()).status == not_serving
         watched.cancel()
+        command = ["gateway", "health", "m", "--json", "--server", f"unix:{gateway.path}"]
+        assert await asyncio.to_thread(cli.main, command) == 1
+        assert json.loads(capsys.readouterr().out) == {"status": "NOT_SERVING"}
 
 
 @looped
@@ -297,6 +302,7 @@ async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.Captu
         assert "packed" in await say("repack")
         assert "a:8001" in await say("locate", "m")
         assert (await say("health"), await say("health", "m")) == ("serving\n", "serving\n")
+        assert json.loads(await say("health", "--json")) == {"status": "SERVING"}
         assert "there is no model" in await say("locate", "x", status=1)
         assert "hysteresis cannot be 'much'" in await say("policy", "hysteresis=much", status=2)
         assert "unknown key 'mode'; known are " in await say("policy", "mode=round_robin", status=2)

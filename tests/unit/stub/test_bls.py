@@ -256,6 +256,19 @@ def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[...
         make(concurrency=limit(1))
 
 
+def test_few_threads_for_calls_are_a_warning(
+    make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool for fewer calls than a stub may have, as for a bundle that came after the start, is named with the remedy."""
+    make(concurrency=limit(2))
+    assert "calls through Triton run 1 at a time" in caplog.text
+    assert "restart `rsrv serve`" in caplog.text
+
+    caplog.clear()
+    make(concurrency=limit(9))
+    assert not caplog.text
+
+
 # --- calls that take too long -------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,16 @@ class Bls:
                 "models can be called through Triton only if each instance has two threads at least: start "
                 "tritonserver with --backend-config=python,thread-pool-size=2 or more"
             )
+        if concurrency < MAX_CALLS:
+            log.warning(
+                "calls through Triton run %d at a time: tritonserver was started with thread-pool-size=%d for the Python "
+                "backend. For up to %d, restart `rsrv serve`, which sees at its start that a bundle calls through "
+                "Triton, or start tritonserver with --backend-config=python,thread-pool-size=%d",
+                concurrency,
+                concurrency + 1,
+                MAX_CALLS,
+                MAX_CALLS + 1,
+            )
         self._pb = pb_utils
         self._tensors = tensors
         self._concurrency = concurrency

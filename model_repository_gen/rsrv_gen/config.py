@@ -41,9 +41,14 @@ INTERNAL = "rsrv_internal"
 EXTERNAL = "rsrv_external"
 
 
-def render(bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False) -> bytes:
-    """Return the text of config.pbtxt; `callees` are a meta model's. Raises ConfigError if Triton would refuse it."""
-    config = model_config(bundle, callees, internal=internal)
+def render(
+    bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False, limit: int | None = None
+) -> bytes:
+    """Return the text of config.pbtxt. Raises ConfigError if Triton would refuse it.
+
+    `callees` are a meta model's; `limit` is `models.NAME.max_batch_size` of rsrv.yaml.
+    """
+    config = model_config(bundle, callees, internal=internal, limit=limit)
     if problems := validate(config):
         raise ConfigError("; ".join(problems))
     text = text_format.MessageToString(config)
@@ -52,10 +57,15 @@ def render(bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = F
     return f"{MARK}\n{text}".encode()
 
 
-def model_config(bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False) -> Any:
+def model_config(
+    bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False, limit: int | None = None
+) -> Any:
     """Return the configuration as Triton's message (untyped: tritonclient ships no types)."""
     manifest = bundle.manifest
     rows = max_batch_size(bundle, callees)
+    if limit is not None and manifest.kind != "meta":
+        # The runtime refuses larger requests. The `run` of a meta model cuts them as it likes.
+        rows = min(rows, limit)
     config = ModelConfig(name=bundle.name, backend="python", max_batch_size=rows)
     # KIND_CPU although the model runs on a GPU: the runtime process has the GPU, and the stub must not get one.
     config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU, count=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from rsrv.settings import Transport
+from rsrv.settings import ModelSection, Transport
 from rsrv_bundle import Bundle
 from rsrv_gen import config
 from rsrv_gen.metas import callers
@@ -73,6 +73,7 @@ def plan_repository(
     *,
     mode: LinkMode = "hard",
     transport: Transport = "direct",
+    models: Mapping[str, ModelSection] | None = None,
 ) -> RepositoryPlan:
     """Plan the repository of these bundles, which include the callees of the metas among them.
 
@@ -84,12 +85,15 @@ def plan_repository(
     internal = {
         name: metas.get(name, ()) for name, source in sources.items() if source.bundle.manifest.internal
     }
-    models = {}
+    planned = {}
     for name in sorted(sources, key=lambda name: (sources[name].bundle.manifest.kind == "meta", name)):
         if name not in internal or (internal[name] and transport == "bls"):
             callees = [sources[callee] for callee in calls[name]]
-            models[name] = plan_model(sources[name], callees, internal=name in internal, mode=mode)
-    return RepositoryPlan(models, internal)
+            limit = models[name].max_batch_size if models and name in models else None
+            planned[name] = plan_model(
+                sources[name], callees, internal=name in internal, mode=mode, limit=limit
+            )
+    return RepositoryPlan(planned, internal)
 
 
 def plan_model(
@@ -98,6 +102,7 @@ def plan_model(
     *,
     internal: bool = False,
     mode: LinkMode = "hard",
+    limit: int | None = None,
 ) -> ModelPlan:
     """Plan one model's directory. Raises ConfigError.
 
@@ -108,7 +113,7 @@ def plan_model(
     meta = bundle.manifest.kind == "meta"
     plan: dict[PurePosixPath, Content] = {
         PurePosixPath(CONFIG_FILE): config.render(
-            bundle, [callee.bundle for callee in callees], internal=internal
+            bundle, [callee.bundle for callee in callees], internal=internal, limit=limit
         ),
         PurePosixPath(VERSION, "model.py"): META_MODEL_PY if meta else MODEL_PY,
         **_bundle_files(source, PurePosixPath(BUNDLE_FOLDER), mode),

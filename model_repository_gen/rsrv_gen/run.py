@@ -184,6 +184,7 @@ class _Generator:
             sources,
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
+            models=settings.models,
             stays=stays,
         )
         # Each has an action.

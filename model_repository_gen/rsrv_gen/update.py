@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rsrv.settings import Transport
+from rsrv.settings import ModelSection, Transport
 from rsrv_bundle import BundleError
 from rsrv_gen.plan import LinkMode, ModelPlan, SourceBundle, plan_repository
 from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
@@ -45,6 +45,7 @@ def steps(
     *,
     link: LinkMode,
     transport: Transport,
+    models: Mapping[str, ModelSection],
     stays: Callable[[str], str],
     only: Collection[str] | None = None,
 ) -> Iterator[PlannedAction]:
@@ -60,7 +61,7 @@ def steps(
             kept[name] = reason
         else:
             go.append(name)
-    plan = plan_repository(sources.good, mode=link, transport=transport)
+    plan = plan_repository(sources.good, mode=link, transport=transport, models=models)
 
     def wanted(name: str) -> bool:
         return only is None or name in only
@@ -167,6 +168,7 @@ def update(
     *,
     link: LinkMode,
     transport: Transport,
+    models: Mapping[str, ModelSection] | None = None,
     policy: UpdatePolicy | None = None,
     into: Update | None = None,
 ) -> Update:
@@ -194,7 +196,13 @@ def update(
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
     only = set(first) if first else None if names is None else _touched(names, sources, repository)
     planned = steps(
-        repository, sources, link=link, transport=transport, stays=policy.reason_to_keep, only=only
+        repository,
+        sources,
+        link=link,
+        transport=transport,
+        models=models or {},
+        stays=policy.reason_to_keep,
+        only=only,
     )
     for step in planned:
         made_of = (step.name, *_calls(step.name, sources))

@@ -307,7 +307,9 @@ class ModelSection(Section):
         None, ge=1, description="As scheduler.max_queue_depth, for this model."
     )
     max_batch_size: int | None = Field(
-        None, ge=1, description="Most rows in one execution; null: the largest compiled size."
+        None,
+        ge=1,
+        description="Most rows in one execution, and in a request; null: the largest compiled size.",
     )
     weight: float = Field(
         1.0,

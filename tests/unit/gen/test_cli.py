@@ -408,3 +408,16 @@ def test_a_reader_that_goes_stops_nothing(
         monkeypatch.setattr(sys, "stdout", closed)
         assert run(bundles, "-o", gen, *json_too) == 0
     assert [path.name for path in sorted(gen.iterdir())] == ["one", "rsrv.yaml", "two"]
+
+
+def test_a_limit_on_rows_is_what_clients_read(bundles: Path, gen: Path, tmp_path: Path) -> None:
+    """The most rows that the runtime takes in a request is max_batch_size in config.pbtxt, and a change renews it."""
+    config = gen / "one" / "config.pbtxt"
+    settings = tmp_path / "rsrv.yaml"
+    assert run(bundles, "-o", gen) == 0
+    assert "max_batch_size: 8" in config.read_text()
+
+    for limit, shown in ((4, 4), (100, 8)):
+        settings.write_text(f"models: {{one: {{max_batch_size: {limit}}}}}")
+        assert run(bundles, "-o", gen, "--config", settings) == 0
+        assert f"max_batch_size: {shown}\n" in config.read_text()

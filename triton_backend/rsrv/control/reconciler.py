@@ -411,6 +411,7 @@ class Reconciler:
             names,
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
+            models=self._settings.models,
             policy=self._policy,
             into=done,
         )

@@ -69,6 +69,7 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
             sources,
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
+            models=settings.models,
             stays=lambda name: stays,
         )
         for step in planned:

@@ -54,16 +54,21 @@ def parser() -> CommandParser:
         action="store_true",
         help="write nothing; exit with 1 if anything would change or is broken",
     )
-    only.add_argument(
+    add_compile_for(only)
+    top.add_argument("--json", action="store_true", help="print the actions as JSON, for programs")
+    top.add_version()
+    return top
+
+
+def add_compile_for(parser: argparse._ActionsContainer) -> None:
+    """Add --compile-for, which `rsrv serve` and rsrv-node have, too."""
+    parser.add_argument(
         "--compile-for",
         metavar="CARD",
         type=_card,
         help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. "
         f"{', '.join(sorted(CARDS))}, or a file of `rsrv gpu profile`, which also has the results of tuning",
     )
-    top.add_argument("--json", action="store_true", help="print the actions as JSON, for programs")
-    top.add_version()
-    return top
 
 
 def _card(text: str) -> str:

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.serve import repositories
 from rsrv.serve.errors import NodeError
-from rsrv.serve.repositories import call_through_triton, check, find, generate, is_empty, watched
+from rsrv.serve.repositories import (
+    call_through_triton,
+    check,
+    compile_for,
+    find,
+    generate,
+    is_empty,
+    watched,
+)
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -115,3 +124,23 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     """A missing folder is an error."""
     with pytest.raises(NodeError, match="missing: there is no such file or directory"):
         check([tmp_path / "missing"], load_settings(""))
+
+
+def test_models_are_compiled_for_a_card_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers get the executables of the first; if the compiler is interrupted, so is the start."""
+    places = [tmp_path / name for name in ("a", "b", "c")]
+    for place in places:
+        place.mkdir()
+
+    def compile(program: str, repository: Path, card: str) -> int:
+        assert (program, repository) == ("compile_for", places[0])
+        (repository / f"{Path(card).stem}.executables").write_bytes(b"compiled")
+        return 0
+
+    monkeypatch.setattr(repositories, "run_in_runtime", compile)
+    compile_for("cards/mine.profile", places)
+    assert all(tree(place) == {"mine.executables": b"compiled"} for place in places)
+
+    monkeypatch.setattr(repositories, "run_in_runtime", lambda *_: 130)
+    with pytest.raises(KeyboardInterrupt):
+        compile_for("l4", places)

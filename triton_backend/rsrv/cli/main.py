@@ -9,6 +9,7 @@ from typing import Any
 
 from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
 from rsrv.serve.node_cli import gpus
+from rsrv_gen.cli import add_compile_for
 
 
 @command
@@ -204,6 +205,7 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     serve.add_argument(
         "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
     )
+    add_compile_for(serve)
     serve.add_argument("--verbose", action="store_true", help="show tritonserver's log, too")
     serve.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
 

@@ -79,6 +79,8 @@ def run(options: Namespace, output: Output | None = None) -> int:
             for file, text in planned.files.items():
                 write(file, text)
             broken = _generate(planned, settings, options.bundles)
+            if options.compile_for:
+                repositories.compile_for(options.compile_for, [one.repository for one in planned.workers])
             serving = Serving(settings, _free_pages(planned.pages), broken)
             return asyncio.run(_serve(planned, serving, options.bundles, output))
     except (NodeError, SettingsError, OSError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.command import EXIT_STATUS, CommandParser, command
+from rsrv_gen.cli import add_compile_for
 
 _EPILOG = f"""Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
 {EXIT_STATUS}
@@ -50,6 +51,7 @@ def parser() -> CommandParser:
     top.add_argument(
         "--tritonserver", metavar="PROGRAM", help="the server to start; default: the one on PATH"
     )
+    add_compile_for(top)
     top.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     top.set_defaults(http_port=None, grpc_port=None, metrics_port=None)
     top.add_version()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_bundle.mistakes import mistaken
+from rsrv_gen.run import run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository
@@ -79,6 +81,19 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
                 failed[step.name] = str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
     return [f"{repository / name}: {reason}" for name, reason in failed.items()]
+
+
+def compile_for(card: str, places: Sequence[Path]) -> None:
+    """Compile the models of equal repositories for a card, once, and print what was done.
+
+    The server compiles those that could not be compiled here. Raises KeyboardInterrupt, OSError.
+    """
+    first, *others = places
+    if run_in_runtime("compile_for", first, card) == 130:
+        raise KeyboardInterrupt
+    for path in first.glob(f"{Path(card).stem}.executables"):
+        for other in others:
+            shutil.copy2(path, other)
 
 
 def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:

@@ -38,8 +38,8 @@ class Terminal:
     def text(self) -> str:
         return self._output.read_text()
 
-    def wait_for(self, words: str) -> None:
-        wait_until(lambda: words in self.text, 60, what=f"{words!r} in {self.text}")
+    def wait_for(self, words: str, timeout: float = 60) -> None:
+        wait_until(lambda: words in self.text, timeout, what=f"{words!r} in {self.text}")
 
 
 @contextmanager

@@ -52,7 +52,7 @@ API CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* nam
 }
 API CUresult cuModuleGetGlobal_v2(CUdeviceptr* address, size_t* bytes, CUmodule, const char*) {
     // Constants of all modules lie here: nothing reads them.
-    static char constants[64 << 20];
+    alignas(256) static char constants[64 << 20];
     *address = reinterpret_cast<CUdeviceptr>(constants);
     if (bytes) *bytes = sizeof constants;
     return CUDA_SUCCESS;

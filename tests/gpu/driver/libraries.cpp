@@ -65,20 +65,38 @@ API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, 
     return 0;
 }
 
-// --- cuDNN: no plan can be built, so XLA falls back to kernels of its own -----------------------------------------------
+// --- cuDNN: every graph of operations has one plan, which takes no workspace, and the time of a kernel ---------------------
 
 API size_t cudnnGetVersion() { return CUDNN_VERSION; }
 API size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
 API size_t cudnnGetMaxDeviceVersion() { return 1200; }
 API int cudnnGetProperty(int part, int* value) { return version_part(part, CUDNN_VERSION, value); }
 API int cudnnCreate(void** handle) { return make_object(handle); }
-API int cudnnSetStream(void*, void*) { return 0; }
+API int cudnnSetStream(CUstream* handle, CUstream stream) {
+    *handle = stream;
+    return 0;
+}
 API int cudnnDestroy(void*) { return 0; }
 API const char* cudnnGetErrorString(int) { return "not supported by the fake cuDNN"; }
-API int cudnnBackendCreateDescriptor(int, void**) { return 3000; }  // CUDNN_STATUS_NOT_SUPPORTED
-API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 3000; }
-API int cudnnBackendGetAttribute(void*, int, int, int64_t, int64_t*, void*) { return 3000; }
-API int cudnnBackendFinalize(void*) { return 3000; }
+API int cudnnBackendCreateDescriptor(int, void** descriptor) { return make_object(descriptor); }
+API int cudnnBackendDestroyDescriptor(void* descriptor) {
+    free(descriptor);
+    return 0;
+}
+API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 0; }
+API int cudnnBackendGetAttribute(void*, int attribute, int type, int64_t wanted, int64_t* count, void* values) {
+    // One result of the heuristics, one engine and its number 0; no knobs, and no notes about numerics and behaviour.
+    constexpr int INT64 = 3, KNOBS = 302, NUMERICS = 1303, BEHAVIOUR = 1305;
+    if (count) *count = attribute != KNOBS && attribute != NUMERICS && attribute != BEHAVIOUR;
+    if (type == INT64 && wanted) *static_cast<int64_t*>(values) = 0;
+    return 0;
+}
+API int cudnnBackendFinalize(void*) { return 0; }
+API int cudnnBackendExecute(CUstream* handle, void*, void*) {
+    CUfunction function;
+    cuModuleGetFunction(&function, nullptr, "cudnn");
+    return cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, *handle, nullptr, nullptr);
+}
 
 // --- cuBLAS and cuBLASLt ----------------------------------------------------------------------------------------------
 

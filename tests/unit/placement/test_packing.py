@@ -79,7 +79,7 @@ problems = st.integers(1, 6).flatmap(
                 replicas=st.integers(1, 4),
                 allowed=st.none() | st.frozensets(st.sampled_from("abcdefgh")),
             ),
-            max_size=14,
+            max_size=10,
             unique_by=lambda load: load.name,
         ),
         st.lists(st.none() | st.integers(0, 120), min_size=count, max_size=count).map(

@@ -78,7 +78,7 @@ test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long o
 	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --ignore tests/gpu
 
 test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print which lines they reach)
-	$(if $(COV),$(BIN)/coverage run -m pytest,$(PYTEST)) -m "not long" tests/unit -n $(WORKERS)
+	$(if $(COV),$(BIN)/coverage run -m pytest,$(PYTEST)) -m "not long" tests/unit -n $(WORKERS) --dist loadfile
 	$(if $(COV),$(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered)
 
 test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XLA's CUDA client and a fake CUDA driver; no GPU is needed

@@ -52,9 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the end-to-end tests of a file, and those of a shared server, on one worker of pytest-xdist.
+    """Keep the tests of a file, and those of a shared server, on one worker of pytest-xdist.
 
-    Tests of servers wait, and unit tests compute: groups of the first are spread among the latter, so that the
+    So a file's fixtures are made once. Tests of servers wait, and unit tests compute: groups of the first are spread among the latter, so that the
     workers have both at any time, and the last minutes have small tests only.
     """
     if not hasattr(config, "workerinput"):
@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     units = []
     for item in items:
         if UNIT in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(UNIT))))
             units.append(item)
         else:
             groups.setdefault(item.path.stem, []).append(item)

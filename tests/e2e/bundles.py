@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from ruamel.yaml import YAML
 
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
@@ -159,8 +160,8 @@ def _axes(out_dir: Path) -> None:
     )
 
 
-#: Elements in one row of `large`: 256 MiB.
-LARGE = 64 * 2**20
+#: Elements in one row of `large`: 64 MiB.
+LARGE = 16 * 2**20
 LARGE_STEP = 2**16
 
 
@@ -325,6 +326,21 @@ def with_weights(source: Path, target: Path, weights: Mapping[str, Array]) -> Pa
     write_weights(file, list(weights.items()))
     after = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(manifest.read_text().replace(before, after))
+    return target
+
+
+def with_sizes(source: Path, target: Path, sizes: Sequence[int]) -> Path:
+    """Copy a bundle with some of its compiled batch sizes only."""
+    shutil.copytree(source, target)
+    file = target / "manifest.yaml"
+    manifest = YAML(typ="safe").load(file)
+    manifest["batching"]["compiled_batch_sizes"] = list(sizes)
+    del manifest["numerics"]
+    for module in target.glob("*.mlir"):
+        if int(module.stem.rpartition(".b")[2]) not in sizes:
+            module.unlink()
+            del manifest["sha256"][module.name]
+    YAML(typ="safe").dump(manifest, file)
     return target
 
 

@@ -354,8 +354,8 @@ def test_no_rows_at_all_are_refused_where_triton_batches(triton: RunningTriton, 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_tensor_of_256_mebibytes(triton: RunningTriton, protocol: str) -> None:
-    """A quarter of a gibibyte goes in, and the right elements come back."""
+def test_a_tensor_of_64_mebibytes(triton: RunningTriton, protocol: str) -> None:
+    """A tensor far larger than the buffers of sockets and protocols goes in, and the right elements come back."""
     x = np.arange(bundles.LARGE, dtype=np.float32).reshape(1, -1)
     with caller(triton, protocol) as call:
         assert_same(call("large", {"x": x}), {"y": x[:, :: bundles.LARGE_STEP]})

@@ -37,10 +37,11 @@ from tests.waiting import wait_until
 
 StartMeta = Callable[..., Any]
 
-#: Seconds that execute() may take at most.
-BLOCK = 0.2
 #: Requests that are more than fit between stub and runtime.
 FLOOD = 2000
+#: Seconds for all of them on a slow machine. If execute() waited for the stopped runtime, it would take 60 s; if each
+#: refusal took the 0.2 s of the first, minutes.
+FLOOD_S = 20.0
 
 
 @contextmanager
@@ -136,15 +137,13 @@ def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     engine = engine_of(runtime.open, doubling)
     assert takes_requests(engine)
-    slowest = 0.0
     with stopped(runtime):
         give_up_direct(engine)
         requests = [request(value=n) for n in range(FLOOD)]
+        started = time.monotonic()
         for one in requests:
-            started = time.monotonic()
             assert engine.execute([one]) is None
-            slowest = max(slowest, time.monotonic() - started)
-        assert slowest < BLOCK + 0.1
+        assert time.monotonic() - started < FLOOD_S
         assert not takes_requests(engine)
     refused = 0
     for number, one in enumerate(requests):
@@ -174,7 +173,7 @@ def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
         requests = [request(value=n) for n in range(FLOOD)]
         started = time.monotonic()
         assert engine.execute(list(requests)) is None
-        assert time.monotonic() - started < BLOCK + 1.0  # The rest is for making so many answers.
+        assert time.monotonic() - started < FLOOD_S
     answers = [answer_of(one) for one in requests]
     well = [n for n, answer in enumerate(answers) if answer.error is None]
     assert well == list(range(len(well)))

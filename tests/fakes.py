@@ -21,6 +21,7 @@ import numpy.typing as npt
 from rsrv.runtime.device import (
     Abandoned,
     Array,
+    ArrayKind,
     Buffer,
     DeviceError,
     DeviceRows,
@@ -167,7 +168,12 @@ class FakeDevice:
     def memory_in_use(self) -> int | None:
         return None if self.memory_limit is None else self.device_bytes
 
-    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]:
         buffers: list[Buffer] = []
         try:
             for array in arrays:

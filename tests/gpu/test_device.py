@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from rsrv.runtime import cuda
-from rsrv.runtime.device import DeviceError, run
+from rsrv.runtime.device import Abandoned, Array, DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
 from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -42,6 +43,44 @@ def test_a_bundle_loads_and_executes_on_the_card(gpu: FakeGpu, doubling: Path) -
     assert found["shapes"] == [(1, 3), (4, 3), (8, 3)]
     assert [call.bytes for call in gpu.calls("alloc")] == [72 * GIB]
     assert len(gpu.calls("kernel")) >= 3
+
+
+def move_tensors() -> tuple[bool, int]:
+    """Return whether tensors of all types arrive, and the bytes that they take."""
+    device = JaxDevice("cuda")
+    sources: list[Array] = [
+        np.arange(5_000_000, dtype=np.float32).reshape(5, -1),
+        np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
+        np.array(2.5, np.float64),
+        np.array([True, False, True]),
+        np.zeros((0, 3), np.float32),
+        np.full((5, 2), 1.5, ml_dtypes.bfloat16),
+        np.full(4, 2, ml_dtypes.float8_e5m2),
+    ]
+    before = device.memory_in_use() or 0
+    answers = iter([False, False, True])
+    with pytest.raises(Abandoned):
+        device.upload(sources, lambda: next(answers))
+    wait_until(lambda: device.memory_in_use() == before)
+    buffers: list[Any] = device.upload(sources)
+    arrived = all(
+        (buffer.dtype, buffer.shape, np.asarray(buffer).tobytes())
+        == (source.dtype, source.shape, source.tobytes())
+        for buffer, source in zip(buffers, sources, strict=True)
+    )
+    loaded = device.memory_in_use() or 0
+    device.free(buffers)
+    wait_until(lambda: device.memory_in_use() == before)
+    return arrived, loaded - before
+
+
+def test_tensors_of_every_type_come_and_go(gpu: FakeGpu) -> None:
+    """They lie in jax's allocator; an abandoned load leaves nothing there."""
+    arrived, taken = gpu.run(move_tensors)
+
+    assert arrived
+    assert 20_000_000 <= taken < 20_010_000
+    assert [call.bytes for call in gpu.calls("alloc")] == [72 * GIB]
 
 
 def refusal(platform: str, signs: tuple[str, ...] = ()) -> str:

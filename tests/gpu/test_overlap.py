@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
 from tests.gpu.fake_gpu import FakeGpu, settings_here
 from tests.unit.runtime.conftest import build_here
+from tests.waiting import wait_until
 
 #: a row is above the 64 kB up to which CUDA's driver copies pageable memory at once
 COLUMNS = 64 << 10
@@ -80,3 +82,36 @@ def test_a_launch_does_not_wait_for_the_execution_before(gpu: FakeGpu, summing: 
     seconds = gpu.run(launch_beside_an_execution, summing, locked)
 
     assert (seconds < KERNEL_S / 2) == locked
+
+
+#: weights that take 3 s on a link of 200 MB/s
+WEIGHTS_BYTES, LINK_BYTES_PER_S = 600_000_000, 200_000_000
+
+
+def execute_beside_a_load(bundle: Path, record: Path) -> None:
+    device = JaxDevice("cuda")
+    model = build_here(bundle, device)
+    assert model.weights is not None
+    x = aligned(ROW_BYTES).view(np.float32).reshape(1, COLUMNS)
+    weights = aligned(WEIGHTS_BYTES)
+    for array in (x, weights):
+        device.page_lock(array.ctypes.data, array.nbytes)
+    settings = settings_here()
+    settings.moved_bytes_max, settings.pinned_bytes_per_s = ROW_BYTES, LINK_BYTES_PER_S
+    before = record.stat().st_size
+    load = threading.Thread(target=device.upload, args=([weights],))
+    load.start()
+    wait_until(lambda: record.stat().st_size > before)
+    device.read(device.launch(model.executables[0, 1], model.weights, [x]))
+    load.join()
+
+
+def test_inputs_do_not_wait_for_the_weights_of_a_load(gpu: FakeGpu, summing: Path) -> None:
+    """They share the link with at most one piece of the weights; in jax's stream they would come after all of them."""
+    gpu.run(execute_beside_a_load, summing, gpu.record)
+
+    moved = [call.bytes for call in gpu.calls("h2d") if call.bytes >= ROW_BYTES]
+    beside = moved[moved.index(max(moved)) :]
+    assert max(moved) == 16 << 20
+    assert beside.count(ROW_BYTES) == 1
+    assert beside[-1] > ROW_BYTES

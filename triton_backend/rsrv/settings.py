@@ -117,11 +117,6 @@ class RuntimeSection(Section):
         description="Take that share when the runtime starts, so that no other process can, and so that no allocation "
         "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
     )
-    weight_memory: Literal["jax", "driver"] = Field(
-        "jax",
-        description="Allocator of weights on a GPU. jax: jax's own, where a transfer waits for the executions launched "
-        "before it; driver: CUDA's, with a stream for transfers, and without preallocation. docs/scheduler.md compares them.",
-    )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,

@@ -78,8 +78,6 @@ SMALL = Plan(
 class Results:
     machine: dict[str, str]
     rates: list[Rate] = field(default_factory=list)
-    #: Whether jax computes with memory that its allocator does not know.
-    imported: str = ""
     scratch: Scratch | None = None
     products: list[numerics.Product] = field(default_factory=list)
     cold: list[Cold] = field(default_factory=list)
@@ -101,9 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.json"))
     parser.add_argument("--directory", type=Path, help="for bundles: files with holes; default: temporary")
     parser.add_argument(
-        "--weight-memory", choices=("jax", "driver"), default="jax", help="as runtime.weight_memory"
-    )
-    parser.add_argument(
         "--numerics", choices=("auto", "f32", "tf32"), default="auto", help="as runtime.numerics"
     )
     parser.add_argument("--traffic-models", type=int)
@@ -120,16 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["RSRV_RUNTIME_DIR"] = str(Path(directory, "runtime"))
         device = JaxDevice(
             cache_dir=Path(directory, "cache"),
-            weight_memory=options.weight_memory,
             numerics=options.numerics,
         )
         on_gpu = jax.devices()[0].platform != "cpu"
         plan = Plan() if on_gpu and not options.small else SMALL
         chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
         plan = replace(plan, **{key: value for key, value in chosen.items() if value is not None})
-        results = Results(
-            transfer.describe() | {"weight_memory": options.weight_memory, "numerics": options.numerics}
-        )
+        results = Results(transfer.describe() | {"numerics": options.numerics})
         measure(device, plan, parts, Path(directory), results)
         if results.products:
             results.wrong += numerics.check(device, options.numerics, results.products)
@@ -157,10 +149,8 @@ def measure(device: JaxDevice, plan: Plan, parts: Sequence[str], directory: Path
     results.scratch = transfer.measure_scratch(device, plan.scratch_elements)
     print(f"one execution's scratch: {results.scratch.said} bytes by analysis, {results.scratch.seen} seen\n")
     for tensors in plan.tensors:
-        rates, results.imported = transfer.measure(device, plan.transfer_bytes, tensors, plan.rounds)
-        results.rates += rates
-    print(rates_table(results.rates))
-    print(f"jax computes with memory that is not its own: {results.imported}\n", flush=True)
+        results.rates += transfer.measure(device, plan.transfer_bytes, tensors, plan.rounds)
+    print(rates_table(results.rates), "\n", flush=True)
     limit = results.rate(LIMIT, plan.tensors[0])
     if "numerics" in parts:
         results.products = numerics.measure(device)

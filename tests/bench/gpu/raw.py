@@ -1,8 +1,4 @@
-"""Without jax's client: the driver's own copies to its own memory, and jax arrays around that memory.
-
-The copies are the limit for the product's way. The arrays show whether another way is possible: weights in memory that
-XLA's allocator does not know, whose transfers need not wait for executions.
-"""
+"""Without jax's client: the driver's own copies to its own memory, the limit for the product's way."""
 
 from __future__ import annotations
 
@@ -13,12 +9,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import jax
-import jax.dlpack
 import numpy as np
 
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.cuda import Driver
-from rsrv.runtime.cuda_memory import CPU, CUDA, Around
 from rsrv.runtime.device import Array
 
 #: Alignment in bytes of tensors in memory that XLA is given.
@@ -27,9 +21,7 @@ _STREAM_NON_BLOCKING = 1  # Waits for no other stream.
 
 
 class Raw(Protocol):
-    """Memory of its own for some arrays, each at `addresses`."""
-
-    addresses: list[int]
+    """Memory of its own for some arrays."""
 
     def copy(self) -> float:
         """Copy all arrays there, and return the seconds."""
@@ -43,7 +35,6 @@ class _Memcpy:
         places, nbytes = _places(arrays)
         self._memory = aligned_copy(np.zeros(nbytes, np.uint8))
         self._targets = [self._memory[at : at + a.nbytes] for at, a in zip(places, arrays, strict=True)]
-        self.addresses = [target.ctypes.data for target in self._targets]
 
     def copy(self) -> float:
         started = time.perf_counter()
@@ -61,10 +52,13 @@ class _Copies:
         self._memory, self._stream = ctypes.c_uint64(), ctypes.c_void_p()
         driver.call("cuMemAlloc_v2", ctypes.byref(self._memory), ctypes.c_size_t(nbytes))
         driver.call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
-        self.addresses = [self._memory.value + at for at in places]
         self._copies = [
-            (ctypes.c_uint64(to), ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
-            for to, array in zip(self.addresses, arrays, strict=True)
+            (
+                ctypes.c_uint64(self._memory.value + at),
+                ctypes.c_void_p(array.ctypes.data),
+                ctypes.c_size_t(array.nbytes),
+            )
+            for at, array in zip(places, arrays, strict=True)
         ]
 
     def copy(self) -> float:
@@ -102,24 +96,3 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
         places.append(at)
         at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places, at
-
-
-def computes_with(memory: Raw, arrays: Sequence[Array]) -> str:
-    """Return whether an executable gives the right answer on arrays around the memory: "yes", or jax's error."""
-    memory.copy()
-    function = jax.jit(lambda *tensors: [tensor.astype(np.uint64).sum() for tensor in tensors])
-    try:
-        first = jax.devices()[0]
-        device = CPU if first.platform == "cpu" else CUDA, first.local_hardware_id or 0
-        tensors = [
-            jax.dlpack.from_dlpack(Around(at, a.shape, a.dtype, device))
-            for at, a in zip(memory.addresses, arrays, strict=True)
-        ]
-        in_place = [t.unsafe_buffer_pointer() for t in tensors] == memory.addresses
-        sums = [int(total) for total in function(*tensors)]
-        del tensors
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        return f"{type(error).__name__}: {error}"
-    if sums != [int(array.sum(dtype=np.uint64)) for array in arrays]:
-        return "no: the answer is wrong"
-    return "yes" if in_place else "no: jax copies it"

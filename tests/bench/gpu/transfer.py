@@ -16,7 +16,7 @@ import numpy as np
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Array, Device, Executable
 from rsrv.runtime.jax_device import JaxDevice
-from tests.bench.gpu.raw import computes_with, raw
+from tests.bench.gpu.raw import raw
 
 #: The ways, in the order of the table.
 LIMIT, LOCKED, PAGEABLE, PINNED = "limit", "page-locked", "pageable", "pinned_host"
@@ -34,8 +34,8 @@ class Rate:
     median: float
 
 
-def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> tuple[list[Rate], str]:
-    """Measure every way with the same `nbytes` in so many tensors, and whether jax computes with foreign memory.
+def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> list[Rate]:
+    """Measure every way with the same `nbytes` in so many tensors.
 
     Raises AssertionError if a tensor arrives wrong.
     """
@@ -67,14 +67,13 @@ def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> tuple[
             rates.append(rate(LIMIT, own.copy))
             with _executing(device):
                 rates.append(rate(LIMIT_BUSY, own.copy))
-            imported = computes_with(own, arrays)
     finally:
         unlock()
     try:
         rates.append(rate(PINNED, _pinned(arrays)))
     except Exception as error:  # noqa: BLE001 - not every client has it, and the product does not use it
         print(f"{PINNED}: {type(error).__name__}: {error}")
-    return rates, imported
+    return rates
 
 
 def _slices(memory: Array, tensors: int) -> list[Array]:

@@ -4,12 +4,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from rsrv.runtime.allocation import aligned_copy
-from rsrv.runtime.device import Array
-
-_CONTEXT, _STREAM, _POOL = 7, 8, 9
+_CONTEXT, _STREAM = 7, 8
 _NAMES = {
     1: b"CUDA_ERROR_INVALID_VALUE",
     2: b"CUDA_ERROR_OUT_OF_MEMORY",
@@ -19,26 +14,21 @@ _NAMES = {
 
 
 class FakeCuda:
-    """Has the functions by their names. `failing` {function: CUresult}; `capacity` bytes may be allocated.
+    """Has the functions by their names. `failing` {function: CUresult}.
 
-    Copies are made when a caller waits for an event behind them. Memory that is freed is overwritten first.
+    Copies are made when a caller waits for an event behind them.
     """
 
-    def __init__(
-        self, *, read_only: bool = True, failing: dict[str, int] | None = None, capacity: int = 1 << 40
-    ) -> None:
+    def __init__(self, *, read_only: bool = True, failing: dict[str, int] | None = None) -> None:
         self._read_only = read_only
         self.failing = failing or {}
-        self._capacity = capacity
         self._late: list[Callable[[], object]] = []
         #: The stack of current contexts.
         self.depth = 0
-        #: {address: (bytes, flags)} of page-locked memory, {address: memory} of the device's, events that there are
+        #: {address: (bytes, flags)} of page-locked memory, bytes of each copy, events that there are
         self.locked: dict[int | None, tuple[int, int]] = {}
-        self.allocated: dict[int, Array] = {}
+        self.copied: list[int] = []
         self.events = 0
-        #: How often the driver was told to trim its pool.
-        self.trimmed = 0
 
     def __getattr__(self, function: str) -> Any:
         def called(*arguments: Any) -> int:
@@ -78,37 +68,12 @@ class FakeCuda:
         assert flags == 1
         stream._obj.value = _STREAM
 
-    def _cuDeviceGetDefaultMemPool(self, pool: Any, device: Any) -> None:
-        pool._obj.value = _POOL
-
-    def _cuMemPoolSetAttribute(self, pool: ctypes.c_void_p, attribute: int, value: Any) -> None:
-        assert (pool.value, attribute, value._obj.value) == (_POOL, 4, (1 << 64) - 1)
-
-    def _cuMemPoolTrimTo(self, pool: ctypes.c_void_p, keep: ctypes.c_size_t) -> None:
-        assert self.depth
-        assert (pool.value, keep.value) == (_POOL, 0)
-        self.trimmed += 1
-
-    def _cuMemAllocAsync(self, address: Any, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p) -> int:
-        assert self.depth
-        assert stream.value == _STREAM
-        if sum(memory.nbytes for memory in self.allocated.values()) + nbytes.value > self._capacity:
-            return 2
-        memory = aligned_copy(np.zeros(nbytes.value, np.uint8))
-        address._obj.value = memory.ctypes.data
-        self.allocated[memory.ctypes.data] = memory
-        return 0
-
-    def _cuMemFreeAsync(self, address: ctypes.c_uint64, stream: ctypes.c_void_p) -> None:
-        assert self.depth
-        assert not self._late, "freed while something may still be copied there"
-        self.allocated.pop(address.value)[:] = 0xAA
-
     def _cuMemcpyHtoDAsync_v2(
         self, to: ctypes.c_uint64, source: ctypes.c_void_p, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p
     ) -> None:
         assert self.depth
-        assert nbytes.value <= self.allocated[to.value].nbytes
+        assert stream.value == _STREAM
+        self.copied.append(nbytes.value)
         target, source_at, count = to.value, source.value, nbytes.value
         assert source_at is not None
         self._late.append(lambda: ctypes.memmove(target, source_at, count))

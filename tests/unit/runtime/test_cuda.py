@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rsrv.runtime import cuda
-from rsrv.runtime.cuda import CudaError, Driver, client_options, find_card
+from rsrv.runtime.cuda import CopyStream, CudaError, Driver, client_options, find_card
 from tests.unit.runtime.fake_cuda import FakeCuda
 
 
@@ -39,6 +40,35 @@ def test_a_machine_without_a_driver_is_told_so() -> None:
     """A missing driver library or device is an error that names the call."""
     with pytest.raises(CudaError, match="cuInit"):
         Driver(0, FakeCuda(failing={"cuInit": 100}))
+
+
+def test_a_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of other streams wait for the link during one piece only; the array arrives whole."""
+    monkeypatch.setattr(cuda, "_PIECE_BYTES", 1000)
+    library = FakeCuda()
+    stream = CopyStream(Driver(0, library))
+    source, target = np.arange(2500, dtype=np.uint8), np.zeros(2500, np.uint8)
+
+    event = stream.start(source, target.ctypes.data)
+    stream.finish(event)
+
+    assert library.copied == [1000, 1000, 500]
+    np.testing.assert_array_equal(target, source)
+    assert (library.events, library.depth) == (0, 0)
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyHtoDAsync_v2", "cuEventRecord"])
+def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces that were enqueued before the failure are complete, and no event is left."""
+    monkeypatch.setattr(cuda, "_PIECE_BYTES", 1000)
+    library = FakeCuda(failing={function: 700})
+    source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
+
+    with pytest.raises(CudaError, match=f"{function}: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        CopyStream(Driver(0, library)).start(source, target.ctypes.data)
+
+    assert target.all() == (function == "cuEventRecord")
+    assert (library.events, library.depth) == (0, 0)
 
 
 @pytest.mark.parametrize(

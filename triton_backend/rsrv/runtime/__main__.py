@@ -103,7 +103,6 @@ def main(argv: list[str] | None = None) -> int:
             settings.runtime.compilation_cache_dir,
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
-            weight_memory=settings.runtime.weight_memory,
             numerics=settings.runtime.numerics,
             repository=options.settings.parent if options.settings else None,
             lost=end_without_device,

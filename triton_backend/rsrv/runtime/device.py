@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NewType, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv_bundle.modules import Signature
 
 Array = npt.NDArray[Any]
+#: shape and type of an array
+ArrayKind = tuple[tuple[int, ...], np.dtype[Any]]
 #: a compiled module, a tensor in device memory, and an execution that was launched: opaque outside of the device
 Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
@@ -90,10 +93,16 @@ class Device(Protocol):
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the bytes of inputs, outputs and intermediates of one execution, without its `weight_bytes`."""
 
-    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]:
         """Copy arrays to the device, in order; return when all copies are complete.
 
-        `arrays` is consumed as the transfers proceed, and `abandoned` is called between tensors. Raises Abandoned,
+        `arrays` is consumed as the transfers proceed, and `abandoned` is called between tensors. `kinds` are those of
+        all arrays; without them a GPU takes all arrays first, because it allocates their memory at once. Raises Abandoned,
         OutOfMemory, and any exception of `arrays`; then nothing is left on the device, and no transfer reads the arrays.
         """
 

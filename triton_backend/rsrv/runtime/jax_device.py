@@ -1,5 +1,6 @@
 """jax's device: compile, hold weights, execute. The only module of the runtime that imports jax."""
 
+import ctypes
 import dataclasses
 import errno
 import gc
@@ -13,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from threading import Lock, get_ident
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -25,6 +27,7 @@ from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.runtime.allocation import Reuse
 from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, prepare_cache_directory
 from rsrv.runtime.cuda import (
+    CopyStream,
     CudaError,
     Driver,
     client_options,
@@ -34,10 +37,10 @@ from rsrv.runtime.cuda import (
     find_hidden_card,
     has_plugin,
 )
-from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv.runtime.device import (
     Abandoned,
     Array,
+    ArrayKind,
     Buffer,
     CacheCounts,
     DeviceError,
@@ -54,11 +57,11 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
 
-#: bytes that may be in flight to the device, and tensors that may be regardless of their size. A GPU's transfers wait
-#: for the executions launched before them, so many transfers must be in flight to keep PCIe busy beside executions.
-#: Abandoning an upload waits for those in flight: 20 ms at 50 GB/s.
-_IN_FLIGHT_BYTES = 1 << 30
-_IN_FLIGHT_TENSORS = 2
+#: bytes of an upload whose copies may be enqueued: enough to keep PCIe busy while this thread waits for the interpreter,
+#: and few enough that abandoning the upload, which waits for them, takes 10 ms at 25 GB/s
+_IN_FLIGHT_BYTES = 256 << 20
+#: allocations of uploads that stay compiled: each takes 170 kB of host memory
+_ALLOCATORS = 256
 #: errors of CUDA after which every call of the process fails: those that "leave the process in an inconsistent state" by
 #: CUresult in NVIDIA's driver API, memory that cannot be corrected, and a context or a driver that is gone
 _LOST = re.compile(
@@ -79,6 +82,8 @@ _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory whi
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: an instruction of a compiled module that is a kernel, or a library's
 _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
+#: array whose allocation ends that of an upload's arrays
+_END: ArrayKind = ((1,), np.dtype(np.uint8))
 #: placeholder of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
 
@@ -101,8 +106,7 @@ class JaxDevice:
 
     A CPU executes within `launch`; with `asynchronous_cpu` it executes like a GPU. jax decides that once per
     process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
-    own environment variables take precedence. If `weight_memory` is "driver", weights lie outside of jax's allocator,
-    which then grows on demand. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
+    own environment variables take precedence. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
     modules are compiled as they are. Executables that a file in `repository` has for this device are not compiled.
     `lost` is called, on the thread that uses the device, with an error of CUDA after
     which the process can do nothing more with the device.
@@ -115,7 +119,6 @@ class JaxDevice:
         *,
         memory_fraction: float = 0.9,
         preallocate: bool = True,
-        weight_memory: Literal["jax", "driver"] = "jax",
         numerics: Numerics = "auto",
         repository: Path | None = None,
         asynchronous_cpu: bool = False,
@@ -130,7 +133,6 @@ class JaxDevice:
         self._lost = lost
         self._preallocates = False
         if platform == "cuda" or (platform == "auto" and has_plugin()):
-            preallocate = preallocate and weight_memory == "jax"
             options = client_options(memory_fraction, preallocate, os.environ)
             self._preallocates = options.get("preallocate") is True
             jax.config.update("jax_pjrt_client_create_options", options)
@@ -196,14 +198,17 @@ class JaxDevice:
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
         self._cuda: Driver | None = None
-        #: memory of weights outside of jax's allocator; None: jax allocates them
-        self._own: WeightMemory | None = None
         self._reuse = Reuse()
-        if weight_memory == "driver":
+        #: None: the CPU copies
+        self._copies: CopyStream | None = None
+        if self._device.platform != "cpu":
             try:
-                self._own = WeightMemory(self._driver())
+                self._copies = CopyStream(self._driver())
             except CudaError as error:
-                raise DeviceError(f"runtime.weight_memory 'driver' is for CUDA devices: {error}") from None
+                raise DeviceError(
+                    f"weights cannot be copied to {self._device.device_kind}: {error}"
+                ) from None
+        self._allocator = lru_cache(_ALLOCATORS)(self._compile_allocator)
         #: bytes that an execution allocates for its outputs and intermediates, by executable
         self._working_bytes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._limit = self._measure_limit()
@@ -318,8 +323,7 @@ class JaxDevice:
             time.sleep(_FREEING_S / 100)
 
     def memory_in_use(self) -> int | None:
-        jaxs = self._memory("bytes_in_use")
-        return jaxs if jaxs is None or self._own is None else jaxs + self._own.in_use
+        return self._memory("bytes_in_use")
 
     def _memory(self, figure: str) -> int | None:
         figures: dict[str, int] | None = self._device.memory_stats()
@@ -339,74 +343,102 @@ class JaxDevice:
         outside = size.argument_size_in_bytes - weight_bytes
         return int(outside + size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes)
 
-    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
-        arrived: list[Buffer] = []
-        moving: deque[tuple[Any, int]] = deque()
-        moving_bytes = 0
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]:
+        if self._copies is None:
+            return self._upload_on_cpu(arrays, abandoned)
+        if kinds is None:
+            arrays = list(arrays)
+            kinds = [(array.shape, array.dtype) for array in arrays]
+        buffers: list[Any] = []
+        copying: deque[tuple[Array, ctypes.c_void_p]] = deque()
+        copying_bytes = 0
         try:
-            for array in arrays:
-                while len(moving) >= _IN_FLIGHT_TENSORS and moving_bytes + array.nbytes > _IN_FLIGHT_BYTES:
-                    oldest, nbytes = moving.popleft()
-                    arrived.append(self._arrive(oldest))
-                    moving_bytes -= nbytes
+            buffers = self._allocate(self._copies, tuple(kinds))
+            for array, buffer in zip(arrays, buffers, strict=True):
+                while copying and copying_bytes + array.nbytes > _IN_FLIGHT_BYTES:
+                    copying_bytes -= self._finish(self._copies, copying)
                 if abandoned():
                     raise Abandoned
-                moving.append((self._start(array), array.nbytes))
-                moving_bytes += array.nbytes
-            while moving:
+                if array.nbytes:
+                    source = np.asarray(array, order="C")
+                    copying.append((source, self._copies.start(source, buffer.unsafe_buffer_pointer())))
+                    copying_bytes += array.nbytes
+            while copying:
                 if abandoned():
                     raise Abandoned
-                arrived.append(self._arrive(moving.popleft()[0]))
+                self._finish(self._copies, copying)
         except BaseException as error:
-            # Transfers in flight read host memory that the caller may unmap next.
-            for one, _ in moving:
-                with suppress(Exception):
-                    arrived.append(self._arrive(one))
-            # In a lost context this fails, too.
-            with suppress(CudaError):
-                self.free(arrived)
+            # Copies in flight read host memory that the caller may unmap next.
+            while copying:
+                with suppress(CudaError):
+                    self._finish(self._copies, copying)
+            self.free(buffers)
             self._examine(error)
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
+            raise
+        return buffers
+
+    def _allocate(self, copies: CopyStream, kinds: tuple[ArrayKind, ...]) -> list[Any]:
+        """Return arrays without contents, in which copies that `copies` starts from now on may be placed.
+
+        jax's allocator hands out memory that executions launched before may still use, so the stream waits for these,
+        once for all arrays. A `device_put` would enqueue in the one stream of jax that inputs of executions take, too.
+        """
+        self._require(sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds))
+        allocated: list[Any]
+        *allocated, end = self._allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
+        end.__dlpack__(stream=copies.handle)
+        following = iter(allocated)
+        # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
+        return [
+            next(following)
+            if math.prod(shape)
+            else self._jax.device_put(np.empty(shape, dtype), self._device)
+            for shape, dtype in kinds
+        ]
+
+    def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        empty: Any = self._jax.lax.empty  # has no types
+        return self._jax.jit(lambda: [empty(*kind) for kind in (*kinds, _END)]).lower().compile()
+
+    @staticmethod
+    def _finish(copies: CopyStream, copying: deque[tuple[Array, ctypes.c_void_p]]) -> int:
+        """Wait until the oldest copy is complete; return its bytes."""
+        source, event = copying.popleft()
+        copies.finish(event)
+        return source.nbytes
+
+    def _upload_on_cpu(self, arrays: Iterable[Array], abandoned: Callable[[], bool]) -> list[Buffer]:
+        arrived: list[Buffer] = []
+        try:
+            for array in arrays:
+                if abandoned():
+                    raise Abandoned
+                # jax would use an aligned array in place: the host copy itself.
+                put = self._reuse.put(array, lambda copy: self._jax.device_put(copy, self._device))
+                arrived.append(Buffer(self._jax.block_until_ready(put)))
+            if abandoned():
+                raise Abandoned
+        except BaseException as error:
+            self.free(arrived)
+            self._examine(error)
             raise
         finally:
             if self._reuse.give_back():
                 gc.collect(0)  # as in `free`
         return arrived
 
-    def _start(self, array: Array) -> Any:
-        """Start a transfer; return a handle for `_arrive`."""
-        if self._own is not None and self._own.takes(array):
-            return self._own.start(array)
-        if self._device.platform == "cpu":
-            # jax would use an aligned array in place: the host copy itself.
-            return self._reuse.put(array, lambda copy: self._jax.device_put(copy, self._device))
-        self._require(array.nbytes)
-        return self._jax.device_put(array, self._device)
-
-    def _arrive(self, moving: Any) -> Buffer:
-        """Wait until a transfer is complete."""
-        if self._own is None or not isinstance(moving, Moving):
-            return Buffer(self._jax.block_until_ready(moving))
-        try:
-            return Buffer(self._jax.dlpack.from_dlpack(self._own.finish(moving)))
-        except BaseException:
-            with suppress(CudaError):
-                self._own.free(moving.address)
-            raise
-
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
         buffer: Any
         on_cpu = self._device.platform == "cpu"
         for buffer in buffers:
-            address = buffer.unsafe_buffer_pointer() if self._own is not None else 0
             buffer.delete()
-            if self._own is not None:
-                try:
-                    self._own.free(address)
-                except CudaError as error:
-                    self._examine(error)
-                    raise
             if on_cpu:
                 self._reuse.free(buffer, reuse=reuse)
         if on_cpu and not reuse:
@@ -424,10 +456,6 @@ class JaxDevice:
     def _examine(self, error: BaseException) -> None:
         """Raise OutOfMemory if the error means that, and report a device that is lost."""
         if _exhausted(error):
-            if self._own is not None:
-                # jax may need the memory kept for later loads for an execution.
-                with suppress(CudaError):
-                    self._own.trim()
             raise OutOfMemory(str(error)) from None
         if _LOST.search(str(error)):
             self._lost(str(error))

@@ -19,6 +19,7 @@ from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
 from rsrv.settings import Settings
 from rsrv_bundle import BundleError
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.weights import TensorKey
 
 log = logging.getLogger("rsrv.tiers")
@@ -60,7 +61,8 @@ class DeviceWeights:
             if tensor.key not in self._tensors
         }
         try:
-            buffers = self._device.upload(map(read, absent.values()), abandoned)
+            kinds = [(key.shape, numpy_dtype(key.dtype)) for key in absent]
+            buffers = self._device.upload(map(read, absent.values()), abandoned, kinds)
         except BaseException:
             self._drop(weights.distinct)
             raise

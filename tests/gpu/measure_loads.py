@@ -1,0 +1,176 @@
+"""Loads of weights beside executions on the fake card: bytes per second of the loads, and periods of the executions.
+
+    .venv/bin/python -m tests.gpu.measure_loads
+
+Loads of a model follow one another; a thread keeps the card busy as the runtime does, which at a depth of 2 launches an
+execution shortly before the one before ends. Large copies move nothing, so the link limits them and not the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from rsrv.runtime.allocation import aligned
+from rsrv.runtime.device import Array
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.models import CompiledModel
+from rsrv_bundle.export import export_bundle
+from tests.gpu.fake_gpu import FakeGpu, settings_here
+from tests.unit.runtime.conftest import build_here
+from tests.waiting import wait_until
+
+#: bytes of the model that is loaded, and of its tensors
+MODEL_BYTES = 800_000_000
+TENSORS = {"4 MB": 4_000_000, "100 MB": 100_000_000}
+#: f32 columns of the requests' input
+INPUTS = {"4 kB": 1_000, "1 MB": 250_000}
+DEPTHS = (1, 2)
+#: loads in a row, on a link like that of PCIe 4.0 with 16 lanes
+LOADS = 4
+LINK_BYTES_PER_S = 25_000_000_000
+KERNEL_S, LAUNCH_AHEAD_S = 0.02, 0.002
+#: inputs move their bytes, weights do not
+MOVED_BYTES_MAX = 2_000_000
+
+
+class Case(NamedTuple):
+    tensor: str
+    input: str
+    depth: int
+
+
+class Loaded(NamedTuple):
+    """Times of the loads' start and end, on the clock of the card's record."""
+
+    case: Case
+    start: float
+    end: float
+
+
+class Figures(NamedTuple):
+    """Bytes per second of the loads, and seconds from the start of each execution beside them to the next."""
+
+    rate: float
+    periods: list[float]
+
+
+@contextmanager
+def executing(device: JaxDevice, model: CompiledModel, x: Array, depth: int) -> Iterator[None]:
+    """Keep the device busy with executions of a model's only size."""
+    stop, ended = threading.Event(), threading.Event()
+    (executable,) = model.executables.values()
+
+    def execute() -> None:
+        launched = []
+        while not stop.is_set():
+            launched.append(device.launch(executable, model.weights or (), [x]))
+            if len(launched) == depth:
+                device.read(launched.pop(0))
+                ended.set()
+            if launched:
+                time.sleep(KERNEL_S - LAUNCH_AHEAD_S)
+        for one in launched:
+            device.read(one)
+
+    thread = threading.Thread(target=execute)
+    thread.start()
+    try:
+        wait_until(ended.is_set)
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def load_beside_executions(bundles: dict[str, Path]) -> list[Loaded]:
+    device = JaxDevice("cuda")
+    settings = settings_here()
+    memory = aligned(MODEL_BYTES)
+    device.page_lock(memory.ctypes.data, memory.nbytes)
+    models = {name: build_here(path, device) for name, path in bundles.items()}
+    inputs = {name: aligned(4 * columns).view(np.float32).reshape(1, -1) for name, columns in INPUTS.items()}
+    for x in inputs.values():
+        device.page_lock(x.ctypes.data, x.nbytes)
+
+    def load(nbytes: int) -> None:
+        device.free(device.upload([memory[i : i + nbytes] for i in range(0, MODEL_BYTES, nbytes)]))
+
+    settings.moved_bytes_max = MOVED_BYTES_MAX
+    for nbytes in TENSORS.values():
+        load(nbytes)  # the first load of some shapes compiles their allocation
+    settings.pinned_bytes_per_s = LINK_BYTES_PER_S
+    settings.kernel_ns = int(KERNEL_S * 1e9)
+    loaded = []
+    for case in itertools.starmap(Case, itertools.product(TENSORS, INPUTS, DEPTHS)):
+        with executing(device, models[case.input], inputs[case.input], case.depth):
+            start = time.monotonic()
+            for _ in range(LOADS):
+                load(TENSORS[case.tensor])
+            loaded.append(Loaded(case, start, time.monotonic()))
+    return loaded
+
+
+def measure(folder: Path, bundles: dict[str, Path]) -> dict[Case, Figures]:
+    """Measure each case once. `folder`: for the card's files."""
+    gpu = FakeGpu(folder)
+    found = {}
+    for case, start, end in gpu.run(load_beside_executions, bundles):
+        starts = [call.start for call in gpu.calls("kernel", "graph") if start <= call.start <= end]
+        periods = [after - before for before, after in itertools.pairwise(starts)]
+        found[case] = Figures(LOADS * MODEL_BYTES / (end - start), periods)
+    return found
+
+
+def export_bundles(folder: Path) -> dict[str, Path]:
+    """Write a bundle for each of `INPUTS`, whose execution is one kernel."""
+    bundles = {name: folder / name.replace(" ", "") for name in INPUTS}
+    for name, path in bundles.items():
+        export_bundle(
+            lambda params, x: {"y": x[:, :3] + params["w"]},
+            {"w": np.ones((3,), np.float32)},
+            {"x": np.zeros((1, INPUTS[name]), np.float32)},
+            batch_sizes=[1],
+            out_dir=path,
+        )
+    return bundles
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = []
+    with tempfile.TemporaryDirectory() as name:
+        bundles = export_bundles(Path(name))
+        for number in range(parser.parse_args().rounds):
+            folder = Path(name, str(number))
+            folder.mkdir()
+            rounds.append(measure(folder, bundles))
+    print(
+        "| tensors | input | depth | load, GB/s: median, slowest | period, ms: median, longest |\n|---|---|---|---|---|"
+    )
+    for case in rounds[0]:
+        rates = [one[case].rate / 1e9 for one in rounds]
+        periods = [1e3 * period for one in rounds for period in one[case].periods]
+        print(
+            f"| {case.tensor} | {case.input} | {case.depth} | {median(rates):.1f}, {min(rates):.1f} "
+            f"| {median(periods):.1f}, {max(periods):.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    from tests.gpu import measure_loads  # `FakeGpu.run` finds a function by its module's name
+
+    measure_loads.main()

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def held(pid: int) -> Held:
         len(os.listdir(process / "fd")),
         len(os.listdir(process / "task")),
     )
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Return number and target of this process's descriptors.
+
+    Compare sets, not their sizes: a thread or an object of an earlier test may close its own meanwhile.
+    """
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # Closed meanwhile, as the listing's own is.
+            found.add((link.name, os.readlink(link)))
+    return found
 
 
 def settled(read: Callable[[], Held | None], timeout: float = 20.0) -> Held:

@@ -14,6 +14,7 @@ from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
+from tests.held import open_files
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.waiting import wait_until
 
@@ -216,15 +217,11 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
     client.lane.close()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
     """A peer that asks without reading is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
-    before = descriptors()
+    before = open_files()
 
     def ask_on() -> None:
         while True:
@@ -234,7 +231,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
         ask_on()
     assert other.works()
     greeted.sock.close()
-    wait_until(lambda: descriptors() < before)
+    wait_until(lambda: open_files() < before, what="its descriptors are closed")
     other.lane.close()
 
 

@@ -54,8 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file, and those of a shared server, on one worker of pytest-xdist.
 
-    So a file's fixtures are made once. Tests of servers wait, and unit tests compute: groups of the first are spread among the latter, so that the
-    workers have both at any time, and the last minutes have small tests only.
+    So a file's fixtures are made once. Tests of servers wait, and unit tests compute: groups of the first are spread
+    among the latter, so that the workers have both at any time, and the last minutes have small tests only.
     """
     if not hasattr(config, "workerinput"):
         return

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+from kubernetes_validate import utils
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -152,11 +154,20 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
 }
 
 
-def read(text: str) -> Iterator[Manifest]:
+# The package parses megabytes of schemas for each manifest.
+utils.schema_contents = cache(utils.schema_contents)
+
+
+def read(text: str) -> list[Manifest]:
     """Return all documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
+    return deepcopy(_documents(text))
+
+
+@cache
+def _documents(text: str) -> list[Manifest]:
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 1)
-    yield from (document for document in yaml.load_all(text) if document is not None)
+    return [document for document in yaml.load_all(text) if document is not None]
 
 
 class ChartError(Exception):

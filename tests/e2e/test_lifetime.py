@@ -92,7 +92,9 @@ def shared_memory() -> set[str]:
 # --- the server's end ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM", "SIGKILL under load"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("SIGKILL", marks=pytest.mark.long), "SIGTERM", "SIGKILL under load"]
+)
 def test_nothing_is_left_of_a_server_that_ended(
     start: Callable[..., RunningTriton], home: Path, way: str
 ) -> None:
@@ -431,7 +433,10 @@ def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton
 
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
-    [("PLATFORM", "rocm", "platform"), ("NUMERICS", "tf32", "a CPU, which has no TF32")],
+    [
+        ("PLATFORM", "rocm", "platform"),
+        pytest.param("NUMERICS", "tf32", "a CPU, which has no TF32", marks=pytest.mark.long),
+    ],
 )
 def test_a_device_that_is_not_there_is_named(
     start: Callable[..., RunningTriton], setting: str, value: str, reason: str
@@ -502,6 +507,7 @@ def has_jax(pid: int) -> bool:
     return "jaxlib" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.long
 def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tmp_path: Path) -> None:
     """The persistent cache serves a further server on the same bundles."""
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}

@@ -358,7 +358,7 @@ def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Itera
 @pytest.mark.parametrize(
     ("warm_up", "rounds"),
     [
-        pytest.param(20, 40, id="seconds"),
+        pytest.param(10, 25, id="seconds"),
         pytest.param(500, 3000, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )

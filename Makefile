@@ -10,8 +10,8 @@ export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 # The theme warns about its successor; the documentation's tools are pinned.
 export NO_MKDOCS_2_WARNING := 1
 
-# Processes that share the tests, one per core: with more, tests of deadlines and shares fail on a busy machine.
-WORKERS ?= 2
+# Processes that share the tests, one more than two cores: tests of servers wait, and a third process computes meanwhile.
+WORKERS ?= 3
 
 SERVING := .venv/.serving
 VENV := .venv/.stamp

@@ -40,6 +40,7 @@ class Gate:
     """A gate that is open until it is cleared; `waiting` is set while a thread is held."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._open = threading.Event()
         self._open.set()
         self._pass = 0
@@ -47,21 +48,27 @@ class Gate:
 
     def clear(self, after: int = 0) -> None:
         """Hold every thread after the next `after`."""
-        self._pass = after
-        self._open.clear()
+        with self._lock:
+            self._pass = after
+            if self._open.is_set():
+                self._open = threading.Event()
 
     def set(self) -> None:
-        self._open.set()
+        """Let all held threads go on. From now on none is waiting, however late they go on."""
+        with self._lock:
+            self.waiting.clear()
+            self._open.set()
 
     def enter(self) -> None:
-        if self._open.is_set():
-            return
-        if self._pass:
-            self._pass -= 1
-            return
-        self.waiting.set()
-        self._open.wait(30)
-        self.waiting.clear()
+        with self._lock:
+            if self._open.is_set():
+                return
+            if self._pass:
+                self._pass -= 1
+                return
+            self.waiting.set()
+            opened = self._open
+        opened.wait(30)
 
 
 Operation = Literal["upload", "launch", "read", "page_lock", "profile"]

@@ -36,6 +36,8 @@ OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
 #: x and y of 3 columns, as a manifest has them
 #: seconds; for what should happen at once
 SOON = 20.0
+#: Seconds of a deadline that passes in a stage: the run has to begin before, also on a busy machine.
+TO_BEGIN_S = 0.5
 
 Run = Callable[[dict[str, Array], Any], Any]
 

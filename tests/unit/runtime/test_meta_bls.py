@@ -16,6 +16,7 @@ from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
+    TO_BEGIN_S,
     FakeCallees,
     Pause,
     Run,
@@ -191,7 +192,7 @@ def test_calls_through_triton_have_their_runs_deadline(
     runtime.device.gate.clear()
     thread = send(plain, request())
     assert runtime.device.gate.waiting.wait(20)
-    (late,) = ask(engine, request(timeout=0.05))
+    (late,) = ask(engine, request(timeout=TO_BEGIN_S))
     assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE] stage 'a': ")
     runtime.device.gate.set()
     thread.join()

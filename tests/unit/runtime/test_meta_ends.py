@@ -15,6 +15,7 @@ from rsrv.wire.frames import Status
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
 from tests.unit.runtime.metas import (
+    TO_BEGIN_S,
     FakeCallees,
     Pause,
     Run,
@@ -55,7 +56,7 @@ def test_the_deadline_passes_between_stages(runtime: Runtime, start_meta: StartM
         return {"y": call("b", {"x": first})["y"]}
 
     engine = start_meta(runtime, run)
-    (late,) = ask(engine, request(timeout=0.25))
+    (late,) = ask(engine, request(timeout=TO_BEGIN_S))
     assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     assert_served(engine)
     assert status_of()["calls"] == 3
@@ -72,7 +73,7 @@ def test_the_deadline_passes_while_a_call_waits(
     waits = send(plain, other)
     assert runtime.device.gate.waiting.wait(20)
 
-    (late,) = ask(engine, request(timeout=0.05))
+    (late,) = ask(engine, request(timeout=TO_BEGIN_S))
     assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     assert "stage 'a'" in late.error.message  # type: ignore[union-attr]
     runtime.device.gate.set()

@@ -158,7 +158,7 @@ def test_a_cancelled_stream(fleet: Fleet) -> None:
 def test_a_deadline(fleet: Fleet) -> None:
     """When the client's deadline passes, client and model learn of it."""
     status, _ = outcome(
-        lambda: fleet.gateway.grpc.infer("waiting", number(1), request_id="late", client_timeout=0.3)
+        lambda: fleet.gateway.grpc.infer("waiting", number(1), request_id="late", client_timeout=1)
     )
 
     assert status == "StatusCode.DEADLINE_EXCEEDED"

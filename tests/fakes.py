@@ -129,6 +129,7 @@ class FakeDevice:
         self.compute = compute
         self.asynchronous = asynchronous
         self.hardware = Hardware("cpu")
+        self.name = "cpu"
         self._lock = threading.Lock()
         self._executing = threading.Lock()
         self._failures = _Failures()

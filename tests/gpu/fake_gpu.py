@@ -45,7 +45,7 @@ class CardSettings(ctypes.Structure):
             # launches of all processes until one has the CUDA error `fault`; -1: none has
             "launches_until_fault",
             "fault",
-            # 0: the cards are not partitioned
+            # of each card, with equal shares of its memory; 0: the cards are not partitioned
             "mig_instances",
             "compute_mode",
             # for which the driver holds the memory of a process that has ended
@@ -62,7 +62,8 @@ class Call(NamedTuple):
     """A call that the driver has carried out; times are those of `time.monotonic`.
 
     `kind`: alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph or fault. `bytes` of a launch are its
-    kernels. `detail` of a copy: how it reads the host's memory (page-locked, copied, pageable).
+    kernels. `detail` of a copy: how it reads the host's memory (page-locked, copied, pageable). `stream` of an alloc or a
+    no-room: the card.
     """
 
     start: float

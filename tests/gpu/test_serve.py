@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
+
+import pytest
+from tritonclient.utils import InferenceServerException
 
 from local_triton import LOOPBACK
 from rsrv.serve import demo
+from tests.e2e.lives import place, write_version
+from tests.e2e.nodes import first_value
 from tests.e2e.test_serve import serving
-from tests.gpu.fake_gpu import FakeGpu
+from tests.gpu.fake_gpu import GIB, FakeGpu
+from tests.waiting import wait_until
 
 
 def environment(gpu: FakeGpu, folder: Path) -> dict[str, str]:
@@ -47,3 +56,58 @@ def test_the_demo_is_served_from_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
     calls = [call for call in gpu.calls() if call.pid == process]
     assert {"alloc", "h2d", "d2h", "kernel"} <= {call.kind for call in calls}
     assert "cudnn" in {call.detail for call in calls}
+
+
+@pytest.mark.parametrize(
+    ("count", "mig_instances", "arena", "selectors"),
+    [
+        (2, 0, 72 * GIB, [f"GPU-0{card}000000-0000-0000-0000-000000000000" for card in (1, 2)]),
+        (1, 2, 36 * GIB, [f"MIG-01000000-0000-0000-0000-00000000000{instance}" for instance in (0, 1)]),
+    ],
+    ids=["two cards", "two instances of a card"],
+)
+def test_each_card_has_a_server_of_its_own(
+    gpu: FakeGpu, tmp_path: Path, count: int, mig_instances: int, arena: int, selectors: list[str]
+) -> None:
+    """The runtimes take nine tenths of a card each, the gateway answers for both, and status and metrics show them.
+
+    A process of CUDA sees one instance of a partitioned card, with its share of the memory.
+    """
+    gpu.settings.count, gpu.settings.mig_instances = count, mig_instances
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
+
+    with serving(tmp_path, gpu=environment(gpu, tmp_path)) as terminal:
+        terminal.wait_for("Stop with Ctrl-C", timeout=150)
+        assert all(f"NVIDIA H100 80GB HBM3 ({selector})" in terminal.text for selector in selectors)
+        for number, selector in enumerate(selectors):
+            status = wait_until(partial(device_status, tmp_path / ".rsrv" / f"worker{number}"))
+            assert selector in status["name"]
+            assert status["limitBytes"] == arena
+        wait_until(lambda: answers(terminal.grpc_port, "cats"))
+        with urlopen(f"http://{LOOPBACK}:{terminal.grpc_port + 1}/metrics", timeout=20) as reply:
+            metrics = reply.read().decode()
+        for worker in ("worker0", "worker1"):
+            assert f'rsrv_device_memory_bytes{{worker="{worker}",kind="limit"}} {arena}' in metrics
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+
+    takers = gpu.calls("alloc")
+    assert sorted((call.stream, call.bytes) for call in takers) == [(0, arena), (1, arena)]
+    assert len({call.pid for call in takers}) == 2
+
+
+def device_status(server: Path) -> dict[str, Any]:
+    """Return what `rsrv status` says about the device of a server with this folder; nothing before it has one."""
+    command = [sys.executable, "-m", "rsrv.cli.main", "status", "--json", "--server", str(server)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    device: dict[str, Any] = {} if done.returncode else json.loads(done.stdout)["device"]
+    return device if device.get("name") else {}
+
+
+def answers(port: int, model: str) -> bool:
+    try:
+        first_value(port, model)  # any number: the card computes nothing
+    except InferenceServerException:
+        return False  # the gateway has not found the servers yet
+    return True

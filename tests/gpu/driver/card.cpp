@@ -12,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <sstream>
 
@@ -69,17 +70,29 @@ int64_t sum_of_living(int card) {
 
 Cards* cards() { return files().cards; }
 
-std::string uuid_of(int card) {
+int instances() { return std::max(1, static_cast<int>(cards()->mig_instances)); }
+
+int64_t memory_bytes() { return cards()->memory_bytes / instances(); }
+
+std::string uuid_of_physical(int card) {
     char text[64];
     snprintf(text, sizeof text, "GPU-%02d000000-0000-0000-0000-000000000000", card + 1);
     return text;
 }
 
+std::string uuid_of(int card) {
+    std::string uuid = uuid_of_physical(card / instances());
+    return cards()->mig_instances ? "MIG" + uuid.substr(3, uuid.size() - 4) + std::to_string(card % instances()) : uuid;
+}
+
 std::vector<int> visible_cards() {
     std::vector<int> all, chosen;
-    for (int card = 0; cards() && card < cards()->count; ++card) all.push_back(card);
+    size_t most = MAX_CARDS;
+    for (int card = 0; cards() && card < cards()->count * instances(); ++card) all.push_back(card);
+    // A process sees one instance, the first of the list.
+    if (cards() && cards()->mig_instances && all.size() > 1) most = 1;
     const char* setting = getenv("CUDA_VISIBLE_DEVICES");
-    if (!setting) return all;
+    if (!setting) return {all.begin(), all.begin() + std::min(most, all.size())};
     std::stringstream names(setting);
     for (std::string name; std::getline(names, name, ',');) {
         int found = -1;
@@ -88,6 +101,7 @@ std::vector<int> visible_cards() {
         if (found < 0) break;  // the driver ignores what follows a wrong name
         chosen.push_back(found);
     }
+    if (chosen.size() > most) chosen.resize(most);
     return chosen;
 }
 
@@ -98,7 +112,7 @@ int64_t used_bytes(int card) {
 
 bool take_bytes(int card, int64_t bytes) {
     Locked lock(files().cards_fd);
-    if (sum_of_living(card) + bytes > cards()->memory_bytes) return false;
+    if (sum_of_living(card) + bytes > memory_bytes()) return false;
     Holder* mine = holder_of(card, getpid());
     if (!mine) mine = holder_of(card, 0);
     if (!mine) return false;

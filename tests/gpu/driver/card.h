@@ -47,8 +47,13 @@ struct Cards {
 };
 
 Cards* cards();  // null if the environment names no cards
-std::vector<int> visible_cards();  // physical numbers, in the order of CUDA_VISIBLE_DEVICES
+
+// For CUDA, an instance of a partitioned card (MIG) is a card: cards are numbered without the partitioned ones.
+std::vector<int> visible_cards();  // in the order of CUDA_VISIBLE_DEVICES
+int instances();  // of each physical card; 1 if it is not partitioned
+int64_t memory_bytes();  // of a card
 std::string uuid_of(int card);
+std::string uuid_of_physical(int card);
 int64_t used_bytes(int card);
 bool take_bytes(int card, int64_t bytes);  // false: the card has no room
 void give_bytes(int card, int64_t bytes);

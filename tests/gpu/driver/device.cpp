@@ -97,11 +97,11 @@ API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-    snprintf(name, length, "NVIDIA H100 80GB HBM3");
+    snprintf(name, length, "NVIDIA H100 80GB HBM3%s", cards()->mig_instances ? " MIG 1g.10gb" : "");
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) {
-    *bytes = cards()->memory_bytes;
+    *bytes = memory_bytes();
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
@@ -111,12 +111,12 @@ API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
 }
 API CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
 API CUresult cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
-    snprintf(id, length, "0000:%02x:00.0", visible_cards()[device] + 1);
+    snprintf(id, length, "0000:%02x:00.0", visible_cards()[device] / instances() + 1);
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     if (attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
-        *value = visible_cards()[device] + 1;
+        *value = visible_cards()[device] / instances() + 1;
     } else if (attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_MODE) {
         *value = static_cast<int>(cards()->compute_mode);
     } else {

@@ -164,8 +164,8 @@ API int nvmlDeviceGetHandleByPciBusId_v2(const char* id, NvmlDevice* device) {
     return 0;
 }
 API int nvmlDeviceGetUUID(NvmlDevice device, char* uuid, unsigned length) {
-    std::string text = uuid_of(card_of(device));
-    if (device > 100) text = "MIG-" + std::to_string(device / 100) + text.substr(3);
+    int card = card_of(device), instance = static_cast<int>(device / 100) - 1;
+    std::string text = instance < 0 ? uuid_of_physical(card) : uuid_of(card * instances() + instance);
     snprintf(uuid, length, "%s", text.c_str());
     return 0;
 }

@@ -42,14 +42,14 @@ CUresult allocate(CUdeviceptr* address, size_t bytes, const char* how) {
     double start = now();
     int card = current_card();
     if (!take_bytes(card, bytes)) {
-        record(start, "no-room", bytes, 0, how);
+        record(start, "no-room", bytes, card, how);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     *address = reserve(bytes);
     std::lock_guard<std::mutex> lock(mutex);
     device_ranges[*address] = bytes;
     cards_of_ranges[*address] = card;
-    record(start, "alloc", bytes, 0, how);
+    record(start, "alloc", bytes, card, how);
     return CUDA_SUCCESS;
 }
 
@@ -84,8 +84,8 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
 }
 API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
     RETURN_FAULT;
-    *total = cards()->memory_bytes;
-    *free = std::max<int64_t>(0, cards()->memory_bytes - used_bytes(current_card()));
+    *total = memory_bytes();
+    *free = std::max<int64_t>(0, memory_bytes() - used_bytes(current_card()));
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice) {
@@ -217,10 +217,10 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, con
     bool on_device = !properties || properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
     int card = current_card();
     if (on_device && !take_bytes(card, bytes)) {
-        record(start, "no-room", bytes, 0, "cuMemCreate");
+        record(start, "no-room", bytes, card, "cuMemCreate");
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    if (on_device) record(start, "alloc", bytes, 0, "cuMemCreate");
+    if (on_device) record(start, "alloc", bytes, card, "cuMemCreate");
     *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Physical{card, on_device ? bytes : 0, 1});
     return CUDA_SUCCESS;
 }

@@ -235,6 +235,7 @@ class FakeRuntime:
             "computes": None,
             "memory": {
                 "device": {
+                    "name": "cpu",
                     "limit_bytes": None,
                     "budget_bytes": 5000,
                     "pinned_bytes": 0,

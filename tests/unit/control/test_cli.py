@@ -182,7 +182,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 )
             }
             assert set(status["device"]) == {
-                *("budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
+                *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
             }
             assert set(status["scheduler"]) == {
                 *("discipline", "depth", "launchAheadMs", "metaConcurrency", "residencyFactor", "eviction"),

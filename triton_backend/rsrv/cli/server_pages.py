@@ -208,6 +208,9 @@ def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
 
 def _print_server(answer: pb.GetStatusResponse) -> None:
     server, runtime, device, scheduler = answer.server, answer.runtime, answer.device, answer.scheduler
+    limit = (
+        f", {amount(device.limit_bytes)} for weights and executions" if device.HasField("limit_bytes") else ""
+    )
     budget = f" of {amount(device.budget_bytes)}" if device.HasField("budget_bytes") else ""
     _print_pairs(
         [
@@ -219,6 +222,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
                     f"{runtime.compiled} compiled, {runtime.from_cache} from the cache"
                 ),
             ),
+            ("device", f"{device.name or 'none yet'}{limit}"),
             (
                 "weights",
                 (

@@ -71,6 +71,10 @@ class Device(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """Name for operators."""
+
+    @property
     def hardware(self) -> Hardware: ...
 
     @property

@@ -185,6 +185,8 @@ class JaxDevice:
             self._device.client.platform_version,
             getattr(self._device, "compute_capability", None),
         )
+        selector = os.environ.get("CUDA_VISIBLE_DEVICES") if self.hardware.platform == "cuda" else None
+        self.name = f"{self._device.device_kind} ({selector})" if selector else self._device.device_kind
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self.launcher: int | None = None
         self._lock = Lock()

@@ -272,6 +272,7 @@ class Reports:
         host = None if mover is None else mover.host.counts
         return {
             "device": {
+                "name": "" if device is None else device.name,
                 "limit_bytes": None if device is None else device.memory_limit,
                 "budget_bytes": snapshot.weight_budget_bytes,
                 "pinned_bytes": snapshot.pinned_bytes,

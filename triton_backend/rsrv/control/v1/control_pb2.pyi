@@ -181,20 +181,22 @@ class HostMemory(_message.Message):
     def __init__(self, logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., tensors: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
-    __slots__ = ("limit_bytes", "budget_bytes", "pinned_bytes", "logical_bytes", "physical_bytes", "held_bytes")
+    __slots__ = ("limit_bytes", "budget_bytes", "pinned_bytes", "logical_bytes", "physical_bytes", "held_bytes", "name")
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOGICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     limit_bytes: int
     budget_bytes: int
     pinned_bytes: int
     logical_bytes: int
     physical_bytes: int
     held_bytes: int
-    def __init__(self, limit_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, limit_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Scheduler(_message.Message):
     __slots__ = ("discipline", "depth", "launch_ahead_ms", "meta_concurrency", "residency_factor", "eviction", "compaction_interval", "cost_ema_alpha", "max_queue_depth")

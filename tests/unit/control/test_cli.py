@@ -17,7 +17,7 @@ import trustme
 from google.protobuf import json_format
 
 from rsrv.cli import main as cli
-from rsrv.cli.output import to_json
+from rsrv.cli.output import print_table, to_json
 from rsrv.cli.server_pages import print_update, reasons
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
@@ -103,8 +103,8 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             head = next(line for line in lines if line.startswith("MODEL"))
             row = next(line for line in lines if line.startswith("a "))
             assert row.split() == [
-                *("a", "ready", "evicting", "system", "1", "kB"),
-                *("1", "1", "2", "7", "1", "3", "250", "ms"),
+                *("a", "ready", "evicting", "1", "kB", "1", "2"),
+                *("7", "1", "3", "250", "ms", "system", "1"),
             ]
             assert head.index("STATE") == row.index("ready")
             assert any(line.startswith("m ") for line in lines)
@@ -154,6 +154,25 @@ def test_a_table_on_a_terminal(
             assert "━" in said.out or "─" in said.out
 
     run()
+
+
+def test_a_table_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names stay whole: columns without a value are left out, then the last ones, which a line names."""
+    monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
+    head, rows = ("MODEL", "PAUSED", "ANSWERED", "STUBS"), [("a_long_name", "", "123456", "1")]
+    for columns, shown, said in (
+        ("60", ["MODEL", "PAUSED", "ANSWERED", "STUBS"], ""),
+        ("30", ["MODEL", "ANSWERED", "STUBS"], ""),
+        ("24", ["MODEL", "ANSWERED"], "Too wide for this terminal: STUBS"),
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_table(head, rows)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == shown
+        assert lines[2].split()[:2] == ["a_long_name", "123456"]
+        assert lines[3:] == ([said] if said else [])
 
 
 def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,20 +58,29 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         bool(cells) and all(row[column][:1].isdigit() or row[column] in ("", "-") for row in cells)
         for column in range(len(head))
     ]
+    widths = [max(len(row[column]) for row in (list(head), *cells)) for column in range(len(head))]
     if is_terminal():
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name, right in zip(head, numeric, strict=True):
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        console = Console()
+        shown = _fitting(widths, cells, console.width)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for column in shown:
+            right, wraps = numeric[column], column == len(head) - 1
+            table.add_column(
+                head[column], justify="right" if right else "left", no_wrap=not wraps, overflow="fold"
+            )
         for row in cells:
-            table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
-        Console().print(table)
+            table.add_row(*(Text(row[column], _STYLES.get(row[column], "")) for column in shown))
+        console.print(table)
+        if hidden := [
+            name for at, name in enumerate(head) if at not in shown and any(row[at] for row in cells)
+        ]:
+            print(f"Too wide for this terminal: {', '.join(hidden)}")
         return
-    widths = [max(len(row[column]) for row in (list(head), *cells)) for column in range(len(head))]
     for row in (list(head), *cells):
         padded = (
             cell.rjust(width) if right else cell.ljust(width)
@@ -80,9 +89,29 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(padded).rstrip())
 
 
+def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the columns to show in a terminal of this width: of those that do not fit, the last ones are left out.
+
+    Columns without a value are left out before. Only the last column of all may wrap, as it may have long texts.
+    """
+    least = [*widths[:-1], min(widths[-1], _WRAPPED)]
+    shown = list(range(len(widths)))
+
+    def fits() -> bool:
+        return sum(least[column] + 2 for column in shown) - 2 <= width
+
+    if not fits():
+        shown = [column for column in shown if any(row[column] for row in cells)]
+    while len(shown) > 1 and not fits():
+        shown.pop()
+    return shown
+
+
 def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+#: characters that a column of texts gets at least
+_WRAPPED = 24
 #: Styles of the words that should catch the eye.
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}

@@ -17,17 +17,17 @@ def status_page(answer: pb.GetStatusResponse) -> None:
             (
                 "MODEL",
                 "STATE",
+                "PAUSED",
                 "WEIGHTS",
-                "RESIDENCY",
                 "SIZE",
-                "STUBS",
                 "QUEUED",
                 "RUNNING",
                 "ANSWERED",
                 "ERRORS",
                 "COLD REQUESTS",
                 "DEVICE",
-                "PAUSED",
+                "RESIDENCY",
+                "STUBS",
             ),
             (_model_row(model) for model in answer.models),
         )
@@ -285,17 +285,17 @@ def _model_row(model: pb.ModelStatus) -> tuple[str, ...]:
     return (
         model.name,
         _state(model.versions),
+        _word(pb.Pause, model.paused),
         _weights(model),
-        _word(pb.Residency, model.residency),
         amount(model.device_bytes),
-        str(len({pid for version in model.versions for pid in version.stubs})),
         str(model.queued),
         str(model.executing),
         str(model.outcomes.get("answered", 0)),
         str(sum(model.outcomes.values()) - model.outcomes.get("answered", 0)),
         str(model.misses),
         duration(model.device_seconds),
-        _word(pb.Pause, model.paused),
+        _word(pb.Residency, model.residency),
+        str(len({pid for version in model.versions for pid in version.stubs})),
     )
 
 

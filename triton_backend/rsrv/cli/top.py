@@ -23,6 +23,9 @@ _MAX_MODELS, _MAX_EVENTS = 10, 6
 _BAR = 10
 _HEAD = ("MODEL", "WEIGHTS", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
 _SHARE = _HEAD.index("DEVICE")
+#: columns of a terminal with at least this many characters a line
+_WIDE = 110
+_IF_WIDE = ("SIZE", "RUNNING", "LOADS")
 
 
 class ModelRow(NamedTuple):
@@ -201,18 +204,21 @@ def _screen(top: Top) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for at, name in enumerate(_HEAD):
+    size = shutil.get_terminal_size()
+    shown = [at for at, name in enumerate(_HEAD) if size.columns >= _WIDE or name not in _IF_WIDE]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for at in shown:
+        name = _HEAD[at]
         # If there is little room, names are needed most.
         least = 16 if at == 0 else None
         mark = ("▲" if top.reverse else "▼") if at == top.column else ""
         table.add_column(name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
     # The headline, the table's own two lines, the keys, and an empty one before the events.
-    room = shutil.get_terminal_size().lines - len(top.log) - 6
+    room = size.lines - len(top.log) - 6
     for row in top.rows[: max(1, room)]:
         cells = list(row.cells())
         cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
-        table.add_row(*map(Text, cells), style="bold" if row.model["error"] else None)
+        table.add_row(*(Text(cells[at]) for at in shown), style="bold" if row.model["error"] else None)
     lines = [Text(_line(one), "dim") for one in top.log]
     keys = Text("q quit   s sort by the next column   r reverse", "dim")
     return Group(Text(top.headline(), "bold"), table, *lines, keys)

@@ -110,7 +110,7 @@ def test_two_nodes_do_not_share_a_directory(
     """Two nodes cannot share a directory, because each would write the other's repositories."""
     with node.alone(tmp_path / "node"):
         said = refused(capfd, bundles, *CPU, "--directory", tmp_path / "node")
-    assert f"another node uses {tmp_path}/node: end it, or set another node.directory" in said
+    assert f"another server uses {tmp_path}/node: end it, or name another folder with --directory" in said
 
     with node.alone(tmp_path / "node"), pytest.raises(NodeError), node.alone(tmp_path / "node"):
         pass

@@ -178,7 +178,9 @@ def alone(directory: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise NodeError(f"another node uses {directory}: end it, or set another node.directory") from None
+        raise NodeError(
+            f"another server uses {directory}: end it, or name another folder with --directory (node.directory)"
+        ) from None
     finally:
         os.close(fd)
 

@@ -588,8 +588,11 @@ def _server(base: Path, pid: int, gpu: int = 0, started: int | None = None) -> s
 def _tritonserver(folder: Path, *flags: str) -> Iterator[int]:
     """Start a process with the command line of a tritonserver in a folder; yields its pid."""
     (folder / "gen").mkdir(parents=True)
-    program = [sys.executable, "-c", "input()", "--model-repository=gen", *flags]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, cwd=folder) as process:
+    program = [sys.executable, "-c", "input(chr(10))", "--model-repository=gen", *flags]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder) as process:
+        assert process.stdout is not None
+        # Its command line can be read once it runs.
+        process.stdout.readline()
         yield process.pid
         process.kill()
 

@@ -82,25 +82,27 @@ def _default(field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     """Return the kind of a key's values, with their bounds."""
-    bounds = "".join(_bound(one) for one in field.metadata)
-    return ", ".join(_kinds(field.annotation)) + bounds
+    first, *others = _kinds(field.annotation)
+    return ", ".join([first + "".join(map(_bound, field.metadata)), *others])
 
 
 def _bound(one: object) -> str:
     match one:
         case Ge(ge=value):
-            return f", at least {value:g}" if isinstance(value, float) else f", at least {value}"
+            sign = "≥"
         case Gt(gt=value):
-            return f", above {value}"
+            sign = ">"
         case Le(le=value):
-            return f", at most {value:g}" if isinstance(value, float) else f", at most {value}"
+            sign = "≤"
         case Lt(lt=value):
-            return f", below {value}"
-    return ""
+            sign = "<"
+        case _:
+            return ""
+    return f" {sign}{value:g}" if isinstance(value, float) else f" {sign}{value}"
 
 
 _NAMES = {
-    int: "whole number",
+    int: "integer",
     float: "number",
     bool: "`true`, `false`",
     str: "text",

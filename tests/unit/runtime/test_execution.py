@@ -1,6 +1,5 @@
 """Gathering and scattering: each request gets its rows, for any layout of memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.runtime.allocation import LARGE
 from rsrv.runtime.executor import (
     Dispatch,
     RequestSlice,
@@ -21,6 +21,7 @@ from rsrv.runtime.executor import (
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
+from rsrv.wire.memory import KEPT_BYTES
 from tests.fakes import FakeDevice
 
 NO_PEER = cast(PeerConnection, None)
@@ -117,21 +118,54 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
     work = job(parts, 8, block)
     model: Any = work.model
     model.weights, model.executables = [], {(0, 8): None}
-    locked: list[int] = []
-
-    def page_lock(address: int, nbytes: int) -> Callable[[], None]:
-        locked.append(address)
-        return lambda: None
-
     device: Any = FakeDevice(lambda inputs, weights: [])
     monkeypatch.setattr(device, "launch", lambda *_: None)
-    monkeypatch.setattr(device, "page_lock", page_lock)
 
     flight = launch(work, device, Staging())
 
     read = parts[0].segment if rows == [8] else flight.staged
     assert read is not None
-    assert locked == [read.ctypes.data]
+    assert device.locked == {read.ctypes.data: read.nbytes}
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_the_outputs_in_a_segment_made_for_one_request_are_not_page_locked(
+    requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No transfer reads them. A segment that serves several requests is locked whole: their memory shares pages."""
+    block = Block((Tensor("x", "u8", (-1, 5000), 0),))
+    rows = (
+        KEPT_BYTES // 5000
+    )  # the inputs alone are within the limit, with the outputs the segment is above it
+    parts = lay_out(block, [rows] * requests, [0] * requests)
+    work = job(parts[:1], rows, block)
+    model: Any = work.model
+    model.weights, model.executables = [], {(0, rows): None}
+    device: Any = FakeDevice(lambda inputs, weights: [])
+    monkeypatch.setattr(device, "launch", lambda *_: None)
+
+    launch(work, device, Staging())
+
+    segment = parts[0].segment
+    (locked,) = device.locked.values()
+    if requests == 1:
+        assert 5000 * rows <= locked < 5000 * rows + 4096
+    else:
+        assert locked == segment.nbytes
+
+
+def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> None:
+    """The batch's memory is page-locked and the request's is not, so its transfer would wait for the execution before."""
+    block = Block((Tensor("x", "f32", (-1, 3), 0), Tensor("table", "f32", (LARGE // 4,), None)))
+    (part,) = lay_out(block, [1], [0])
+    table = tensor_of(part, block, 1, outputs=False)
+    table[...] = np.arange(len(table))
+    staged = np.zeros(block.places(2)[1], np.uint8)
+
+    gathered: Any = gather(job([part], 2, block), staged, FakeDevice(lambda inputs, weights: []))
+
+    np.testing.assert_array_equal(gathered[1], table)
+    assert np.shares_memory(gathered[1], staged)
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:

@@ -68,8 +68,11 @@ class PageLocks:
         #: by id; also memory that could not be locked
         self._known: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
 
-    def add(self, owner: Bytes, page_lock: PageLock) -> None:
-        """Lock a whole mapping until the last view of `owner` is gone, unless it is known already, or small."""
+    def add(self, owner: Bytes, page_lock: PageLock, nbytes: int | None = None) -> None:
+        """Lock a mapping until the last view of `owner` is gone, unless it is known already, or small.
+
+        `nbytes`: how much of it is locked, from its start; default: all of it.
+        """
         if owner.nbytes < LARGE:
             return
         with self._lock:
@@ -77,7 +80,7 @@ class PageLocks:
                 return
             self._known[id(owner)] = owner
         try:
-            unlock = page_lock(owner.ctypes.data, owner.nbytes)
+            unlock = page_lock(owner.ctypes.data, owner.nbytes if nbytes is None else nbytes)
         except Exception as error:  # noqa: BLE001 - a driver's binding may raise any exception; transfers only take longer
             if not self._warned:
                 self._warned = True

@@ -6,6 +6,7 @@ next execution while the device is busy with the one before; the other reads and
 """
 
 import logging
+import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from rsrv.runtime.runs import Kept, MetaRun, view
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Tensor
-from rsrv.wire.memory import Bytes
+from rsrv.wire.memory import KEPT_BYTES, Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
 
@@ -264,15 +265,28 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     if nbytes >= LARGE:
         first = dispatch.slices[0]
         # The device reads a segment only in place.
-        source = first.segment if staged is None and isinstance(first, RequestSlice) else staged
-        if source is not None:
-            staging.locks.add(source, device.page_lock)
+        if staged is not None:
+            staging.locks.add(staged, device.page_lock)
+        elif isinstance(first, RequestSlice):
+            staging.locks.add(first.segment, device.page_lock, _bytes_to_lock(dispatch, first))
     inputs = gather(dispatch, staged, device)
     executable = dispatch.model.executables[dispatch.variant, dispatch.size]
     launched = device.launch(executable, weights, inputs, dispatch.unread)
     if dispatch.has_calls:
         _keep(dispatch, launched, device)
     return Flight(dispatch, launched, staged)
+
+
+def _bytes_to_lock(dispatch: Dispatch, part: RequestSlice) -> int:
+    """Return the bytes of a request's segment to page-lock: of one made for this request only, those of the inputs.
+
+    The driver takes time for each page. No page may be locked twice, and a transfer may not begin in locked memory and
+    end in other memory, so a segment that serves several requests is locked whole.
+    """
+    total, inputs = part.segment.nbytes, dispatch.inputs.places(dispatch.size)[1]
+    outputs_end = part.outputs_at + dispatch.outputs.places(dispatch.size)[1]
+    alone = total > KEPT_BYTES and part.inputs_at == 0 and total - outputs_end < mmap.PAGESIZE
+    return min(total, -(-inputs // mmap.PAGESIZE) * mmap.PAGESIZE) if alone else total
 
 
 def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
@@ -316,7 +330,12 @@ def _input(
         # The request is alone: its tensor is used here, unless it is a part of a larger one on the device.
         source = dispatch.slices[0].source(index, block)
         if isinstance(source, np.ndarray):
-            return source
+            if staged is None or source.nbytes < LARGE:
+                return source
+            # A transfer from the request's segment, which is not page-locked, would wait for the execution before.
+            copied = _staged(dispatch, index, staged)
+            copied[...] = source
+            return copied
     if staged is None:
         stacked = np.zeros(block.tensors[index].shape(dispatch.size), numpy_dtype(block.tensors[index].dtype))
     else:
@@ -331,11 +350,19 @@ def _input(
     return device.merge(stacked, block.tensors[index].batch_axis or 0, kept_rows)
 
 
+def _staged(dispatch: Dispatch, index: int, staged: Array) -> Array:
+    """Return the place of an input in the memory of the assembled batch."""
+    return view(
+        dispatch.inputs.tensors[index],
+        dispatch.size,
+        staged,
+        dispatch.inputs.places(dispatch.size)[0][index],
+    )
+
+
 def _stack(dispatch: Dispatch, index: int, groups: list[ContiguousRun], staged: Array) -> Array:
-    tensor = dispatch.inputs.tensors[index]
-    target = dispatch.inputs.places(dispatch.size)[0][index]
-    stacked: Array = np.ndarray(tensor.shape(dispatch.size), numpy_dtype(tensor.dtype), staged, target)
-    rows_first = _rows_first(stacked, tensor)
+    stacked = _staged(dispatch, index, staged)
+    rows_first = _rows_first(stacked, dispatch.inputs.tensors[index])
     at = 0
     for group in groups:
         at = group.copy(rows_first, at, index, dispatch.inputs, outputs=False)

@@ -29,15 +29,20 @@ class CompileCacheError(Exception):
     """Other users own the directory of compiled executables, or can write to it."""
 
 
+class NotCached(Exception):
+    """The cache has no entry where one is required."""
+
+
 class CompileCache:
-    """jax's `CacheInterface`. Methods raise nothing: if the cache fails, models are compiled.
+    """jax's `CacheInterface`. Methods raise nothing unless an entry is required: if the cache fails, models are compiled.
 
     Without a directory it holds nothing but what is offered.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory
-        self._offered = threading.local()
+        #: `entry`: see `offering`; `required`: see `requiring`
+        self._thread = threading.local()
         if directory is None:
             return
         for left in directory.glob(f"{_UNFINISHED}*"):
@@ -46,11 +51,15 @@ class CompileCache:
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """Return the entry of a key; None if it is missing, unreadable or damaged."""
-        offered: bytes | None = getattr(self._offered, "entry", None)
-        if offered is not None or self._path is None:
-            return offered
-        path = self._path / f"{key}{_SUFFIX}"
+        """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
+        entry: bytes | None = getattr(self._thread, "entry", None)
+        if entry is None and self._path is not None:
+            entry = self._read(self._path / f"{key}{_SUFFIX}")
+        if entry is None and getattr(self._thread, "required", False):
+            raise NotCached(key)
+        return entry
+
+    def _read(self, path: Path) -> bytes | None:
         try:
             entry = path.read_bytes()
         except FileNotFoundError:
@@ -67,11 +76,20 @@ class CompileCache:
     @contextmanager
     def offering(self, entry: bytes | None) -> Iterator[None]:
         """Return this entry, unless it is None, for each key that the calling thread asks for."""
-        self._offered.entry = entry
+        self._thread.entry = entry
         try:
             yield
         finally:
-            self._offered.entry = None
+            self._thread.entry = None
+
+    @contextmanager
+    def requiring(self) -> Iterator[None]:
+        """Raise NotCached for each missing entry that the calling thread asks for, so that it compiles nothing."""
+        self._thread.required = True
+        try:
+            yield
+        finally:
+            self._thread.required = False
 
     def put(self, key: str, value: bytes) -> None:
         """Store the entry of a key, and replace an earlier one."""

@@ -82,6 +82,8 @@ _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory whi
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: an instruction of a compiled module that is a kernel, or a library's
 _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
+#: bytes to a multiple of which jax's allocator on a GPU rounds
+_ROUNDED_BYTES = 256
 #: array whose allocation ends that of an upload's arrays
 _END: ArrayKind = ((1,), np.dtype(np.uint8))
 #: placeholder of an output that stays on the device
@@ -194,8 +196,10 @@ class JaxDevice:
         self.target = _target(self._device.device_kind, self.hardware.capability)
         self._stored = None if repository is None else find_executables(repository, self.target)
         self._cache = CompileCache(directory)
+        #: True if jax reads a cache on disk
+        self._caches = False
         if directory is not None or self._stored is not None:
-            _use_cache(self._cache)
+            self._caches = _use_cache(self._cache) and directory is not None
             jax.monitoring.register_event_listener(self._count)
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
@@ -260,10 +264,13 @@ class JaxDevice:
         lowered = _lowered(exported)
         largest = max((math.prod(a.shape) * a.dtype.itemsize for a in exported.in_avals), default=0)
         try:
-            # The compilation cache may have an executable as well. But jax makes the key only within `compile`, and
-            # takes an error that a cache raises for a miss, so the check cannot wait for the cache's answer.
             if not stored:
-                self._require(largest + _TUNING_BYTES)
+                try:
+                    self._require(largest + _TUNING_BYTES)
+                except OutOfMemory:
+                    if (cached := self._load_cached(lowered)) is not None:
+                        return cached
+                    raise
             return lowered.compile()
         except Exception as error:
             if not (isinstance(error, OutOfMemory) or _UNTUNED.search(str(error))):
@@ -274,6 +281,19 @@ class JaxDevice:
                 error,
             )
             return lowered.compile({**LIBRARY_PRODUCTS, "xla_gpu_autotune_level": 0})
+
+    def _load_cached(self, lowered: Any) -> Any:
+        """Return the executable that the compilation cache has on disk; None: it has none that can be loaded."""
+        from jax._src import config
+
+        if not self._caches:
+            return None
+        # Otherwise jax takes an error of the cache for a miss, and compiles.
+        with config.raise_persistent_cache_errors(True), self._cache.requiring():
+            try:
+                return lowered.compile()
+            except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
+                return None
 
     def card(self) -> str:
         """Return a CUDA device and its driver as text of XLA's GpuTargetConfigProto. Raises DeviceError."""
@@ -392,7 +412,11 @@ class JaxDevice:
         jax's allocator hands out memory that executions launched before may still use, so the stream waits for these,
         once for all arrays. A `device_put` would enqueue in the one stream of jax that inputs of executions take, too.
         """
-        self._require(sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds))
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (*kinds, _END)]
+        # Beside the arrays, the allocation returns a table of their addresses.
+        self._require(
+            sum(-(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for nbytes in (*sizes, 8 * len(sizes)))
+        )
         allocated: list[Any]
         *allocated, end = self._allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
         end.__dlpack__(stream=copies.handle)
@@ -660,8 +684,8 @@ def _lowered(exported: Any, sharding: Any = None) -> Any:
     return function.lower(*structs)
 
 
-def _use_cache(cache: CompileCache) -> None:
-    """Have jax keep executables there. Call it once per process, before the first compilation."""
+def _use_cache(cache: CompileCache) -> bool:
+    """Have jax keep executables there; return whether it will. Call it once per process, before the first compilation."""
     import jax
     from jax._src import compilation_cache
 
@@ -670,7 +694,7 @@ def _use_cache(cache: CompileCache) -> None:
             "the compilation cache is off, so every start compiles: its interface in jax %s is unknown",
             jax.__version__,
         )
-        return
+        return False
     # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
     compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
     # Only says that there is a cache.
@@ -680,6 +704,7 @@ def _use_cache(cache: CompileCache) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # XLA's own cache files have no digest, and a full disk may fail the compilation.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    return True
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:

@@ -102,6 +102,18 @@ def test_files_for_other_cards_lie_beside_the_one_that_is_used(
     assert record.levelname == "INFO"
 
 
+def test_a_tuned_file_is_preferred_to_another_one_for_the_same_card(stored: Path) -> None:
+    """rsrv-gen --compile-for writes l4.executables for the card's name, and another file for a profile's."""
+    tuned = stored.with_name("ours.executables")
+    write_executables(tuned, HERE, True, {OTHER: b"tuned code"})
+
+    found = find_executables(stored.parent, HERE)
+
+    assert found is not None
+    with found:
+        assert found.path == tuned
+
+
 def test_a_repository_without_executables_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

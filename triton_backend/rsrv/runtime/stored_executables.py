@@ -155,20 +155,30 @@ def write_executables(
 
 
 def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables | None:
-    """Return the executables in this repository for the target here; None: models are compiled, and the log says why."""
-    refused = []
+    """Return the executables in this repository for the target here; None: models are compiled, and the log says why.
+
+    Of several files for one target, a tuned one is taken, and else the first by name.
+    """
+    refused, usable = [], []
     for path in sorted(repository.glob(f"*{SUFFIX}")):
         try:
             found = StoredExecutables(path)
         except StoredExecutablesError as error:
             refused.append(str(error))
             continue
-        if not (why := found.contents.target.differences(here)):
-            tuned = "tuned on such a card" if found.contents.tuned else "not tuned"
-            log.info("%s: %d executables for this device, %s", path, len(found.contents.digests), tuned)
-            return found
-        found.close()
-        refused.append(f"{path} has {why}")
+        if why := found.contents.target.differences(here):
+            found.close()
+            refused.append(f"{path} has {why}")
+        else:
+            usable.append(found)
+    if usable:
+        chosen = max(usable, key=lambda one: one.contents.tuned)
+        for other in usable:
+            if other is not chosen:
+                other.close()
+        tuned = "tuned on such a card" if chosen.contents.tuned else "not tuned"
+        log.info("%s: %d executables for this device, %s", chosen.path, len(chosen.contents.digests), tuned)
+        return chosen
     if refused:
         log.warning("no stored executable is used, and models are compiled: %s", "; ".join(refused))
     return None

@@ -92,7 +92,8 @@ class RuntimeSection(Section):
 
     platform: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where models run. auto: on a GPU if the machine has one, and then not on the CPU.",
+        description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if no device "
+        "node of an NVIDIA card is there (a container that was not given the card), or the environment hides it.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),

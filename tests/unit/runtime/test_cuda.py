@@ -107,3 +107,18 @@ def test_a_card_is_known_by_its_device_node(
 
     assert find_card({}) == (None if found is None else str(tmp_path / found))
     assert find_card({"CUDA_VISIBLE_DEVICES": "-1"}) is None
+
+
+def test_a_container_that_refuses_cards_is_not_warned_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device node it has been given a card, by CDI, which also sets "void"."""
+    sign = tmp_path / "card"
+    sign.touch()
+    monkeypatch.setattr(cuda, "CARD_SIGNS", (str(sign),))
+    monkeypatch.setattr(cuda, "HIDDEN_CARD_SIGNS", (str(sign),))
+
+    found = [cuda.find_hidden_card({"NVIDIA_VISIBLE_DEVICES": value}) for value in ("all", "void", "none")]
+
+    assert found == [str(sign), None, None]
+    assert find_card({"NVIDIA_VISIBLE_DEVICES": "void"}) == str(sign)

@@ -35,7 +35,13 @@ def find_card(environment: Mapping[str, str]) -> str | None:
 
 
 def find_hidden_card(environment: Mapping[str, str]) -> str | None:
-    """Return a sign of an NVIDIA card of the machine, which this container may not use; None as in `find_card`."""
+    """Return a sign of an NVIDIA card of the machine, which this container may not use; None as in `find_card`.
+
+    Also None if NVIDIA_VISIBLE_DEVICES refuses all cards. `find_card` does not read it: containers that get their card by
+    CDI have "void" there, so that NVIDIA's older hook does not add the card a second time.
+    """
+    if environment.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none"):
+        return None
     return _find(HIDDEN_CARD_SIGNS, environment)
 
 

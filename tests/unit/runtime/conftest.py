@@ -231,6 +231,12 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
             wait_until(partial(only_others_are_left, runtime))
 
 
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the answer of a late request to its run, however long that takes on a busy machine."""
+    monkeypatch.setattr("rsrv.stub.deferred._DEADLINE_GRACE_NS", 30_000_000_000)
+
+
 def only_others_are_left(runtime: Runtime) -> bool:
     """Check that no meta model is left, and of other models only their weights, one tensor each."""
     status = read_status(os.getpid())

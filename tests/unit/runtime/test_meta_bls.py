@@ -185,7 +185,7 @@ def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> No
 
 
 def test_calls_through_triton_have_their_runs_deadline(
-    runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
+    runtime: Runtime, start_engine: StartEngine, start_through: StartThrough, long_grace: None
 ) -> None:
     """A sub-call through Triton has its run's deadline and expires in the runtime."""
     engine, plain = start_through(chain)[0], start_engine()

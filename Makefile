@@ -97,10 +97,10 @@ chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/troub
 fuzz: $(VENV) $(TRITON) ## try 10,000 mutated bundles, misbehaving connections and runtimes, 20,000 malformed requests (docs/security.md; FUZZ="--first 10000")
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial; bench-gpu and others)
+bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial; bench-weights and others)
 	$(BIN)/python -m tests.bench $(BENCH)
 
-# The others are parts of tests.bench by name: make bench-gpu, bench-weights, bench-gateway, bench-gateway.soak, bench-real.
+# The others are parts of tests.bench by name: make bench-weights, bench-gateway, bench-gateway.soak, bench-real.
 bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
 bench-real: $(FRAMEWORKS)
 bench-%: $(VENV)

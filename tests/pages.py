@@ -30,6 +30,7 @@ NOT_RUN = {
     "tritonserver": "the server that the other commands ask is started with the first page's; flags are checked",
     "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
     "rsrv-node": "its own tests run it; flags are checked",
+    "rsrv gpu": "needs a GPU to itself; its own tests run it on a fake one",
     "rsrv serve": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
     "perf_analyzer": "would measure for seconds; `make bench` runs it",

@@ -37,7 +37,12 @@ LAYERS = {
     "rsrv.placement": ("rsrv.settings_fleet",),
 }
 #: packages at the top: who else may import them
-TOPS = {"rsrv_gateway": ("rsrv.cli",), "rsrv.cli": (), "rsrv.serve": ("rsrv.cli",)}
+TOPS = {
+    "rsrv_gateway": ("rsrv.cli",),
+    "rsrv.cli": (),
+    "rsrv.serve": ("rsrv.cli", "rsrv.gpu"),
+    "rsrv.gpu": ("rsrv.cli",),
+}
 #: a module with fewer lines and a single user belongs in that user
 FRAGMENT_LINES = 60
 #: limits that fail the command

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     failed = bool(done.failed or done.refused)
     if options.compile_for:
         arguments = options.output, options.compile_for
-        failed |= run_in_runtime("compile_for", *arguments, quiet=options.json) != 0
+        failed |= run_in_runtime("rsrv.runtime.compile_for", *arguments, quiet=options.json) != 0
     return int(failed or (options.check and done.changes > 0))
 
 
@@ -88,13 +88,13 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
     return done
 
 
-def run_in_runtime(program: str, *arguments: object, quiet: bool = False) -> int:
-    """Run a program of `rsrv.runtime` with the runtime's interpreter, the only one that must have jax.
+def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
+    """Run a module as a program with the runtime's interpreter, the only one that must have jax.
 
     `quiet`: its output goes to stderr. Returns the exit status.
     """
     python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
-    command = [python, "-P", "-m", f"rsrv.runtime.{program}", *map(str, arguments)]
+    command = [python, "-P", "-m", module, *map(str, arguments)]
     try:
         process = subprocess.Popen(command, stdout=sys.stderr if quiet else None)
     except OSError as error:

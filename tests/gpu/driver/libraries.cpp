@@ -173,6 +173,13 @@ API int nvmlDeviceGetName(NvmlDevice, char* name, unsigned length) {
     snprintf(name, length, "NVIDIA H100 80GB HBM3");
     return 0;
 }
+API int nvmlDeviceGetMemoryInfo(NvmlDevice device, unsigned long long* total_free_used) {
+    unsigned long long total = cards()->memory_bytes, used = used_bytes(card_of(device));
+    total_free_used[0] = total;
+    total_free_used[1] = total - std::min(total, used);
+    total_free_used[2] = used;
+    return 0;
+}
 API int nvmlDeviceGetMigMode(NvmlDevice, unsigned* present, unsigned* pending) {
     *present = *pending = cards()->mig_instances > 0;
     return 0;

@@ -133,7 +133,7 @@ def test_models_are_compiled_for_a_card_once(tmp_path: Path, monkeypatch: pytest
         place.mkdir()
 
     def compile(program: str, repository: Path, card: str) -> int:
-        assert (program, repository) == ("compile_for", places[0])
+        assert (program, repository) == ("rsrv.runtime.compile_for", places[0])
         (repository / f"{Path(card).stem}.executables").write_bytes(b"compiled")
         return 0
 

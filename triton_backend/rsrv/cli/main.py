@@ -1,6 +1,7 @@
 """The command `rsrv`: shows and controls a running server. Heavy modules are imported by subcommands only."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
+from rsrv.gpu.report import PARTS
 from rsrv.serve.node_cli import gpus
+from rsrv.text import nearest
 from rsrv_gen.cli import add_compile_for
 
 
@@ -29,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "triton":
         return _install_triton(options)
     if options.command == "gpu":
-        from rsrv_gen.run import run_in_runtime
-
-        return run_in_runtime("card_profile", options.repository, options.file)
+        return _run_on_gpu(options)
     if options.command == "completion":
         return _print_completion(options.shell)
     from rsrv.cli import server_commands
@@ -52,6 +53,16 @@ def _install_triton(options: argparse.Namespace) -> int:
     print(f"tritonserver: {installation.launcher}")
     print(f"perf_analyzer: {installation.perf_analyzer}")
     return 0
+
+
+def _run_on_gpu(options: argparse.Namespace) -> int:
+    """Carry out `rsrv gpu profile` and `first-hour`; return the exit status."""
+    from rsrv_gen.run import run_in_runtime
+
+    if options.verb == "profile":
+        return run_in_runtime("rsrv.runtime.card_profile", options.repository, options.file)
+    keys = ("bundles", "parts", "cpu", "quick", "json")
+    return run_in_runtime("rsrv.gpu", json.dumps({key: getattr(options, key) for key in keys}))
 
 
 def _print_completion(shell: str) -> int:
@@ -154,6 +165,17 @@ def parser() -> CommandParser:
     profile = verbs.add_parser("profile", help=help, description=help)
     profile.add_argument("repository", metavar="GEN", type=Path, help="the models, by rsrv-gen")
     profile.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as h100.profile")
+    help = "check and measure rsrv on the GPU in under an hour; no server may hold its memory"
+    first_hour = verbs.add_parser("first-hour", help=help, description=help)
+    first_hour.add_argument(
+        "bundles", metavar="BUNDLES", nargs="*", help="bundles, or folders of them; default: the demo's"
+    )
+    first_hour.add_argument(
+        "--parts", metavar="LIST", type=_parts, help=f"of {', '.join(PARTS)}, with commas; default: all"
+    )
+    first_hour.add_argument("--quick", action="store_true", help="small amounts: see that it works")
+    first_hour.add_argument("--cpu", action="store_true", help="use the CPU, with small amounts")
+    first_hour.add_argument("--json", metavar="FILE", help="write all figures there, too")
     gpu.set_defaults(command="gpu")
     help = "several servers behind one endpoint"
     gateway = commands.add_parser("gateway", help=help, description=help)
@@ -266,6 +288,13 @@ def _target(of: argparse.ArgumentParser) -> None:
     which = of.add_mutually_exclusive_group(required=True)
     which.add_argument("model", nargs="?", metavar="MODEL")
     which.add_argument("--all", action="store_true", help="all models")
+
+
+def _parts(text: str) -> list[str]:
+    for word in (words := text.split(",")):
+        if word not in PARTS:
+            raise argparse.ArgumentTypeError(f"there is no part {word!r}{nearest(word, PARTS)}")
+    return words
 
 
 def _seconds(text: str) -> float:

@@ -89,7 +89,7 @@ def compile_for(card: str, places: Sequence[Path]) -> None:
     The server compiles those that could not be compiled here. Raises KeyboardInterrupt, OSError.
     """
     first, *others = places
-    if run_in_runtime("compile_for", first, card) == 130:
+    if run_in_runtime("rsrv.runtime.compile_for", first, card) == 130:
         raise KeyboardInterrupt
     for path in first.glob(f"{Path(card).stem}.executables"):
         for other in others:

@@ -1,0 +1,32 @@
+"""`rsrv gpu first-hour` on the CPU, whose answers are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rsrv.cli.main import main
+from tests.unit.runtime.conftest import export_doubling
+
+
+def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Correct answers pass; the table and the file have each finding; a bundle that cannot be read fails alone."""
+    export_doubling(tmp_path / "bundles" / "doubling", w=[1, 1, 1])
+    (tmp_path / "bundles" / "broken").mkdir()
+    (tmp_path / "bundles" / "broken" / "manifest.yaml").write_text("{}")
+    file = tmp_path / "found.json"
+
+    status = main(
+        ["gpu", "first-hour", str(tmp_path / "bundles"), "--cpu", "--parts", "correctness", f"--json={file}"]
+    )
+
+    broken, doubling = json.loads(file.read_text())["parts"]["correctness"]
+    assert (broken["what"], broken["verdict"]) == ("broken", "FAIL")
+    assert (doubling["what"], doubling["verdict"]) == ("doubling, numerics auto", "PASS")
+    assert doubling["value"] == "3 modules, largest error 0"
+    assert status == 1
+    assert "correctness    PASS      doubling, numerics auto" in capfd.readouterr().out

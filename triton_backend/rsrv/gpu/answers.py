@@ -1,0 +1,135 @@
+"""Parts `correctness` and `numerics`: the device's answers beside those of the CPU, and its products beside float64."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from rsrv.gpu.report import Finding, PartInput, Tell, check
+from rsrv.gpu.runtimes import ModelClient, RuntimeProcess, Unanswered, runtime
+from rsrv.runtime.device import Array
+from rsrv.stub.connection import Rejected
+from rsrv.wire.socket import Closed
+from rsrv_bundle import Bundle, BundleError, read_bundle
+from rsrv_bundle.dtypes import numpy_dtype
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.inputs import random_inputs
+from rsrv_bundle.numerics import TOLERANCE, Judge, difference
+
+#: TF32 has as many bits of mantissa as f16
+_TF32 = {**TOLERANCE, "f32": TOLERANCE["f16"]}
+#: rows and columns of the matrices, and the largest errors of a product relative to its largest element
+_SIDE = 512
+_F32_ERROR, _TF32_ERROR = 1e-5, 5e-3
+
+
+def correctness(given: PartInput, tell: Tell) -> None:
+    """Compare each module of each bundle with a runtime on the CPU, under the default numerics and, on a GPU, under f32."""
+    bundles: dict[Path, Bundle] = {}
+    for path in given.bundles:
+        try:
+            bundles[path] = read_bundle(path)
+        except BundleError as error:
+            tell(Finding(path.name, "FAIL", reason=str(error)))
+    with runtime(given, "reference", "cpu") as reference:
+        for policy in ("auto",) if given.on_cpu else ("auto", "f32"):
+            left = list(bundles)
+            while left:
+                _policy(given, tell, policy, left, bundles, reference)
+
+
+def _policy(
+    given: PartInput,
+    tell: Tell,
+    policy: str,
+    left: list[Path],
+    bundles: Mapping[Path, Bundle],
+    reference: RuntimeProcess,
+) -> None:
+    """Compare the bundles that are `left`, which are taken from the list, until one ends the runtime."""
+    tolerance = _TF32 if policy == "auto" and given.device.tf32 else TOLERANCE
+    with runtime(given, f"card-{policy}", given.device.platform, numerics=policy) as card:
+        while left:
+            path = left.pop(0)
+            what, bundle = f"{path.name}, numerics {policy}", bundles[path]
+            if bundle.manifest.kind == "meta":
+                tell(Finding(what, "SKIPPED", reason="a meta model has no modules: its callees have"))
+                continue
+            judge = Judge(bundle, tolerance, "the CPU's answer")
+            try:
+                with (
+                    closing(ModelClient(card.launcher.open, path.name, path)) as on_card,
+                    closing(ModelClient(reference.launcher.open, path.name, path)) as on_cpu,
+                ):
+                    _compare(bundle, on_card, on_cpu, judge)
+                judge.raise_if_any()
+            except (BundleError, Rejected, Unanswered) as error:
+                tell(Finding(what, "FAIL", _largest(judge), str(error)))
+            except (Closed, OSError) as error:
+                tell(Finding(what, "FAIL", reason=f"the runtime ended or does not answer: {error}"))
+                return
+            else:
+                limit = f"tolerance for f32: {tolerance['f32']:g} of an output's largest magnitude"
+                tell(Finding(what, "PASS", _largest(judge), limit))
+
+
+def _compare(bundle: Bundle, card: ModelClient, reference: ModelClient, judge: Judge) -> None:
+    types = [numpy_dtype(spec.dtype) for spec in bundle.manifest.outputs]
+    for variant, shapes in enumerate(card.interface.variants):
+        for size in shapes.sizes:
+            inputs = random_inputs(bundle, variant, size)
+            found, expected = (
+                [
+                    value.view(dtype)
+                    for value, dtype in zip(one.ask(inputs, variant, size), types, strict=True)
+                ]
+                for one in (card, reference)
+            )
+            judge.source((variant, size), found, expected)
+
+
+def _largest(judge: Judge) -> str:
+    errors = judge.errors.get("source", {})
+    return f"{len(errors)} modules, largest error {max(errors.values()):.2g}" if errors else ""
+
+
+def numerics(given: PartInput, tell: Tell) -> None:
+    """Multiply f32 matrices under each policy, through a model in a runtime, and compare with float64."""
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal((_SIDE, _SIDE)).astype(np.float32) for _ in range(2))
+    path = given.folder / "product"
+    export_bundle(
+        lambda params, x: {"y": x @ params["w"]},
+        {"w": w},
+        {"x": x},
+        batch_sizes=[_SIDE],
+        out_dir=path,
+    )
+    expected = x.astype(np.float64) @ w.astype(np.float64)
+    for policy in ("auto", "f32", "tf32"):
+        what = f"product of f32, numerics {policy}"
+        if policy == "tf32" and not given.device.tf32:
+            tell(Finding(what, "SKIPPED", reason="the device has no TF32, so every model would be refused"))
+            continue
+        allowed = _TF32_ERROR if given.device.tf32 and policy != "f32" else _F32_ERROR
+        with runtime(given, policy, given.device.platform, numerics=policy) as process:
+            try:
+                (found,) = ModelClient(process.launcher.open, "product", path).ask([x], rows=_SIDE)
+            except (Rejected, Unanswered, Closed, OSError) as error:
+                tell(Finding(what, "FAIL", reason=str(error)))
+                continue
+            computes = process.status()["computes"]
+        tell(_judge(what, found, expected, allowed, computes))
+
+
+def _judge(what: str, found: Array, expected: Array, allowed: float, computes: str | None) -> Finding:
+    _, error = difference(found, expected)
+    said = "" if computes is None else f", and the runtime's probe says {computes}"
+    return check(
+        what,
+        error <= allowed and computes != "indeterminate",
+        f"error {error:.2g}",
+        f"at most {allowed:g} of the largest element{said}",
+        {"error": error},
+    )

@@ -1,0 +1,136 @@
+"""Parts `budget` and `out-of-memory`: the memory that jax's allocator has, what fits, and what happens beyond."""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pynvml
+
+from rsrv.gpu.report import Finding, PartInput, Tell, check
+from rsrv.runtime.cuda import Driver
+from rsrv.runtime.device import Buffer, OutOfMemory, run
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.text import amount, duration, percent
+from rsrv_bundle.precision import product
+
+#: largest and smallest tensor that fills the device, bytes
+_LARGEST, _SMALLEST = 1 << 30, 1 << 20
+#: least share of the allocator's limit that tensors must find
+_SHARE = 0.98
+#: seconds within which a refusal must come: XLA's allocator alone would wait for ten
+_REFUSAL_S = 2.0
+_SIDE = 1024
+_NO_LIMIT = "a CPU has no allocator with a limit"
+
+
+def budget(given: PartInput, tell: Tell) -> None:
+    """Compare what jax's allocator may take with what NVML says is free, and with what tensors find."""
+    if given.on_cpu:
+        tell(Finding("memory", "SKIPPED", reason=_NO_LIMIT))
+        return
+    free, total = _nvml()
+    device = JaxDevice(given.device.platform)
+    limit = device.memory_limit
+    if limit is None:
+        tell(Finding("bytes_limit", "FAIL", reason="jax does not say how much memory its allocator may take"))
+        return
+    tell(
+        check(
+            "NVML's free memory",
+            free >= limit,
+            f"{amount(free)} of {amount(total)}",
+            f"at least the allocator's {amount(limit)} (runtime.memory_fraction of the card); else other processes hold it",
+            {"free": free, "total": total, "bytes_limit": limit},
+        )
+    )
+    left, _ = _nvml()
+    outside = free - left - limit
+    tell(
+        Finding(
+            "outside of the allocator",
+            "MEASURED",
+            amount(max(0, outside)),
+            "taken by libraries when the device starts, beside the CUDA context",
+            {"bytes": outside},
+        )
+    )
+    buffers, found = _fill(device, limit)
+    device.free(buffers)
+    value = f"{amount(found)}, {percent(found / limit)} of bytes_limit"
+    tell(
+        check(
+            "tensors that fit",
+            found >= _SHARE * limit,
+            value,
+            f"at least {percent(_SHARE)}",
+            {"bytes": found},
+        )
+    )
+
+
+def out_of_memory(given: PartInput, tell: Tell) -> None:
+    """Fill the device, load and execute beyond that, and see that the device works when memory is free again."""
+    device = JaxDevice(given.device.platform)
+    limit = device.memory_limit
+    if limit is None:
+        tell(Finding("memory", "SKIPPED", reason=_NO_LIMIT))
+        return
+    executable = device.compile(*product(_SIDE))
+    matrix = device.upload([np.eye(_SIDE, dtype=np.float32)])
+    buffers, first = _fill(device, limit)
+    tell(_refusal("a load beyond the memory", lambda: device.upload([np.zeros(_SIDE * _SIDE * 8, np.uint8)])))
+    tell(
+        _refusal("an execution beyond the memory", lambda: device.launch(executable, [], [*matrix, *matrix]))
+    )
+    device.free(buffers)
+    pattern = np.arange(_SIDE * _SIDE, dtype=np.float32)
+    (buffer,) = device.upload([pattern])
+    same = np.array_equal(np.asarray(buffer), pattern)
+    device.free([buffer])
+    tell(check("a load after that", same, "contents compared", "the device serves on when memory is free"))
+    run(device, executable, [], [pattern.reshape(_SIDE, _SIDE)] * 2)
+    tell(check("an execution after that", True, "done", "the device serves on when memory is free"))
+    buffers, again = _fill(device, limit)
+    device.free(buffers)
+    value = f"{percent(again / first)} of the first time"
+    tell(check("the memory after that", again >= _SHARE * first, value, "nothing is lost", {"bytes": again}))
+
+
+def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
+    """Allocate tensors until none of `_SMALLEST` bytes fits; return them and their bytes."""
+    array = np.zeros(min(_LARGEST, limit // 8), np.uint8)
+    buffers: list[Buffer] = []
+    found = 0
+    while array.nbytes >= _SMALLEST:
+        try:
+            buffers += device.upload([array])
+            found += array.nbytes
+        except OutOfMemory:
+            array = array[: array.nbytes // 2]
+    return buffers, found
+
+
+def _refusal(what: str, action: Callable[[], object]) -> Finding:
+    started = time.perf_counter()
+    try:
+        action()
+    except OutOfMemory as error:
+        took = time.perf_counter() - started
+        limit = f"within {duration(_REFUSAL_S)}: {error}"
+        return check(what, took < _REFUSAL_S, f"refused after {duration(took)}", limit, {"seconds": took})
+    return check(
+        what, False, "not refused", "the device was full", {"seconds": time.perf_counter() - started}
+    )
+
+
+def _nvml() -> tuple[int, int]:
+    """Return the free and the total bytes of the first card that CUDA sees. Raises pynvml.NVMLError."""
+    driver, bus = Driver(0), ctypes.create_string_buffer(32)
+    driver.call("cuDeviceGetPCIBusId", bus, len(bus), driver.device)
+    pynvml.nvmlInit()
+    try:
+        found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(bus.value))
+    finally:
+        pynvml.nvmlShutdown()
+    return int(found.free), int(found.total)

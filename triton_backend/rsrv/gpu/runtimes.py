@@ -1,0 +1,238 @@
+"""Runtime processes, models of any size for them, and clients that check the answers."""
+
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsrv.gpu.report import PartInput
+from rsrv.runtime.device import Array
+from rsrv.stub.connection import Greeted, RuntimeConnection
+from rsrv.stub.session import Launcher
+from rsrv.wire import paths
+from rsrv.wire.frames import Status, Submission
+from rsrv.wire.layout import NUMPY, Interface
+from rsrv.wire.socket import connect, read_status
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.reader import read_bundle, sha256_of
+from rsrv_bundle.writer import document_of, write_manifest, write_weights
+
+#: seconds for one answer
+_ANSWER_S = 120.0
+#: elements of the input of `make_models`
+WIDTH = 4
+_TENSORS = 8
+_WEIGHTS = "weights.safetensors"
+
+
+class Unanswered(Exception):
+    """A request was not answered; the message has the runtime's reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A bundle whose answer is its input plus a constant."""
+
+    name: str
+    path: Path
+    nbytes: int
+    constant: float
+
+
+def make_models(given: PartInput, nbytes: int, names: Sequence[str]) -> list[Model]:
+    """Export a model with so many bytes of weights, and write the others as it with weights of their own.
+
+    The weights are zeros but for the first and the last element of each tensor, small integers: the answers are exact,
+    and a tensor that is missing, exchanged or cut changes them.
+    """
+    models: list[Model] = []
+    for name in names:
+        path, params = given.folder / name, _params(name, nbytes)
+        constant = sum(_factor(tensor) * float(params[tensor][[0, -1]].sum()) for tensor in params)
+        if not models:
+            # The exporter runs a module only on its own platform, and it is on the CPU.
+            export_bundle(
+                lambda params, x: {"y": x + sum(_factor(tensor) * params[tensor].sum() for tensor in params)},
+                params,
+                {"x": np.zeros((1, WIDTH), np.float32)},
+                batch_sizes=[1],
+                out_dir=path,
+                platform="cpu" if given.on_cpu else "cuda",
+            )
+        else:
+            first = read_bundle(models[0].path, verify=False)
+            shutil.copytree(models[0].path, path, ignore=shutil.ignore_patterns(_WEIGHTS))
+            write_weights(path / _WEIGHTS, list(params.items()))
+            sums = {**first.manifest.sha256, **sha256_of([path / _WEIGHTS])}
+            write_manifest(path / "manifest.yaml", document_of(first.manifest, sums))
+        models.append(Model(name, path, nbytes, constant))
+    return models
+
+
+def _params(name: str, nbytes: int) -> dict[str, Array]:
+    draw = random.Random(name)
+    params = {}
+    for tensor in range(_TENSORS):
+        params[str(tensor)] = array = np.zeros(max(2, nbytes // 4 // _TENSORS), np.float32)
+        array[[0, -1]] = draw.randrange(1, 1000), draw.randrange(1, 1000)
+    return params
+
+
+def _factor(tensor: str) -> int:
+    return int(tensor) % 7 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeProcess:
+    """A runtime of this process, as a tritonserver has one for each GPU."""
+
+    launcher: Launcher
+
+    def status(self) -> dict[str, Any]:
+        """Return what `rsrv status` is made from."""
+        return read_status(os.getpid(), self.launcher.gpu)
+
+    def device_memory(self) -> dict[str, Any]:
+        """Return bytes of the device's memory: limit, budget, held, and others."""
+        found: dict[str, Any] = self.status()["memory"]["device"]
+        return found
+
+    def loads(self) -> int:
+        """Return how often weights were loaded so far."""
+        return sum(model["loads"] for model in self.status()["models"].values())
+
+
+@contextmanager
+def runtime(given: PartInput, name: str, platform: str, **settings: object) -> Iterator[RuntimeProcess]:
+    """Run a runtime process on a platform, with keys of the section `runtime`. It ends with the block."""
+    file = given.folder / f"{name}.yaml"
+    section = {
+        "platform": platform,
+        "compilation_cache_dir": str(given.folder.parent / "compiled"),
+        **settings,
+    }
+    write_manifest(file, {"control": {"enabled": False}, "runtime": section})
+    launcher = Launcher(os.getpid(), name, file, given.folder, given.environment)
+    launcher.open().sock.close()
+    try:
+        yield RuntimeProcess(launcher)
+    finally:
+        directory = paths.runtime_directory(os.getpid(), name)
+        with suppress(OSError), connect(directory / paths.SOCKET) as sock:
+            pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            ended = os.pidfd_open(pid)
+            os.kill(pid, signal.SIGKILL)
+            # The next one takes the device's memory.
+            select.select([ended], [], [])
+            os.close(ended)
+        paths.remove(directory)
+
+
+class ModelClient:
+    """One model over a connection of its own, for one thread at a time."""
+
+    def __init__(self, open_connection: Callable[[], Greeted], name: str, path: Path) -> None:
+        """Register the model, and wait until it is ready. Raises Rejected."""
+        self._connection = RuntimeConnection(open_connection())
+        try:
+            body = self._connection.register({"model": name, "bundle": str(path)})
+        except BaseException:
+            self.close()
+            raise
+        self.name = name
+        self.busy = threading.Lock()
+        self.interface = Interface.from_json(body["models"][0]["interface"])
+
+    def ask(self, inputs: Sequence[Array], variant: int = 0, rows: int = 1) -> list[Array]:
+        """Return copies of the executable's outputs, types that numpy lacks as their bits. Raises Unanswered."""
+        shapes = self.interface.variants[variant]
+        places, size = shapes.inputs.places(rows)
+        outputs, more = shapes.outputs.places(rows)
+        slab = self._connection.take(size + more, 1)
+        try:
+            at, segment = slab.place.offset, slab.place.segment
+            for tensor, place, value in zip(shapes.inputs.tensors, places, inputs, strict=True):
+                dtype = NUMPY[tensor.dtype]
+                np.ndarray(tensor.shape(rows), dtype, slab.segment, at + place)[...] = value.view(dtype)
+            (id,) = self._connection.next_ids(1)
+            self._connection.submit([Submission(id, 0, rows, variant, 0, segment, at, at + size)])
+            (done,) = self._connection.receive(_ANSWER_S)
+            if done.status is not Status.OK:
+                raise Unanswered(f"{self.name}: {done.status.name}: {done.text}")
+            return [
+                np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], slab.segment, at + size + place).copy()
+                for tensor, place in zip(shapes.outputs.tensors, outputs, strict=True)
+            ]
+        finally:
+            self._connection.release(slab)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Answers:
+    """Requests to `make_models`' models: times of those that were answered, and how many were wrong."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.wrong = 0
+
+    def ask(self, client: ModelClient, model: Model) -> float:
+        """Send one request; return the seconds until its answer. Raises Unanswered."""
+        x = np.random.default_rng(len(self.seconds)).integers(-100, 100, (1, WIDTH)).astype(np.float32)
+        started = time.perf_counter()
+        (y,) = client.ask([x])
+        took = time.perf_counter() - started
+        self.seconds.append(took)
+        self.wrong += not np.array_equal(y, x + np.float32(model.constant))
+        return took
+
+
+@contextmanager
+def clients(process: RuntimeProcess, models: Sequence[Model]) -> Iterator[list[ModelClient]]:
+    """Register these models one after the other, and unload them in the end."""
+    with ExitStack() as stack:
+        registered = []
+        for model in models:
+            registered.append(ModelClient(process.launcher.open, model.name, model.path))
+            stack.callback(registered[-1].close)
+        yield registered
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(number)` on so many threads; raise the first of their errors."""
+    failures: list[Exception] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def private_bytes(pid: int) -> int:
+    """Return a process's unique memory."""
+    fields: Mapping[str, str] = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    )
+    return 1024 * sum(int(fields[key].split()[0]) for key in ("Private_Clean", "Private_Dirty"))

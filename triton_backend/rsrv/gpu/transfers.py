@@ -1,0 +1,194 @@
+"""Parts `bandwidth` and `overlap`: transfers between host and device, alone and beside executions."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from rsrv.gpu.report import Finding, PartInput, Tell, check
+from rsrv.runtime.allocation import aligned_copy
+from rsrv.runtime.cuda import Driver
+from rsrv.runtime.device import Array, Buffer, Executable, Launched
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.text import amount, duration, percent
+from rsrv_bundle.precision import product
+
+_TENSORS = 16
+#: least share of the driver's own rate at which weights must be loaded from page-locked memory: XLA's staging, which
+#: rsrv turns off, halves it
+_SHARE = 0.5
+
+
+def bandwidth(given: PartInput, tell: Tell) -> None:
+    """Move the same bytes as weights are loaded and outputs are read, and, on CUDA, by the driver alone."""
+    device = JaxDevice(given.device.platform, preallocate=False)
+    memory = aligned_copy(np.arange(given.amounts.transfer // 4, dtype=np.uint32))
+    arrays = np.split(memory[: len(memory) // _TENSORS // 16 * _TENSORS * 16], _TENSORS)
+    nbytes = sum(array.nbytes for array in arrays)
+
+    def measure(what: str, move: Callable[[], float], reason: str = "") -> float:
+        move()  # the first one allocates
+        rate = nbytes / median(move() for _ in range(given.amounts.rounds))
+        tell(Finding(what, "MEASURED", f"{amount(rate)}/s", reason, {"bytes_per_s": rate}))
+        return rate
+
+    def read() -> float:
+        buffers = device.upload(arrays)
+        started = time.perf_counter()
+        found = [np.asarray(buffer) for buffer in buffers]
+        seconds = time.perf_counter() - started
+        if not all(map(np.array_equal, found, arrays)):
+            raise ValueError("a tensor came back from the device with other contents")
+        del found
+        device.free(buffers)
+        return seconds
+
+    reason = f"{_TENSORS} tensors, {amount(nbytes)}"
+    measure("weights to the device, pageable", lambda: _upload(device, arrays), reason)
+    with _page_locked(device, memory):
+        locked = measure("weights to the device, page-locked", lambda: _upload(device, arrays), reason)
+    measure("outputs from the device", read, "contents compared; XLA allocates the host's memory")
+    if given.on_cpu:
+        tell(Finding("the driver's own copies", "SKIPPED", reason="a CPU has no driver"))
+        return
+    driver = Driver(0)
+    for kind, locking in (("pageable", nullcontext()), ("page-locked", _registered(driver, memory))):
+        with locking:
+            limit = measure(f"driver to the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyHtoD_v2"))
+            measure(f"driver from the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyDtoH_v2"))
+    share = locked / limit
+    what = "page-locked weights beside the driver's own rate"
+    tell(check(what, share >= _SHARE, percent(share), f"at least {percent(_SHARE)}: no copy on the way"))
+
+
+def overlap(given: PartInput, tell: Tell) -> None:
+    """Launch beside an execution that runs, and load beside executions."""
+    device = JaxDevice(given.device.platform)
+    execute = _Products(device, given.amounts.side)
+    execute.once()
+    alone = median(execute.once() for _ in range(given.amounts.rounds))
+    what = "a second launch beside an execution"
+    if device.asynchronous:
+        started = time.perf_counter()
+        launched = [execute.launch(), execute.launch()]
+        submitted = time.perf_counter() - started
+        for one in launched:
+            device.read(one)
+        both = time.perf_counter() - started
+        value = f"both launched in {duration(submitted)}, both done in {duration(both)}"
+        figures = {"submit_s": submitted, "both_s": both, "one_s": alone}
+        limit = f"launched in less than half of one execution, {duration(alone)}"
+        tell(check(what, submitted < alone / 2, value, limit, figures))
+    else:
+        tell(Finding(what, "SKIPPED", reason="a CPU executes within the launch"))
+    memory = aligned_copy(np.ones(given.amounts.transfer, np.uint8))
+    arrays = np.split(memory[: len(memory) // _TENSORS * _TENSORS], _TENSORS)
+    with _page_locked(device, memory):
+        _upload(device, arrays)
+        idle = median(_upload(device, arrays) for _ in range(given.amounts.rounds))
+        with execute.all_the_time() as seconds:
+            busy = median(_upload(device, arrays) for _ in range(given.amounts.rounds))
+    beside = median(seconds)
+    tell(
+        Finding(
+            "a load beside executions",
+            "MEASURED",
+            f"{percent(idle / busy)} of the idle rate",
+            f"{duration(idle)} idle, {duration(busy)} beside executions of {duration(alone)}",
+            {"idle_s": idle, "busy_s": busy},
+        )
+    )
+    value, reason = (
+        f"{beside / alone:.2f} times as long",
+        f"{duration(alone)} alone, {duration(beside)} beside loads",
+    )
+    figures = {"alone_s": alone, "beside_s": beside}
+    tell(Finding("executions beside a load", "MEASURED", value, reason, figures))
+
+
+class _Products:
+    """Executions of one product of matrices that lie on the device."""
+
+    def __init__(self, device: JaxDevice, side: int) -> None:
+        self._device = device
+        self._executable: Executable = device.compile(*product(side))
+        self._matrix: Buffer = device.upload([np.eye(side, dtype=np.float32)])[0]
+
+    def launch(self) -> Launched:
+        """Launch one. Its result stays on the device, so that no transfer counts."""
+        return self._device.launch(self._executable, [], [self._matrix, self._matrix], unread=(0,))
+
+    def once(self) -> float:
+        """Return the seconds of one execution, with its launch."""
+        started = time.perf_counter()
+        self._device.read(self.launch())
+        return time.perf_counter() - started
+
+    @contextmanager
+    def all_the_time(self) -> Iterator[list[float]]:
+        """Keep two executions on the device; the list fills with the seconds of each."""
+        stop, seconds = threading.Event(), [self.once()]
+
+        def work() -> None:
+            waiting = [self.launch()]
+            while not stop.is_set():
+                waiting.append(self.launch())
+                seconds.append(self._device.read(waiting.pop(0))[1])
+            self._device.read(waiting.pop())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield seconds
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _upload(device: JaxDevice, arrays: Sequence[Array]) -> float:
+    started = time.perf_counter()
+    buffers = device.upload(arrays)
+    seconds = time.perf_counter() - started
+    device.free(buffers)
+    return seconds
+
+
+@contextmanager
+def _page_locked(device: JaxDevice, memory: Array) -> Iterator[None]:
+    unlock = device.page_lock(memory.ctypes.data, memory.nbytes)
+    try:
+        yield
+    finally:
+        unlock()
+
+
+@contextmanager
+def _registered(driver: Driver, memory: Array) -> Iterator[None]:
+    """Page-lock memory for both directions: `Driver.page_lock` is for reading alone."""
+    place: Any = ctypes.c_void_p(memory.ctypes.data)
+    with driver.current():
+        driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(memory.nbytes), 0)
+    try:
+        yield
+    finally:
+        with driver.current():
+            driver.call("cuMemHostUnregister", place)
+
+
+def _copy(driver: Driver, memory: Array, function: str) -> float:
+    """Copy between `memory` and memory of the driver, and return the seconds."""
+    target, nbytes = ctypes.c_uint64(), ctypes.c_size_t(memory.nbytes)
+    host: Any = ctypes.c_void_p(memory.ctypes.data)
+    with driver.current():
+        driver.call("cuMemAlloc_v2", ctypes.byref(target), nbytes)
+        try:
+            started = time.perf_counter()
+            driver.call(function, *((target, host) if "HtoD" in function else (host, target)), nbytes)
+            return time.perf_counter() - started
+        finally:
+            driver.call("cuMemFree_v2", target)

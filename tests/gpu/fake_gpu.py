@@ -50,6 +50,8 @@ class CardSettings(ctypes.Structure):
             "compute_mode",
             # for which the driver holds the memory of a process that has ended
             "held_ns",
+            # 1: the cards have no virtual memory management, as some vGPUs
+            "without_vmm",
         )
     )
 
@@ -61,7 +63,7 @@ _CARDS_BYTES = ctypes.sizeof(CardSettings) + 8 * 16 * 24
 class Call(NamedTuple):
     """A call that the driver has carried out; times are those of `time.monotonic`.
 
-    `kind`: alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph or fault. `bytes` of a launch are its
+    `kind`: alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph, graph-update or fault. `bytes` of a launch are its
     kernels. `detail` of a copy: how it reads the host's memory (page-locked, copied, pageable). `stream` of an alloc or a
     no-room: the card.
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from bisect import bisect
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from rsrv.runtime import cuda
 from rsrv.runtime.device import Abandoned, Array, DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
+from rsrv_bundle.export import export_bundle
 from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
@@ -132,6 +135,60 @@ def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu
     )
     assert "run nvidia-smi -c DEFAULT" in text
     assert limit == 72 * GIB
+
+
+def test_a_card_without_virtual_memory_management_is_named(gpu: FakeGpu) -> None:
+    """XLA says why only in a line of its log."""
+    gpu.settings.without_vmm = 1
+
+    assert "the card has no virtual memory management, by which XLA allocates" in gpu.run(refusal, "cuda")
+
+
+@pytest.fixture(scope="module")
+def alternating(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose kernels XLA cannot fuse, so that it puts them into a graph of CUDA."""
+    path = tmp_path_factory.mktemp("bundles") / "alternating"
+
+    def normalize(params: Any, x: Any) -> Any:
+        for _ in range(6):
+            x = x * params["w"] / x.sum(axis=1, keepdims=True)
+            x = x / x.sum(axis=2, keepdims=True)
+        return {"y": x}
+
+    export_bundle(
+        normalize,
+        {"w": np.ones((64, 64), np.float32)},
+        {"x": np.ones((1, 64, 64), np.float32)},
+        batch_sizes=[1],
+        out_dir=path,
+    )
+    return path
+
+
+def execute_and_reload(bundle: Path) -> list[float]:
+    """Return the times of the ends of four executions; the weights are elsewhere from the third on."""
+    device = JaxDevice("cuda")
+    model = build_here(bundle, device)
+    assert model.weights is not None
+    weights, (executable,) = model.weights, model.executables.values()
+    ends = []
+    for number in range(4):
+        if number == 2:
+            other = device.upload([np.ones((64, 64), np.float32)])
+            device.free(weights)
+            weights = other
+        run(device, executable, weights, [np.ones((1, 64, 64), np.float32)])
+        ends.append(time.monotonic())
+    return ends
+
+
+def test_a_graph_follows_reloaded_weights_to_their_place(gpu: FakeGpu, alternating: Path) -> None:
+    """A graph holds addresses. XLA updates it in the first execution after the load, and in no other."""
+    ends = gpu.run(execute_and_reload, alternating)
+
+    updated = [bisect(ends, call.end) for call in gpu.calls("graph-update")]
+    assert gpu.calls("graph")
+    assert {execution for execution in updated if execution} == {2}
 
 
 @pytest.mark.parametrize(

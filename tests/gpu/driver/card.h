@@ -43,6 +43,7 @@ struct Cards {
     int64_t mig_instances;
     int64_t compute_mode;
     int64_t held_ns;
+    int64_t without_vmm;
     Holder holders[MAX_CARDS][MAX_PROCESSES];
 };
 

@@ -40,7 +40,6 @@ const std::map<int, int> ATTRIBUTES = {
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 2048},
     {CU_DEVICE_ATTRIBUTE_ECC_ENABLED, 1},
     {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
-    {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED, 1},
     {CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH, 1},
@@ -119,6 +118,8 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
         *value = visible_cards()[device] / instances() + 1;
     } else if (attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_MODE) {
         *value = static_cast<int>(cards()->compute_mode);
+    } else if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) {
+        *value = !cards()->without_vmm;
     } else {
         auto found = ATTRIBUTES.find(attribute);
         *value = found == ATTRIBUTES.end() ? 0 : found->second;

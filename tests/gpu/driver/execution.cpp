@@ -182,6 +182,7 @@ API CUresult cuGraphExecUpdate_v2(CUgraphExec, CUgraph, CUgraphExecUpdateResultI
 }
 API CUresult cuGraphUpload(CUgraphExec, CUstream) { return fault(); }
 API CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode, const CUDA_KERNEL_NODE_PARAMS*) {
+    record(now(), "graph-update", 1, 0, "");
     return fault();
 }
 API CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec, CUgraphNode, const CUDA_MEMCPY3D*, CUcontext) {

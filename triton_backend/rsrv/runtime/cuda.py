@@ -20,6 +20,9 @@ HIDDEN_CARD_SIGNS: tuple[str, ...] = ("/proc/driver/nvidia/gpus/*",)
 _PORTABLE = 0x01
 #: CU_MEMHOSTREGISTER_READ_ONLY: required for memory that is mapped read-only
 _READ_ONLY = 0x08
+#: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_VMM_SUPPORTED = 102
+_NO_VMM = "virtual memory management is missing"
 #: CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _READ_ONLY_SUPPORTED = 113
 
@@ -52,7 +55,7 @@ def _find(patterns: tuple[str, ...], environment: Mapping[str, str]) -> str | No
 
 
 def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str = "") -> str:
-    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything; `refusal`: what the driver says."""
+    """Return why jax has no GPU and what to do. `reason`: what jax says, if anything; `refusal`: by `find_refusal`."""
     why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
     if not plugin:
         why += "it has no CUDA plugin: install 'rsrv[serve,cuda13]' (or cuda12)"
@@ -60,6 +63,11 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
         why += (
             f"the driver refuses the card ({refusal}), because another process has it and its compute mode admits only one, or "
             "none. tritonserver and the runtime both use the card: run nvidia-smi -c DEFAULT as root"
+        )
+    elif refusal == _NO_VMM:
+        why += (
+            "the card has no virtual memory management, by which XLA allocates: use a whole card, a MIG instance, or a vGPU "
+            "profile that has it"
         )
     elif card is None:
         why += "this machine or container has no device node of an NVIDIA card: start the container with --gpus all"
@@ -92,13 +100,13 @@ class CudaError(Exception):
     """The driver is missing, or a call failed; the message has the driver's name of the error."""
 
 
-def driver_refusal() -> str:
-    """Return why CUDA's driver gives this process no context on its first device; empty if it does."""
+def find_refusal() -> str:
+    """Return why this process cannot use CUDA's first device: the driver's error, or what XLA needs; empty if it can."""
     try:
-        Driver(0)
+        driver = Driver(0)
+        return "" if driver.attribute(_VMM_SUPPORTED) else _NO_VMM
     except CudaError as error:
         return str(error)
-    return ""
 
 
 class Driver:
@@ -120,10 +128,14 @@ class Driver:
         self.call("cuDeviceGet", ctypes.byref(self.device), ordinal)
         self._context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)
-        supported = ctypes.c_int()
-        self.call("cuDeviceGetAttribute", ctypes.byref(supported), _READ_ONLY_SUPPORTED, self.device)
         # The device only reads host memory, so the flag also suits memory that is mapped writable.
-        self._flags = _PORTABLE | (_READ_ONLY if supported.value else 0)
+        self._flags = _PORTABLE | (_READ_ONLY if self.attribute(_READ_ONLY_SUPPORTED) else 0)
+
+    def attribute(self, number: int) -> int:
+        """Return an attribute of the device, by its CUdevice_attribute."""
+        value = ctypes.c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), number, self.device)
+        return value.value
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function of the driver that returns a CUresult. Raises CudaError."""

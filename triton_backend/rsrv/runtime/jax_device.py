@@ -31,10 +31,10 @@ from rsrv.runtime.cuda import (
     CudaError,
     Driver,
     client_options,
-    driver_refusal,
     explain_no_gpu,
     find_card,
     find_hidden_card,
+    find_refusal,
     has_plugin,
 )
 from rsrv.runtime.device import (
@@ -173,9 +173,7 @@ class JaxDevice:
             raise DeviceError(f"jax finds no device: {reason}")
         fell_back = not reason and platform == "auto" and self._device.platform == "cpu"
         if reason or (fell_back and card is not None):
-            raise DeviceError(
-                explain_no_gpu(reason, plugin=has_plugin(), card=card, refusal=driver_refusal())
-            )
+            raise DeviceError(explain_no_gpu(reason, plugin=has_plugin(), card=card, refusal=find_refusal()))
         if fell_back and (hidden := find_hidden_card(os.environ)) is not None:
             log.warning(
                 "models are served from the CPU: the machine has an NVIDIA card (%s), which this container cannot see. "

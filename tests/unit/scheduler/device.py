@@ -37,7 +37,7 @@ _MOST_TICKS = 100
 class Device(Driver):
     """A driver whose executions and loads end by themselves while time passes."""
 
-    def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 10) -> None:
+    def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 50) -> None:
         super().__init__(settings, validate_every=validate_every)
         self.programs: dict[str, Program] = {}
         #: model -> seconds of its loads.

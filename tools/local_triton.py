@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import secrets
@@ -32,6 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 #: what `make` installs
 INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
 LOOPBACK = "127.0.0.1"
+#: Ports for servers. Linux gives ports from 32768 on to connections, and to sockets that ask for any port, so that one of
+#: those may be taken again before a server, which first loads its models, listens on it.
+_PORTS = range(10_000, 32_768)
+# Other processes begin elsewhere.
+_port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
 EXEC_BOUND = ROOT / "triton_backend" / "rsrv" / "serve" / "exec_bound.py"
 
 
@@ -54,12 +60,14 @@ class ServerFailed(Exception):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free loopback ports, all different because all are held until the last is known."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Return free loopback ports, each of which this process gets once."""
+    found: list[int] = []
+    while len(found) < count:
+        port = _PORTS[next(_port_numbers) % len(_PORTS)]
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind((LOOPBACK, port))
+            found.append(port)
+    return found
 
 
 def no_client_shared_memory() -> list[str]:

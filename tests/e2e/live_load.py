@@ -18,6 +18,7 @@ from random import Random
 
 import numpy as np
 
+from local_triton import free_ports
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.browser import browsing
 from tests.e2e.calls import caller
@@ -32,16 +33,10 @@ BUDGET = 6 * (1 << 20) + 4096
 CLIENTS = 4
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @contextmanager
 def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
     """Yield a server with these models, and the URL of its live page, before any request."""
-    port = free_port()
+    (port,) = free_ports(1)
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)
     (folder / "settings.yaml").write_text(

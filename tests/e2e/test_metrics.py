@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from local_triton import free_ports
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
@@ -58,16 +58,10 @@ class Metrics:
         return found
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     """Metrics of a server with three models."""
-    folder, port = tmp_path_factory.mktemp("metrics"), free_port()
+    folder, (port,) = tmp_path_factory.mktemp("metrics"), free_ports(1)
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
@@ -211,7 +205,7 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
 
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
     """Without Triton's metrics, where creating one could end it, models serve, and rsrv's page is complete."""
-    port = free_port()
+    (port,) = free_ports(1)
     assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(tmp_path / "gen")]) == 0
     running = start_triton(
         tmp_path / "gen",

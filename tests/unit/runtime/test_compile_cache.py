@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.compile_cache import CompileCache
+from rsrv.runtime.compile_cache import CompileCache, NotCached
 from rsrv.runtime.device import CacheCounts, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle import read_bundle
@@ -190,3 +190,19 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     CompileCache(tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == [".unfinished-new"]
+
+
+def test_a_thread_may_require_entries_or_do_without_them(tmp_path: Path) -> None:
+    """What compiles nothing wants no miss; what is not a model's leaves no entry. Other uses go on as before."""
+    cache = CompileCache(tmp_path)
+    cache.put("there", b"code")
+
+    with cache.requiring():
+        assert cache.get("there") == b"code"
+        with pytest.raises(NotCached, match="missing"):
+            cache.get("missing")
+    with cache.bypassing():
+        assert cache.get("there") is None
+        cache.put("other", b"code")
+
+    assert (cache.get("there"), cache.get("missing"), cache.get("other")) == (b"code", None, None)

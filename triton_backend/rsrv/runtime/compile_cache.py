@@ -41,7 +41,7 @@ class CompileCache:
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory
-        #: `entry`: see `offering`; `required`: see `requiring`
+        #: `entry`: see `offering`; `required`: see `requiring`; `bypassed`: see `bypassing`
         self._thread = threading.local()
         if directory is None:
             return
@@ -52,6 +52,8 @@ class CompileCache:
 
     def get(self, key: str) -> bytes | None:
         """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
+        if self.bypassed:
+            return None
         entry: bytes | None = getattr(self._thread, "entry", None)
         if entry is None and self._path is not None:
             entry = self._read(self._path / f"{key}{_SUFFIX}")
@@ -91,9 +93,23 @@ class CompileCache:
         finally:
             self._thread.required = False
 
+    @property
+    def bypassed(self) -> bool:
+        """True if the calling thread compiles without the cache."""
+        return getattr(self._thread, "bypassed", False)
+
+    @contextmanager
+    def bypassing(self) -> Iterator[None]:
+        """Neither find nor keep entries for the calling thread."""
+        self._thread.bypassed = True
+        try:
+            yield
+        finally:
+            self._thread.bypassed = False
+
     def put(self, key: str, value: bytes) -> None:
         """Store the entry of a key, and replace an earlier one."""
-        if self._path is None:
+        if self._path is None or self.bypassed:
             return
         unfinished = None
         try:

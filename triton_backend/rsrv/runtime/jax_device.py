@@ -219,7 +219,7 @@ class JaxDevice:
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
-        if event in self._counts:
+        if event in self._counts and not self._cache.bypassed:
             self._counts[event] += 1
 
     @property
@@ -429,7 +429,9 @@ class JaxDevice:
 
     def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
         empty: Any = self._jax.lax.empty  # has no types
-        return self._jax.jit(lambda: [empty(*kind) for kind in (*kinds, _END)]).lower().compile()
+        # It takes milliseconds, is no module of a model, and there is one for each set of tensors that a load finds absent.
+        with self._cache.bypassing():
+            return self._jax.jit(lambda: [empty(*kind) for kind in (*kinds, _END)]).lower().compile()
 
     @staticmethod
     def _finish(copies: CopyStream, copying: deque[tuple[Array, ctypes.c_void_p]]) -> int:

@@ -383,11 +383,10 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
     wait_until(
         lambda: not list(grown(stressed, before)), 10, what=f"less than {list(grown(stressed, before))}"
     )
-    expected = {
-        "answered", "mlp", "two_sizes", "every_dtype", "INTERNAL", "INVALID_ARGUMENT", "CANCELLED",
-        "UNAVAILABLE [rsrv:DEADLINE]", "UNAVAILABLE [rsrv:QUEUE_FULL]",
-    }  # fmt: skip
-    assert set(ends) == expected, ends
+    expected = {"answered", "mlp", "two_sizes", "every_dtype", "INTERNAL", "INVALID_ARGUMENT"}
+    # Whether any request meets these depends on the speed of clients and server.
+    possible = {"CANCELLED", "UNAVAILABLE [rsrv:DEADLINE]", "UNAVAILABLE [rsrv:QUEUE_FULL]"}
+    assert expected <= set(ends) <= expected | possible, ends
     status = models_status(stressed)
     for name in ("mlp", "two_sizes", "every_dtype"):
         assert status[name]["outcomes"] == {
@@ -409,7 +408,7 @@ def test_clients_whose_own_deadline_passes_leave_nothing_behind(
 def leave_nothing_behind(stressed: RunningTriton) -> None:
     processes = set(resources(stressed))
     ends = stress(stressed, 30, 3, Client.impatient)
-    assert {"answered", "DEADLINE_EXCEEDED"} <= set(ends) <= {"answered", "DEADLINE_EXCEEDED", "CANCELLED"}
+    assert {"DEADLINE_EXCEEDED"} <= set(ends) <= {"answered", "DEADLINE_EXCEEDED", "CANCELLED"}, ends
     wait_until_idle(stressed)
     with caller(stressed) as call:
         x = np.ones((1, 64), np.float32)

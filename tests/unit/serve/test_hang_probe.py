@@ -42,7 +42,7 @@ def test_any_answer_is_one() -> None:
             turn = len(asked) % 4
             if turn == 1:
                 writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            elif turn in (2, 3):
+            elif turn == 2:
                 await reader.read()
             writer.close()
             if len(asked) == 16:
@@ -54,7 +54,8 @@ def test_any_answer_is_one() -> None:
             await enough.wait()
             assert not waiting.done()
             waiting.cancel()
-        assert set(asked) == {b"GET /healthz HTTP/1.1\r\n"}
+        # A probe that the machine delays for its whole time ends before it asks.
+        assert set(asked) - {b""} == {b"GET /healthz HTTP/1.1\r\n"}
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

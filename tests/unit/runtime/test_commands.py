@@ -3,7 +3,9 @@
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +319,8 @@ def test_the_story_of_all_versions(
     assert all(key.startswith("a@") for key in stories)
     assert all("warmed up" in lines[-1] for lines in stories.values())
     for lines in stories.values():
-        states = [line.split(" ", 1)[1] for line in lines if line.endswith(")")]
+        assert all(abs(datetime.fromisoformat(line[:23]).timestamp() - time.time()) < 3600 for line in lines)
+        states = [line.split(" ", 2)[2] for line in lines if line.endswith(")")]
         assert [state for state in states if state.startswith("model ")] == [
             "model reading (registered)",
             "model compiling (modules read)",

@@ -1,9 +1,11 @@
 """Reports of the runtime's counters, as the JSON of STATUS_REPLY and of commands. Keys as in docs/protocol.md."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
@@ -21,6 +23,13 @@ from rsrv.wire.frames import ProtocolError, Status
 #: functions of model.py, by their names in metrics
 HOOKS = ("pre", "post", "run")
 _STATUSES = frozenset(status.name.lower() for status in Status)
+
+
+def _dated(line: str, since_epoch: float) -> str:
+    """Return a line of a story with the local time, as lines of the log have it, in place of the clock's seconds."""
+    seconds, text = line.removeprefix("t=").split(" ", 1)
+    at = datetime.fromtimestamp(float(seconds) + since_epoch).astimezone()
+    return f"{at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03} {text}"
 
 
 @dataclass(slots=True)
@@ -118,7 +127,10 @@ class Reports:
         for key, lines in found.items():
             if obstacle := scheduler.obstacle(key, now):
                 lines.append(f"t={now:.6f} now {obstacle}")
-        return {"stories": found}
+        since_epoch = time.time() - now
+        return {
+            "stories": {key: [_dated(line, since_epoch) for line in lines] for key, lines in found.items()}
+        }
 
     def timeline(self, since: int) -> dict[str, Any]:
         return self._traces.timeline.answer(self._catalog.feed.instance, since, self._clock())

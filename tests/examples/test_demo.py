@@ -46,7 +46,9 @@ def export(name: str, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(folder.name, marks=[pytest.mark.long] if folder.name == "unet" else [])
+        pytest.param(
+            folder.name, marks=[] if folder.name in ("digits", "family_half") else [pytest.mark.long]
+        )
         for folder in sorted(BUNDLES.iterdir())
     ],
 )

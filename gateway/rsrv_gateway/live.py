@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.live.routes import RESIDENCIES, PageError, story_lines
+from rsrv.live.source import RESIDENCIES, PageError, story_lines
 from rsrv_gateway.connections import ControlClient, is_cancelled
 from rsrv_gateway.probes import Probes
 

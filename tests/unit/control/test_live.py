@@ -13,7 +13,7 @@ import pytest
 from rsrv.control import live as module
 from rsrv.control.live import Event, Live, OneServer
 from rsrv.control.runtime_link import RuntimeLink
-from rsrv.live.routes import PageError
+from rsrv.live.source import PageError
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.unit.control.test_overview import MEMORY, histogram, model
 from tests.waiting import looped

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from rsrv.live import routes
-from rsrv.live.routes import LivePage, PageError
+from rsrv.live.routes import LivePage
+from rsrv.live.source import PageError
 from rsrv.tokens import read_token
 from tests.waiting import looped
 

@@ -227,17 +227,17 @@ def test_the_log_says_why_the_collector_fails(
 
 _SCRIPT = """
 import sys
-from rsrv.control import grpc_server, health, http, reconciler, live, metrics, runtime_link, service
+from rsrv.control import grpc_server, health, reconciler, live, metrics, runtime_link, service
 from rsrv.control.__main__ import _exporting
 from rsrv.settings import Settings
 import rsrv.runtime.loop
 assert _exporting(Settings(), None) is None
-print([name for name in sys.modules if name.startswith("opentelemetry")])
+print([name for name in sys.modules if name.startswith(("opentelemetry", "aiohttp"))])
 """
 
 
-def test_without_traces_opentelemetry_is_not_loaded() -> None:
-    """Without traces, neither the control process nor the runtime imports OpenTelemetry."""
+def test_without_traces_and_a_page_their_libraries_are_not_loaded() -> None:
+    """Neither the control process nor the runtime imports OpenTelemetry or aiohttp before a setting needs them."""
     out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
 
     assert out.stdout.strip() == "[]"

@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.live.routes import PageError
+from rsrv.live.source import PageError
 from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.live import Event, Workers
 from tests.unit.gateway.workers import FakeControl, FakeServer, serving

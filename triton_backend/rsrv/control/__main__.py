@@ -80,7 +80,6 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     # Imported after the claim: a superfluous control process loads nothing.
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health, Readiness
-    from rsrv.control.http import HttpServer
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.overrides import Overrides
@@ -88,7 +87,6 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.runtime_link import RuntimeLink
     from rsrv.control.service import ControlService
     from rsrv.control.triton import Triton
-    from rsrv.live.routes import LivePage
     from rsrv.settings import read_settings
     from rsrv.tokens import read_token
 
@@ -119,6 +117,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         except ListenError as error:
             log.error("%s. Control listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
+        # Imported only where it is needed: aiohttp takes a tenth of a second.
+        from rsrv.control.http import HttpServer
+        from rsrv.live.routes import LivePage
+
         try:
             secret = settings.metrics.token_file
             token = None if secret is None else read_token(secret, "metrics.token_file")

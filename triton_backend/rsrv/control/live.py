@@ -13,7 +13,7 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import Overview, describe, moves_only
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot
-from rsrv.live.routes import RESIDENCIES, PageError, story_lines
+from rsrv.live.source import RESIDENCIES, PageError, story_lines
 
 log = logging.getLogger("rsrv.control")
 

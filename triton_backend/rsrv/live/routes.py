@@ -3,21 +3,16 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import resources
-from typing import Protocol
 
 from aiohttp import web
 
+from rsrv.live.source import ACTIONS, PageError, PageSource
 from rsrv.tokens import bears
 
 log = logging.getLogger("rsrv.live")
 
-#: Actions of clients with the token.
-ACTIONS = ("pin", "unpin", "prefetch", "evict")
-#: Residency that an action sets.
-RESIDENCIES = {"pin": "device", "unpin": "system"}
 _FILES = {"": "index.html", "page.css": "page.css", "page.js": "page.js"}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 #: The page loads nothing from other sites, and no other page embeds it.
@@ -34,47 +29,6 @@ _MAX_WATCHERS = 64
 _WATCHER_TIMEOUT_S = 30.0
 #: Bytes of a request's body.
 _MAX_BODY = 4096
-#: HTTP status of a gRPC status.
-_STATUSES = {
-    "NOT_FOUND": 404,
-    "INVALID_ARGUMENT": 400,
-    "FAILED_PRECONDITION": 409,
-    "UNAUTHENTICATED": 502,
-    "UNAVAILABLE": 503,
-    "DEADLINE_EXCEEDED": 504,
-}
-
-
-class PageError(Exception):
-    """A failed request of the page, with its HTTP status."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-    @classmethod
-    def of(cls, code: str, text: str) -> "PageError":
-        """Make the error of a gRPC status; `code`: its name."""
-        return cls(_STATUSES.get(code, 500), text)
-
-
-def story_lines(stories: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of all versions in one list; with their keys if there are several versions."""
-    alone = len(stories) == 1
-    return [line if alone else f"{key}: {line}" for key, lines in stories.items() for line in lines]
-
-
-class PageSource(Protocol):
-    """One server, or several by name. A source with one server accepts any name."""
-
-    def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        """Yield the server, the event's name and its JSON: the current state, then each event."""
-
-    async def story(self, server: str, model: str) -> list[str]:
-        """Return the history of a model. Raises PageError."""
-
-    async def steer(self, server: str, model: str, what: str) -> None:
-        """Carry out one of ACTIONS. Raises PageError."""
 
 
 class LivePage:

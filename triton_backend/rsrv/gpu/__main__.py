@@ -37,28 +37,30 @@ def main(argv: list[str]) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="rsrv-first-hour-") as temporary:
         folder = Path(temporary)
-        found = list(
-            processes.run(folder, _DESCRIBE_S, processes.describe, "cpu" if options["cpu"] else "cuda")
-        )
-        if not found or not isinstance(device := found[0], DeviceFacts):
-            put(f"rsrv gpu first-hour: {found[0].reason}", sys.stderr)
+        platform = "cpu" if options["cpu"] else "cuda"
+        device, *_ = processes.run(folder, _DESCRIBE_S, processes.describe, platform)
+        if not isinstance(device, DeviceFacts):
+            put(f"rsrv gpu first-hour: {device.reason}", sys.stderr)
             return 1
         put(f"{device.name} ({device.platform}), {amount(device.memory)}, {device.versions}")
         amounts = QUICK if options["quick"] or options["cpu"] else Amounts()
         findings: dict[str, list[Finding]] = {}
+        seconds: dict[str, float] = {}
         for name in options["parts"] or PARTS:
-            findings[name] = []
+            findings[name], began = [], time.monotonic()
             own = folder / name
             own.mkdir()
             given = PartInput(device, amounts, bundles, own, environment)
             for finding in processes.run(own, PARTS[name].limit_s, processes.run_part, PARTS[name], given):
                 findings[name].append(finding)
                 put(table_line(name, finding))
+            seconds[name] = time.monotonic() - began
+            if options["json"]:
+                text = json.dumps(document(device, findings, seconds), indent=1)
+                Path(options["json"]).write_text(f"{text}\n")
     verdicts = [finding.verdict for part in findings.values() for finding in part]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts)))
     put(f"{counts}; {duration(time.monotonic() - started)}")
-    if options["json"]:
-        Path(options["json"]).write_text(json.dumps(document(device, findings), indent=1) + "\n")
     return int("FAIL" in verdicts)
 
 
@@ -75,4 +77,7 @@ def _is_bundle(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

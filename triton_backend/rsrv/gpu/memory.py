@@ -3,6 +3,7 @@
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import pynvml
@@ -98,16 +99,18 @@ def out_of_memory(given: PartInput, tell: Tell) -> None:
 
 
 def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
-    """Allocate tensors until none of `_SMALLEST` bytes fits; return them and their bytes."""
-    array = np.zeros(min(_LARGEST, limit // 8), np.uint8)
+    """Allocate tensors until less than two of `_SMALLEST` bytes are free; return them and their bytes.
+
+    Each takes half of what is free at most: of a piece that is hardly larger, XLA's allocator leaves no rest, which the
+    next allocation would wait for.
+    """
+    zeros = np.zeros(_LARGEST, np.uint8)
     buffers: list[Buffer] = []
     found = 0
-    while array.nbytes >= _SMALLEST:
-        try:
-            buffers += device.upload([array])
-            found += array.nbytes
-        except OutOfMemory:
-            array = array[: array.nbytes // 2]
+    with suppress(OutOfMemory):  # then the bytes found say it
+        while (size := min(_LARGEST, (limit - (device.memory_in_use() or 0)) // 2)) >= _SMALLEST:
+            buffers += device.upload([zeros[:size]])
+            found += size
     return buffers, found
 
 

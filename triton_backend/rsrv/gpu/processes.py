@@ -6,10 +6,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def run_part(tell: Callable[[Finding], None], part: PlannedPart, given: PartInpu
     getattr(module, part.function)(given, tell)
 
 
-def run(folder: Path, limit_s: float, work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+def run(
+    folder: Path, limit_s: float, work: Callable[..., None], *arguments: Any
+) -> Generator[Any, None, None]:
     """Yield what `work` tells in a process of its own, which is killed after its time, and a finding if it failed."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -45,30 +48,33 @@ def run(folder: Path, limit_s: float, work: Callable[..., None], *arguments: Any
     process.start()
     send.close()
     end = time.monotonic() + limit_s
-    while receive.poll(max(0.0, end - time.monotonic())):
-        try:
+    try:
+        while receive.poll(max(0.0, end - time.monotonic())):
             yield receive.recv()
-        except EOFError:
-            process.join()
-            break
-    else:
-        assert process.pid is not None
         yield Finding("time", "FAIL", reason=f"did not end within {duration(limit_s)}")
-        with suppress(ProcessLookupError):  # it has not made its group yet
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+    except EOFError:
         process.join()
-        # Its runtimes see its end, and remove their folders when they end.
-        end = time.monotonic() + _LEAVE_S
-        while list((folder / "run").glob("*")) and time.monotonic() < end:
-            time.sleep(0.1)
-        return
-    if process.exitcode:
-        log = (folder / "log").read_text(errors="replace")
-        put(log[-4000:], sys.stderr)
-        yield Finding(
-            "process", "FAIL", reason=f"ended with status {process.exitcode}; its last lines are above"
-        )
+        if process.exitcode:
+            file = folder / "log"
+            put(file.read_text(errors="replace")[-4000:] if file.exists() else "", sys.stderr)
+            reason = f"ended with status {process.exitcode}; its last lines are above"
+            yield Finding("process", "FAIL", reason=reason)
+    finally:
+        if process.is_alive():
+            _end(process, folder)
+
+
+def _end(process: SpawnProcess, folder: Path) -> None:
+    """Kill the process with the servers that it started, and wait until its runtimes have left the device."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):  # it has not made its group yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+    # The runtimes see its end, and remove their folders when they end.
+    end = time.monotonic() + _LEAVE_S
+    while list((folder / "run").glob("*")) and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _work(folder: Path, send: "Connection[Any, Any]", work: Callable[..., None], *arguments: Any) -> None:

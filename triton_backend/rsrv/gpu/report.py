@@ -130,9 +130,14 @@ def table_line(part: str, finding: Finding) -> str:
     return f"{'  '.join(columns)}  {one_line(finding.reason)}".rstrip()
 
 
-def document(device: DeviceFacts, findings: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
-    """Return everything as JSON."""
+def document(
+    device: DeviceFacts, findings: Mapping[str, Sequence[Finding]], seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return everything as JSON; `seconds`: of each part."""
     return {
         "device": asdict(device),
-        "parts": {part: [asdict(one) for one in found] for part, found in findings.items()},
+        "parts": {
+            part: {"seconds": seconds[part], "findings": [asdict(one) for one in found]}
+            for part, found in findings.items()
+        },
     }

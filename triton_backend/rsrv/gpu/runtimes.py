@@ -104,11 +104,6 @@ class RuntimeProcess:
         """Return what `rsrv status` is made from."""
         return read_status(os.getpid(), self.launcher.gpu)
 
-    def device_memory(self) -> dict[str, Any]:
-        """Return bytes of the device's memory: limit, budget, held, and others."""
-        found: dict[str, Any] = self.status()["memory"]["device"]
-        return found
-
     def loads(self) -> int:
         """Return how often weights were loaded so far."""
         return sum(model["loads"] for model in self.status()["models"].values())

@@ -106,7 +106,7 @@ def many(given: PartInput, tell: Tell) -> None:
                 for client, model in zip(registered, models[1:], strict=True):
                     answers.ask(client, model)
     others = len(models) - 1
-    each = {key: (all_of_them[key] - one[key]) / others for key in one}
+    each = {key: max(0.0, all_of_them[key] - one[key]) / others for key in one}
     what = f"{len(models)} models of {amount(amounts.many_each)}"
     figures = {"first_s": first, "ready_s": ready, "each_s": (ready - first) / others}
     value = f"the first ready after {duration(first)}, all after {duration(ready)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.address import Address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.serve import view
 from rsrv.serve.node import Serving
@@ -96,3 +97,35 @@ def test_without_a_control_service_no_models_are_counted(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(view.follow(worker, os.getpid(), Serving(load_settings(), (), {}), tmp_path, say))
     assert shown[0].startswith("\nServing; which models, only the log shows:\n")
+
+
+def test_a_gateway_is_served_from_when_it_has_found_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens before, and refuses requests. Its servers have the same models, so each line names one."""
+    monkeypatch.setattr(view, "LOOK_S", 0.0)
+    found = iter((False, True))
+    asked: list[object] = []
+
+    async def listens(_: object) -> bool:
+        return True
+
+    async def takes_requests(gateway: object) -> bool:
+        asked.append(gateway)
+        return next(found)
+
+    monkeypatch.setattr(view, "listens", listens)
+    monkeypatch.setattr(view, "takes_requests", takes_requests)
+    ports, child = SimpleNamespace(http=None), SimpleNamespace(name="worker1")
+    worker: Any = SimpleNamespace(ports=ports, child=child, repository=tmp_path)
+    admin = Address("127.0.0.1", 8002)
+    shown: list[str] = []
+
+    def say(line: str) -> None:
+        shown.append(line)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(view.follow(worker, os.getpid(), Serving(load_settings(), (), {}, admin), tmp_path, say))
+    assert shown[0].startswith("\nServing 0 of 0 models on worker1:\n")
+    assert asked == [admin, admin]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ async def listens(address: Address) -> bool:
     return True
 
 
+async def takes_requests(gateway: Address) -> bool:
+    """Return true if the gateway with this admin port has found a server: it listens before."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE):
+            return b" 200 " in await _ask(gateway, "/readyz")
+    return False
+
+
 async def look(pid: int, repository: Path) -> tuple[int, int]:
     """Return the number of models that this tritonserver's runtime has ready, and the total of the repository."""
     return await asyncio.to_thread(_look, pid, repository)
@@ -115,16 +124,16 @@ async def wait_for_hang(address: Address, path: str, patience_s: float) -> None:
             await asyncio.sleep(pause)
 
 
-async def _ask(address: Address, path: str) -> None:
-    """Return with the first byte of an answer, or its end."""
+async def _ask(address: Address, path: str) -> bytes:
+    """Return the first line of an answer, empty if there is none."""
     try:
         reader, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:
-        return
+        return b""
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-        await reader.read(1)
+        return await reader.readline()
     except OSError:
-        return
+        return b""
     finally:
         writer.close()

@@ -45,6 +45,8 @@ class Serving:
     pages: tuple[str, ...]
     #: names of bundles that cannot be served, each with the reason
     broken: Mapping[str, str]
+    #: the gateway's admin port; None: there is no gateway, or it has none
+    gateway: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,10 @@ def run(options: Namespace, output: Output | None = None) -> int:
             broken = _generate(planned, settings, options.bundles)
             if options.compile_for:
                 repositories.compile_for(options.compile_for, [one.repository for one in planned.workers])
-            serving = Serving(settings, _free_pages(planned.pages), broken)
+            pulse = None if planned.gateway is None else planned.gateway.pulse
+            serving = Serving(
+                settings, _free_pages(planned.pages), broken, None if pulse is None else pulse[0]
+            )
             return asyncio.run(_serve(planned, serving, options.bundles, output))
     except (NodeError, SettingsError, OSError) as error:
         print(f"{name}: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)

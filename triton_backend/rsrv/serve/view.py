@@ -12,7 +12,7 @@ import grpc
 from rsrv.address import Address, parse_address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.serve.child_probes import listens
+from rsrv.serve.child_probes import listens, takes_requests
 from rsrv.serve.node import Serving
 from rsrv.serve.plan import NodeWorker
 from rsrv.serve.repositories import is_empty
@@ -105,16 +105,21 @@ async def follow(
     """
     began = time.monotonic()
     changes, serves, patience = Changes(serving.broken), False, CONTROL_S
+    gateway = serving.gateway
+    # Behind a gateway there are several servers with the same models.
+    on = "" if gateway is None else f" on {worker.child.name}"
     socket = runtime_directory(pid, "0") / CONTROL_SOCKET
     async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
         control = control_pb2_grpc.ControlStub(channel)
         while True:
             # Checked first, so that the models ready by then are shown above the endpoints.
             listening = not serves and await listens(worker.ports.http)
+            if listening and gateway is not None:
+                listening = await takes_requests(gateway)
             lines = await _changes(control, changes)
             for line in lines or ():
                 when = time.strftime("%H:%M:%S") if serves else f"{time.monotonic() - began:6.1f} s"
-                say(f"{when}  {line}")
+                say(f"{when}  {line}{on}")
             if listening:
                 # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
@@ -129,7 +134,7 @@ async def follow(
                         else "; which models, only the log shows"
                     )
                     where = endpoints(serving.settings, serving.pages, log)
-                    say(f"\nServing{what}:\n{where}\n{commands}Stop with Ctrl-C.\n")
+                    say(f"\nServing{what}{on}:\n{where}\n{commands}Stop with Ctrl-C.\n")
             await asyncio.sleep(LOOK_S)
 
 

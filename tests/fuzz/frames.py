@@ -21,7 +21,7 @@ from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
 from rsrv.wire.frames import Kind, ProtocolError, Status, Submission
 from rsrv.wire.layout import Interface
-from rsrv.wire.memory import SharedMemoryError, create_document, create_sealed, read_board
+from rsrv.wire.memory import Board, SharedMemoryError, create_document, create_sealed, read_board
 from rsrv.wire.socket import Closed, Receiver, connect, listen, send
 from tests.fakes import FakeDevice
 from tests.fuzz.manifests import Files
@@ -224,10 +224,10 @@ def _fds_with(kind: Kind, rng: Random, stack: ExitStack) -> list[int]:
 
 
 def _lane(sock: socket.socket) -> RuntimeConnection:
-    fd = create_sealed(4096, "board")
+    fd = Board().fd
     board = read_board(fd)
     os.close(fd)
-    return RuntimeConnection(Greeted(sock, Receiver(sock), board))
+    return RuntimeConnection(Greeted(sock, Receiver(sock), board, 1))
 
 
 def _be_greeted(sock: socket.socket) -> str:

@@ -77,7 +77,7 @@ def engine_of(open_connection: Callable[[], Greeted], bundle: Path, name: str) -
 
 def end_runtime(launcher: Launcher) -> None:
     """Kill the runtime, and remove its directory, as the server's end would."""
-    directory = paths.runtime_directory(launcher.server_pid, launcher.gpu)
+    directory = paths.runtime_directory(launcher.server_pid, launcher.device)
     with suppress(OSError):
         with connect(directory / paths.SOCKET) as sock:
             pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

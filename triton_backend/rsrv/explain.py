@@ -57,6 +57,8 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
         return f"{key}: missing, and there is no default: give it"
     mapping = kind in ("dict_type", "model_type")
     message = "must be a mapping" if mapping else error["msg"].removeprefix("Value error, ")
+    if not key:
+        return str(message)  # about several keys, which it names
     found = repr(error["input"])
     return f"{key}: {message} (found {found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + '...'})"
 

@@ -95,6 +95,13 @@ class RuntimeSection(Section):
         description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if no device "
         "node of an NVIDIA card is there (a container that was not given the card), or the environment hides it.",
     )
+    devices: list[int | str] | None = Field(
+        None,
+        min_length=1,
+        description="Devices of one server, each with a runtime process; every model is served on all of them, and each "
+        "batch goes to the one that is expected to answer first. Numbers as CUDA counts visible GPUs, UUIDs (GPU-... or "
+        "MIG-...), or cpu, which may stand several times. null: one, the first that is visible.",
+    )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
         description="Folder with compiled executables, kept for the next start. Write access to it allows to run code. "
@@ -136,6 +143,19 @@ class RuntimeSection(Section):
         description="Limit of an execution: this time, or a hundred times the expected time if that is longer. Beyond it "
         "the runtime ends, and the next one does not load that model. null: no limit.",
     )
+
+    @field_validator("devices")
+    @classmethod
+    def _are_devices(cls, devices: list[int | str] | None) -> list[int | str] | None:
+        """Refuse names that are none, and a GPU that is named twice."""
+        for index, one in enumerate(devices or ()):
+            if isinstance(one, int) and one < 0:
+                raise ValueError(f"{one} is negative; GPUs are counted from 0")
+            if isinstance(one, str) and one != "cpu" and not one.startswith(("GPU-", "MIG-")):
+                raise ValueError(f"{one!r} is no device; write a number, a UUID (GPU-... or MIG-...), or cpu")
+            if one != "cpu" and devices is not None and one in devices[:index]:
+                raise ValueError(f"{one} stands twice; two runtimes on one GPU take each other's memory")
+        return devices
 
     @model_validator(mode="after")
     def _has_tf32(self) -> "RuntimeSection":
@@ -352,6 +372,15 @@ class Settings(BaseSettings):
     gateway: GatewaySection = GatewaySection()
     node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
+
+    @model_validator(mode="after")
+    def _calls_stay_on_a_device(self) -> "Settings":
+        if self.meta.transport == "bls" and len(self.runtime.devices or ()) > 1:
+            raise ValueError(
+                "runtime.devices names several, and meta.transport is bls: a call through Triton may reach another device "
+                "than its run; set meta.transport to direct, or name one device"
+            )
+        return self
 
     @classmethod
     def settings_customise_sources(

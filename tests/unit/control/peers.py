@@ -194,7 +194,7 @@ class FakeRuntime:
         body = unpack_json(frame)
         match kind:
             case Kind.HELLO:
-                greeting = {"magic": MAGIC, "version": PROTOCOL_VERSION, "pid": self.pid}
+                greeting = {"magic": MAGIC, "version": PROTOCOL_VERSION, "pid": self.pid, "devices": 1}
                 send(sock, pack_json(Kind.WELCOME, greeting), (self._board.fd,))
             case Kind.WATCH:
                 self._watchers.append(sock)

@@ -73,7 +73,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
         got = answers[0] if answers is not None else request.answers.get(timeout=10)
         np.testing.assert_array_equal(got.arrays["y"], answer(number, x))
     if number % 3 == 0:
-        attachment = stub._session.attachment
+        attachment = stub.session.attachment
         assert attachment is not None
         stub._answer_later(attachment, [ClientRequest(FakeRequest({"x": x}), ArrivalTime.now())])
     stub.close()

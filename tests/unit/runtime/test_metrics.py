@@ -51,7 +51,7 @@ class FakeMirror:
 @contextmanager
 def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> Iterator[None]:
     """Report as the stub's `initialize` and `finalize` do, but more often."""
-    made = Reporting(engine._session, engine.meters, mirror, period=0.01, idle_period=0.02)
+    made = Reporting(engine.session, engine.meters, mirror, period=0.01, idle_period=0.02)
     try:
         yield
     finally:
@@ -194,9 +194,9 @@ def test_a_report_of_something_else_ends_its_connection_alone(
 ) -> None:
     """An invalid report ends its connection, and is not counted."""
     engine = make_engine(runtime, doublings["a"], name="a")
-    attachment = engine._session.attachment
+    attachment = engine.session.attachment
     assert attachment is not None
-    lane = engine._session.open_connection(attachment.key)
+    lane = engine.session.open_connection(attachment.key)
 
     with pytest.raises(Closed):
         lane.report(report, 10)

@@ -272,15 +272,15 @@ def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: 
     """When a stub ends, waiting requests get the reason, and later ones are told to retry."""
     engine = start_engine()
     left: list[int] = []
-    engine._drain_and_exit._leave = left.append
-    engine._drain_and_exit._backstop = FakeBackstop()
+    engine._process.end._leave = left.append
+    engine._process.end._backstop = FakeBackstop()
     with stopped(runtime):
         give_up_direct(engine)
         requests = [FakeRequest({"x": rows(1)}) for _ in range(5)]
         for one in requests:
             assert engine.execute([one]) is None
 
-        engine._drain_and_exit("the model's hook hangs")
+        engine._process.end("the model's hook hangs")
 
         for one in requests:
             assert_fails(answer_of(one), FakeError.INTERNAL, "the model's hook hangs")

@@ -172,7 +172,7 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
         found.update({one[3]: Span(*one) for one in answer["spans"]})
         return last in found
 
-    reporting = Reporting(engine._session, engine.meters, None, period=0.01)
+    reporting = Reporting(engine.session, engine.meters, None, period=0.01)
     wait_until(there)
     reporting.close()
     return found
@@ -269,7 +269,7 @@ def test_a_request_without_a_runtime_is_traced(
         first, second = ask_meta(each, wanted, other)
 
         ((infer,), _) = each.meters.spans.take()
-        assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each._session.model}")
+        assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each.session.model}")
         assert infer.attributes["rsrv.status"] == "RUNTIME_DOWN"
         assert first.error is not None
         assert second.error is not None
@@ -290,7 +290,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 
     monkeypatch.setattr(RuntimeConnection, "report_spans", stuck)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
-    reporting = Reporting(engine._session, engine.meters, None, period=0.01)
+    reporting = Reporting(engine.session, engine.meters, None, period=0.01)
     assert tried.wait(10)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
     wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
@@ -363,7 +363,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
     ended = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
     assert answer.error is not None
-    calls = start_meta(runtime, lambda inputs, call: inputs)._session.attachment
+    calls = start_meta(runtime, lambda inputs, call: inputs).session.attachment
     assert calls is not None
     calls.direct.mark([Mark(1, TRACE, PARENT)])
     calls.direct.call([Call(1, 77, 0, 0, 1, (), ())], [])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.metrics import TritonMirror, make_mirror
+from rsrv.stub.metrics import Mirror, TritonMirror, make_mirror
 
 OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 
@@ -74,8 +74,8 @@ def figures(answered: int, seconds: float = 0.0, queued: int = 0) -> dict[str, A
     return {"queued": queued, "requests": {"answered": answered}, "device_seconds": seconds}
 
 
-def mirror(api: Any) -> TritonMirror:
-    return TritonMirror(api, {"model": "m", "version": "1"})
+def mirror(api: Any) -> Mirror:
+    return TritonMirror(api, {"model": "m", "version": "1"}).part(0)
 
 
 def test_counters_grow_by_what_is_new() -> None:

@@ -102,7 +102,7 @@ class RuntimeProcess:
 
     def status(self) -> dict[str, Any]:
         """Return what `rsrv status` is made from."""
-        return read_status(os.getpid(), self.launcher.gpu)
+        return read_status(os.getpid(), self.launcher.device)
 
     def loads(self) -> int:
         """Return how often weights were loaded so far."""

@@ -7,9 +7,11 @@ import logging
 import os
 import resource
 import select
+import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="private directory of this runtime")
     parser.add_argument("--server-pid", type=int, required=True, help="leave when this process ends")
     parser.add_argument("--settings", type=Path, help="rsrv.yaml")
+    parser.add_argument("--device", type=int, default=0, help="position in runtime.devices (default: 0)")
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="write 'ready' or the reason of a failure here"
     )
@@ -61,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
 
         settings = read_settings(options.settings if options.settings and options.settings.exists() else None)
         logs.setup(settings.logs.format)
+        devices: Sequence[int | str | None] = settings.runtime.devices or [None]
+        environment = dict(os.environ)
+        platform = _choose_device(devices, options.device, settings.runtime.platform)
         if paths.hold(options.directory) is None:
             # Another runtime serves already; the stub that started it died. The other stubs connect to it.
             _say(options.ready_fd, "ready")
@@ -99,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         options.server_pid,
         settings,
         lambda: JaxDevice(
-            settings.runtime.platform,
+            platform,
             settings.runtime.compilation_cache_dir,
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
@@ -109,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         blackbox=box,
         inspector=Inspector(),
+        devices=len(devices),
     )
 
     def follow_the_server() -> None:
@@ -138,7 +145,10 @@ def main(argv: list[str] | None = None) -> int:
         Watchdog(loop.activity, settings.runtime.watchdog_s, lambda: loop.launcher, end_after_hang).start()
     # The server's end is watched on another thread: an execution on the loop may never end.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
-    if settings.control.enabled:
+    if options.device == 0:
+        _start_others(len(devices), options, environment)
+    # One control process suffices for a server.
+    if settings.control.enabled and options.device == 0:
         start_supervisor(
             control_command(options.directory, options.server_pid, options.settings), options.directory
         )
@@ -155,6 +165,54 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(Exception):
         loop.clear()
     os._exit(_EXIT_FAILED)
+
+
+def _start_others(count: int, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Start the runtimes of the server's further devices, so that they are there when the first models are compiled.
+
+    A stub starts one that does not come up.
+    """
+    starting = []
+    with open(os.devnull, "wb") as nobody:
+        for number in range(1, count):
+            try:
+                directory = paths.runtime_directory(options.server_pid, str(number))
+                paths.make_private(directory)
+                command = [
+                    sys.executable, "-P", "-m", "rsrv.runtime",
+                    "--directory", str(directory),
+                    "--server-pid", str(options.server_pid),
+                    *(() if options.settings is None else ("--settings", str(options.settings))),
+                    "--device", str(number),
+                    "--ready-fd", str(nobody.fileno()),
+                ]  # fmt: skip
+                starting.append(subprocess.Popen(command, pass_fds=(nobody.fileno(),), env=environment))
+            except (OSError, paths.RuntimeDirectoryError) as error:
+                logging.getLogger("rsrv.runtime").warning("device %d: %s", number, error)
+    for one in starting:
+        one.wait()  # it forks the runtime and ends
+
+
+def _choose_device(devices: Sequence[int | str | None], number: int, platform: str) -> str:
+    """Show this process only one of the server's devices; return its platform. Raises ValueError."""
+    if not 0 <= number < len(devices):
+        raise ValueError(
+            f"device {number} of {len(devices)}: has runtime.devices changed since the server started?"
+        )
+    device = devices[number]
+    if device is None:
+        return platform
+    if device == "cpu":
+        return "cpu"
+    # Numbers count what is visible, as they do for CUDA itself.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if isinstance(device, int) and visible is not None:
+        words = visible.split(",")
+        if device >= len(words):
+            raise ValueError(f"runtime.devices: {device}: CUDA_VISIBLE_DEVICES ({visible}) has {len(words)}")
+        device = words[device].strip()
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    return platform
 
 
 def _end_soon() -> None:

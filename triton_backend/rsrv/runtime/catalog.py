@@ -18,6 +18,7 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.transport import PeerConnection, Registration, Transport
 from rsrv.wire.frames import Kind
+from rsrv.wire.memory import BOARD_SLOTS
 
 #: entries of failed models that the feed keeps
 _MAX_FAILED = 256
@@ -53,6 +54,8 @@ class ModelEntry:
     #: why it failed
     error: str | None = None
     connections: dict[int, PeerConnection] = field(default_factory=dict)
+    #: on the board; 0: there was none left
+    slot: int = 0
 
     @property
     def ready(self) -> bool:
@@ -194,6 +197,10 @@ class Catalog:
         self.building: set[str] = set()
         #: keys of models that wait for the scheduler to release them
         self.ending: set[str] = set()
+        #: keys of models whose weights have moved since the board was written
+        self.moves: set[str] = set()
+        #: slots of the board that are free, the next one last
+        self._slots = list(range(BOARD_SLOTS - 1, 0, -1))
 
     # --- lookups ------------------------------------------------------------------------------------------
 
@@ -237,8 +244,10 @@ class Catalog:
 
     def add(self, key: str, name: str, digest: str) -> ModelEntry:
         """Begin a model's life."""
-        entry = self.entries[key] = ModelEntry(key, name, digest, registered=self._clock())
+        slot = self._slots.pop() if self._slots else 0
+        entry = self.entries[key] = ModelEntry(key, name, digest, registered=self._clock(), slot=slot)
         self.building.add(key)
+        self.moves.add(key)
         return entry
 
     def advance(self, key: str, event: LifecycleEvent) -> None:
@@ -256,6 +265,9 @@ class Catalog:
         if entry.state is LifecycleState.GONE:
             self.ending.discard(key)
             del self.entries[key]
+            self.moves.discard(key)
+            if entry.slot:
+                self._slots.append(entry.slot)
             self.feed.gone(key)
         else:
             self.tell(key)
@@ -263,6 +275,7 @@ class Catalog:
     def moved(self, key: str, weights: WatchedWeights) -> None:
         """Note where a model's weights are."""
         self.entries[key].weights = weights
+        self.moves.add(key)
         self.tell(key)
 
     def tell(self, key: str) -> None:

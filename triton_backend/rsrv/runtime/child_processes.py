@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rsrv.wire.paths import CONTROL_LOCK
@@ -36,7 +37,8 @@ def end_orphans(stubs: Mapping[int, int]) -> None:
             del left[fd]
     for fd, pid in left.items():
         log.error("stub %d outlives its server: killing it", pid)
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the runtime of another device has killed it
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
         for region in regions[pid]:
             region.unlink(missing_ok=True)
 

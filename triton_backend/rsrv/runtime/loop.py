@@ -70,10 +70,13 @@ class Loop:
         make_device: Callable[[], Device],
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
+        devices: int = 1,
     ) -> None:
+        """`devices`: how many the server has; each has a runtime, and stubs register with all of them."""
         self._clock = time.monotonic
         self._started = self._clock()
         self._server_pid = server_pid
+        self._devices = devices
         self._traced = settings.traced
         self._serving = True
         #: live stubs that have connected: pid -> pidfd
@@ -159,6 +162,9 @@ class Loop:
                 self._ended = ended
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
+        while self._catalog.moves:
+            key = self._catalog.moves.pop()
+            self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
 
     def stop(self) -> None:
         """From any thread: leave `run`, and end all connections as the process's end would."""
@@ -208,7 +214,12 @@ class Loop:
             stub = open_stub(connection.peer, self._server_pid)
             if stub is not None:
                 self.stubs[connection.peer] = stub
-        greeting = {"magic": MAGIC, "version": PROTOCOL_VERSION, "pid": os.getpid()}
+        greeting = {
+            "magic": MAGIC,
+            "version": PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "devices": self._devices,
+        }
         connection.send(pack_json(Kind.WELCOME, greeting), (self._board.fd,))
 
     def _on_frame(

@@ -302,7 +302,9 @@ class Registry:
 
     def _send_registered(self, connection: PeerConnection, group: Registration) -> None:
         """Tell a stub that its models are ready."""
-        models = [to_json(self.catalog.get(key)) for key in group.models]
+        models = [
+            {**to_json(self.catalog.get(key)), "slot": self.catalog.entries[key].slot} for key in group.models
+        ]
         concurrency = self._scheduler.settings.meta_concurrency
         settings = self.catalog.policy.settings
         connection.send_document(

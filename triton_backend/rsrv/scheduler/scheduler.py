@@ -59,7 +59,7 @@ from rsrv.scheduler.statistics import (
     Totals,
 )
 from rsrv.scheduler.variant_queue import VariantQueue
-from rsrv.scheduler.weight_states import RUNNABLE, TAKING_BYTES, WeightState
+from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
 
 
 class Scheduler:
@@ -541,6 +541,11 @@ class Scheduler:
         if state is None or queue is None:
             raise CallerError(f"model {model!r} with variant {variant} is not loaded")
         return queue.costs.request(rows, coalesce=state.program.coalesce)
+
+    def load_seconds(self, model: str) -> float:
+        """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is not loaded."""
+        state = self._models.get(model)
+        return 0.0 if state is None or state.weights.state in ON_DEVICE else state.weights.remaining_seconds
 
     def holds(self, model: str) -> bool:
         """True if a model is loaded or draining: its key may be added again only when it is neither."""

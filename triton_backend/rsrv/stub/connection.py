@@ -62,6 +62,8 @@ class Greeted:
     sock: socket.socket
     receiver: Receiver
     board: memoryview
+    #: of the server; each has a runtime
+    devices: int
 
 
 def greet(sock: socket.socket) -> Greeted:
@@ -76,8 +78,11 @@ def greet(sock: socket.socket) -> Greeted:
         frame, fds = receiver.receive()
         try:
             check_hello(frame)
-            if len(fds) != 1:
-                raise ProtocolError("the runtime's greeting comes without its board")
+            devices = frames.unpack_json(frame).get("devices")
+            if len(fds) != 1 or not isinstance(devices, int):
+                raise ProtocolError(
+                    "the runtime's greeting comes without its board, or the number of devices"
+                )
             board = read_board(fds[0])
         finally:
             for fd in fds:
@@ -91,7 +96,7 @@ def greet(sock: socket.socket) -> Greeted:
     except BaseException:
         sock.close()
         raise
-    return Greeted(sock, receiver, board)
+    return Greeted(sock, receiver, board, devices)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +124,7 @@ class RuntimeConnection:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
+        self.devices = greeted.devices
         self._arena = Arena(spare=spare_memory)
         self._lock = Lock()  # the arena and the order of frames
         self._next_id = 0
@@ -328,6 +334,10 @@ class RuntimeConnection:
         """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free."""
         ahead_ns: int = self._board[0] - time.monotonic_ns()
         return max(0.0, ahead_ns / 1e9)
+
+    def load_in_s(self, slots: Sequence[int]) -> float:
+        """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are there."""
+        return sum(self._board[slot] for slot in slots) / 1e9
 
     def close(self) -> None:
         with self._lock:

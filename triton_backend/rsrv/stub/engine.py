@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from rsrv.stub.endpoint import (
     WireTensor,
     read_inputs,
 )
-from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters
+from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import DOWN, Attachment, Session
@@ -140,8 +141,10 @@ class Engine:
         batched: bool,
         session: Session,
         *,
+        process: StubProcess | None = None,
         internal: bool = False,
     ) -> None:
+        """`process` is shared with the model's other replicas; None: there is no other."""
         self._tensors = tensors
         self._responses = responses
         self._hooks = hooks
@@ -150,11 +153,12 @@ class Engine:
         self._batched = batched
         #: whether only meta models may call it
         self._internal = internal
-        self._session = session
-        self._guard = HookGuard()
+        self.session = session
+        self._process = process or StubProcess(responses)
+        self._process.sessions.append(session)
+        self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
-        self._drain_and_exit = DrainAndExit(session.stop, responses)
         #: memory for answers in place: the connection has one batch at a time, and Triton has copied its answers
         #: when the next one comes
         self._slab: Slab | None = None
@@ -167,11 +171,11 @@ class Engine:
             pack_submissions,
             self._respond,
             SENDER_THREADS,
-            self._drain_and_exit,
+            self._process.end,
         )
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = EntryPoint(
-            self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit
+            self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
         session.on_attach = self._deferred.watch
         self._deferred.watch(attachment)
@@ -193,26 +197,30 @@ class Engine:
     @property
     def ready(self) -> bool:
         """True if a runtime serves this model, and takes requests."""
-        return self._session.ready
+        return self.session.ready
+
+    def answers_in_s(self) -> float:
+        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime."""
+        attachment = self.session.attachment
+        return inf if attachment is None else attachment.device_free_in_s() + self._execution.seconds
 
     def guard_hooks(self) -> None:
         """Limit the harm that hooks can do to other models, by settings of the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
-            settings = self._attachment.settings["stub"]
-            self._guard.start(settings, SENDER_THREADS, self._drain_and_exit, self._session.abandon)
+            self._process.guard_hooks(self._attachment.settings["stub"], SENDER_THREADS)
 
     def close(self) -> None:
         self._guard.close()
         self._deferred.close()
-        self._session.close()
+        self.session.close()
 
     # --- a batch ------------------------------------------------------------------------------------------
 
     def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
         """Answer a batch, as `request.Answer`."""
-        attachment = self._session.attachment
+        attachment = self.session.attachment
         if attachment is None:
-            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self._session.down)
+            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
         if attachment is not self._attachment:
             self._switch(attachment)
         if self._direct is attachment.direct and self._is_soon(attachment, len(requests)):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,9 @@ from rsrv.stub.endpoint import (
     message_of,
     read_inputs,
 )
-from rsrv.stub.hook_guard import DrainAndExit, HookGuard
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
+from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
@@ -133,8 +135,13 @@ class MetaEngine:
         batched: bool,
         session: Session,
         make_bls: Callable[[dict[str, Any]], Bls],
+        *,
+        process: StubProcess | None = None,
     ) -> None:
-        """`hooks` are those of the callees, by name; `external` names models outside of the runtime."""
+        """`hooks` are those of the callees, by name; `external` names models outside of the runtime.
+
+        `process` is shared with the model's other replicas; None: there is no other.
+        """
         self._tensors = tensors
         self._responses = responses
         self._run = run
@@ -142,11 +149,12 @@ class MetaEngine:
         self._external = external
         self._outputs = outputs
         self._batched = batched
-        self._session = session
-        self._guard = HookGuard()
+        self.session = session
+        self._process = process or StubProcess(responses)
+        self._process.sessions.append(session)
+        self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
-        self._drain_and_exit = DrainAndExit(session.stop, responses)
         #: whether runs need admission: without callees in the runtime they do not use the device
         self._gated = bool(hooks)
         attachment = session.begin()
@@ -168,11 +176,11 @@ class MetaEngine:
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
         self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
-            session, responses, pack_entrances, self._respond, threads, self._drain_and_exit
+            session, responses, pack_entrances, self._respond, threads, self._process.end
         )
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = EntryPoint(
-            self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit
+            self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
         session.on_attach = self._use
         self._use(attachment)
@@ -191,11 +199,16 @@ class MetaEngine:
     @property
     def ready(self) -> bool:
         """True if a runtime serves all callees, and takes requests."""
-        return self._session.ready
+        return self.session.ready
+
+    def answers_in_s(self) -> float:
+        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime."""
+        attachment = self.session.attachment
+        return inf if attachment is None else attachment.device_free_in_s() + self._run_length.seconds
 
     def guard_hooks(self) -> None:
         """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""
-        self._guard.start(self._stub_settings, self._threads, self._drain_and_exit, self._session.abandon)
+        self._process.guard_hooks(self._stub_settings, self._threads)
 
     def close(self) -> None:
         self._guard.close()
@@ -203,7 +216,7 @@ class MetaEngine:
         if self._bls is not None:
             self._bls.close()
         # Runs end on their connections: closing one would not wake a thread that polls it.
-        self._session.close(direct=False)
+        self.session.close(direct=False)
         with self._lock:
             connections, self._connections, self._attachment = self._connections, [], None
         for connection in connections:
@@ -213,9 +226,9 @@ class MetaEngine:
 
     def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
         """Answer a batch, as `request.Answer`."""
-        attachment = self._session.attachment
+        attachment = self.session.attachment
         if attachment is None:
-            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self._session.down)
+            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
         ids = attachment.deferred.next_ids(len(requests))
         batch = [
             MetaRequest(id, request, attachment, attachment.deferred)
@@ -381,7 +394,7 @@ class MetaEngine:
                 del failure
         finally:
             router.over = True
-            self.meters.hook(self._session.model, "run", time.perf_counter() - started)
+            self.meters.hook(self.session.model, "run", time.perf_counter() - started)
             if run.span is not None:
                 run.span.end("run", started, error, {})
 
@@ -395,7 +408,7 @@ class MetaEngine:
             if self._connections:
                 return self._connections.pop()
         try:
-            return self._session.open_connection(attachment.key)
+            return self.session.open_connection(attachment.key)
         except UNREACHABLE as error:
             client_id = one.request.id
             log.error(

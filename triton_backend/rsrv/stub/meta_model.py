@@ -11,8 +11,8 @@ from rsrv import logs
 from rsrv.hooks.loader import HookError, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.metrics import Reporting
 from rsrv.stub.model import Setup, set_up
+from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -29,44 +29,49 @@ class MetaModelStub:
         folder = setup.bundle.parent / "calls"
         callees = sorted(folder.iterdir()) if folder.is_dir() else []
         repository = Path(args["model_repository"]).parent
-        session = setup.session({path.name: str(path) for path in callees})
         external = setup.config["parameters"].get("rsrv_external", {"string_value": "[]"})
         try:
-            tensors = Tensors(pb_utils)
-            self._engine = MetaEngine(
+            tensors, responses = Tensors(pb_utils), Responses(pb_utils)
+            run = load_run(setup.bundle / "model.py")
+            hooks = {path.name: load_hooks(path / "model.py") for path in callees}
+            process = StubProcess(responses)
+            make_bls = partial(
+                _make_bls,
+                pb_utils,
                 tensors,
-                Responses(pb_utils),
-                load_run(setup.bundle / "model.py"),
-                {path.name: load_hooks(path / "model.py") for path in callees},
-                json.loads(external["string_value"]),
-                setup.outputs,
-                setup.batched,
-                session,
-                partial(
-                    _make_bls,
-                    pb_utils,
-                    tensors,
-                    limit(read_pool_size(setup.launcher.server_pid)),
-                    [path.name for path in callees if not (repository / path.name).is_dir()],
-                ),
+                limit(read_pool_size(setup.launcher.server_pid)),
+                [path.name for path in callees if not (repository / path.name).is_dir()],
             )
+
+            def make(device: int) -> MetaEngine:
+                with setup.session(device, {path.name: str(path) for path in callees}) as session:
+                    return MetaEngine(
+                        tensors,
+                        responses,
+                        run,
+                        hooks,
+                        json.loads(external["string_value"]),
+                        setup.outputs,
+                        setup.batched,
+                        session,
+                        make_bls,
+                        process=process,
+                    )
+
+            self._replicas = Replicas(make, setup.name)
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
-            session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.apply_log_settings(session)
-        self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
-        self._engine.guard_hooks()
+        setup.start(self._replicas, pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._engine.execute(requests)
+        return self._replicas.execute(requests)
 
     def is_ready(self) -> bool:
         """Tell Triton 26.03 and later whether the model is ready."""
-        return self._engine.ready
+        return self._replicas.ready
 
     def finalize(self) -> None:
-        self._reporting.close()
-        self._engine.close()
+        self._replicas.close()
         logs.flush()
 
 

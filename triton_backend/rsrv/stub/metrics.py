@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
@@ -214,7 +215,7 @@ def _has_metrics(server_pid: int) -> bool:
 
 
 class TritonMirror:
-    """Shows counts in Triton's metrics; `Mirror`. Made on the thread of `initialize`, then used by another."""
+    """Shows the counts of a model's replicas, summed, in Triton's metrics. Made on the thread of `initialize`."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str]) -> None:
         family, kinds = pb_utils.MetricFamily, pb_utils.MetricFamily
@@ -239,33 +240,41 @@ class TritonMirror:
         self._up = metric(
             "rsrv_runtime_up", gauge, "1 while the model's process is connected to rsrv's runtime."
         )
-        #: the runtime's counts at the last call of `show`; None: there was none
-        self._counted: dict[str, float] | None = None
+        self._lock = threading.Lock()
+        #: by replica: the counts of its runtime at the last call of `show`, and its gauges
+        self._counted: dict[int, dict[str, float]] = {}
+        self._queued: dict[int, float] = {}
+        self._is_up: dict[int, float] = {}
         self._gauges: dict[int, float] = {}
         self._broken = False
 
-    def show(self, figures: Mapping[str, Any] | None) -> None:
-        if self._broken:
-            return
-        try:
-            if figures is None:
-                self._counted = {}
-                self._set(self._queue_depth, 0.0)
-            elif figures:
-                self._count(figures)
-                self._set(self._queue_depth, float(figures["queued"]))
-            self._set(self._up, float(figures is not None))
-        except Exception:
-            self._broken = True
-            log.exception("the model's metrics in Triton's stop")
+    def part(self, replica: int) -> Mirror:
+        """Return the mirror of one replica's counts."""
+        return _MirrorPart(self, replica)
 
-    def clear(self) -> None:
-        self.show(None)
+    def show(self, figures: Mapping[str, Any] | None, replica: int) -> None:
+        """Show counts as `Mirror.show`, of one replica. Never raises."""
+        with self._lock:
+            if self._broken:
+                return
+            try:
+                if figures is None:
+                    self._counted[replica] = {}
+                    self._queued[replica] = 0.0
+                elif figures:
+                    self._count(figures, replica)
+                    self._queued[replica] = float(figures["queued"])
+                self._is_up[replica] = float(figures is not None)
+                self._set(self._queue_depth, sum(self._queued.values()))
+                self._set(self._up, max(self._is_up.values()))
+            except Exception:
+                self._broken = True
+                log.exception("the model's metrics in Triton's stop")
 
-    def _count(self, figures: Mapping[str, Any]) -> None:
+    def _count(self, figures: Mapping[str, Any], replica: int) -> None:
         now = {outcome: float(figures["requests"].get(outcome, 0)) for outcome in _OUTCOMES}
         now["seconds"] = float(figures["device_seconds"])
-        before, self._counted = self._counted, now
+        before, self._counted[replica] = self._counted.get(replica), now
         if before is None:
             return  # the stub's predecessor has shown the counts up to now
         for name, metric in (*self._requests.items(), ("seconds", self._device_seconds)):
@@ -279,3 +288,17 @@ class TritonMirror:
         if isfinite(value) and self._gauges.get(id(gauge)) != value:
             gauge.set(value)
             self._gauges[id(gauge)] = value
+
+
+@dataclass(frozen=True, slots=True)
+class _MirrorPart:
+    """Shows the counts of one replica; `Mirror`."""
+
+    mirror: TritonMirror
+    replica: int
+
+    def show(self, figures: Mapping[str, Any] | None) -> None:
+        self.mirror.show(figures, self.replica)
+
+    def clear(self) -> None:
+        self.mirror.show(None, self.replica)

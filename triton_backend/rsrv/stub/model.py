@@ -4,8 +4,9 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost 
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rsrv.hooks.loader import HookError, load_hooks
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.metrics import Reporting, TritonMirror, make_mirror
+from rsrv.stub.metrics import make_mirror
+from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -35,34 +37,38 @@ class ModelStub:
         import triton_python_backend_utils as pb_utils
 
         setup = set_up(args, pb_utils)
-        session = setup.session()
         try:
-            self._engine = Engine(
-                Tensors(pb_utils),
-                Responses(pb_utils),
-                load_hooks(setup.bundle / "model.py"),
-                setup.outputs,
-                setup.batched,
-                session,
-                internal="rsrv_internal" in setup.config["parameters"],
-            )
+            tensors, responses = Tensors(pb_utils), Responses(pb_utils)
+            hooks = load_hooks(setup.bundle / "model.py")
+            process = StubProcess(responses)
+
+            def make(device: int) -> Engine:
+                with setup.session(device) as session:
+                    return Engine(
+                        tensors,
+                        responses,
+                        hooks,
+                        setup.outputs,
+                        setup.batched,
+                        session,
+                        process=process,
+                        internal="rsrv_internal" in setup.config["parameters"],
+                    )
+
+            self._replicas = Replicas(make, setup.name)
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
-            session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.apply_log_settings(session)
-        self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
-        self._engine.guard_hooks()
+        setup.start(self._replicas, pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._engine.execute(requests)
+        return self._replicas.execute(requests)
 
     def is_ready(self) -> bool:
         """Tell Triton 26.03 and later whether the model is ready."""
-        return self._engine.ready
+        return self._replicas.ready
 
     def finalize(self) -> None:
-        self._reporting.close()
-        self._engine.close()
+        self._replicas.close()
         logs.flush()
 
 
@@ -81,23 +87,29 @@ class Setup:
     #: Triton's number
     version: str
 
-    def session(self, calls: Mapping[str, str] | None = None) -> Session:
-        """Make the session; `calls` are the bundles of a meta model's callees, by name."""
-        return Session(self.launcher.open, self.name, str(self.bundle), calls)
+    @contextmanager
+    def session(self, device: int, calls: Mapping[str, str] | None = None) -> Iterator[Session]:
+        """Make the session with a device's runtime, which an error closes.
 
-    def apply_log_settings(self, session: Session) -> None:
-        """Log as the settings say, which `session` has received from the runtime."""
-        attachment = session.attachment
+        `calls` are the bundles of a meta model's callees, by name.
+        """
+        launcher = replace(self.launcher, device=str(device))
+        session = Session(launcher.open, self.name, str(self.bundle), calls)
+        try:
+            yield session
+        except BaseException:
+            session.close()
+            raise
+
+    def start(self, replicas: Replicas, pb_utils: Any) -> None:
+        """Log and measure as the settings say, which the replicas have received from the runtime."""
+        attachment, mirror = replicas.session.attachment, None
         if attachment is not None:
             # Failed requests are logged: from here on they must not wait for the log.
             logs.setup(attachment.settings["logs"]["format"], self.name, aside=True)
-
-    def mirror(self, session: Session, pb_utils: Any) -> TritonMirror | None:
-        """Make the mirror in Triton's metrics if the settings, which `session` has received, want one."""
-        attachment = session.attachment
-        if attachment is None or not attachment.settings["metrics"]["triton"]:
-            return None
-        return make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
+            if attachment.settings["metrics"]["triton"]:
+                mirror = make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
+        replicas.start(mirror)
 
 
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:

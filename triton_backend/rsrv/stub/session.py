@@ -66,13 +66,17 @@ class Remote:
     batched: bool
     #: nanoseconds of the shortest execution, as measured
     cost_ns: int
+    #: on the runtime's board; 0: it has none
+    slot: int
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Remote":
         interface = Interface.from_json(value["interface"])
         client = value["client"]
         inputs, outputs = _wires(client["inputs"]), _wires(client["outputs"])
-        return cls(value["name"], interface, inputs, outputs, value["batched"], value["cost_ns"])
+        return cls(
+            value["name"], interface, inputs, outputs, value["batched"], value["cost_ns"], value["slot"]
+        )
 
 
 def _wires(value: list[Any]) -> tuple[WireTensor, ...]:
@@ -94,6 +98,11 @@ class Attachment:
     direct: RuntimeConnection
     #: for answers after execute() returned
     deferred: RuntimeConnection
+
+    def device_free_in_s(self) -> float:
+        """Return the seconds until the device could begin with these models, their weights' loads included."""
+        slots = [model.slot for model in self.models if model.slot]
+        return self.direct.device_free_in_s() + self.direct.load_in_s(slots)
 
 
 class Session:
@@ -255,10 +264,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Connects to the runtime that belongs to `server_pid` and `gpu`, and starts it if there is none."""
+    """Connects to the runtime that belongs to `server_pid` and its device number `device`, and starts it if there is none."""
 
     server_pid: int
-    gpu: str
+    device: str
     settings: Path
     #: the server's own, and its environment: hooks may change both in this process
     working_directory: Path
@@ -266,7 +275,7 @@ class Launcher:
 
     def open(self) -> Greeted:
         """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
-        directory = paths.runtime_directory(self.server_pid, self.gpu)
+        directory = paths.runtime_directory(self.server_pid, self.device)
         if not paths.start_time(self.server_pid):
             # This process outlives its server by a moment: a runtime for it would never end, and leave its directory.
             raise LaunchError("tritonserver is gone")
@@ -294,6 +303,7 @@ class Launcher:
             "--directory", str(directory),
             "--server-pid", str(self.server_pid),
             "--settings", str(self.settings),
+            "--device", self.device,
             "--ready-fd", str(child_end),
         ]  # fmt: skip
         try:

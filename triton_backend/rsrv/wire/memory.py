@@ -238,23 +238,35 @@ def read_document(fd: int) -> dict[str, Any]:
     return value
 
 
-class Board:
-    """Expected time at which the device is idle, published by the runtime for every stub.
+#: bytes of a board; and models that have a cell there, further ones have none
+_BOARD_BYTES = 64 << 10
+BOARD_SLOTS = _BOARD_BYTES // 8
 
-    A memfd of one page: u64 nanoseconds of CLOCK_MONOTONIC at offset 0, aligned, so that writes are atomic.
+
+class Board:
+    """How busy the device is, and which weights it has, published by the runtime for every stub.
+
+    A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
+    nanoseconds of CLOCK_MONOTONIC; the others are the slots of models, with the nanoseconds that loading the model's
+    weights would take, 0 if they are on the device.
     """
 
     def __init__(self) -> None:
-        self.fd = create_sealed(mmap.PAGESIZE, "rsrv-board")
-        self._cell = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")
+        self.fd = create_sealed(_BOARD_BYTES, "rsrv-board")
+        self._cells = memoryview(mmap.mmap(self.fd, _BOARD_BYTES)).cast("Q")
 
     def publish(self, busy_until_ns: int) -> None:
-        self._cell[0] = busy_until_ns
+        self._cells[0] = busy_until_ns
+
+    def publish_load(self, slot: int, load_ns: int) -> None:
+        """Publish a model's cell; without a slot, which is 0, there is none."""
+        if slot:
+            self._cells[slot] = load_ns
 
 
 def read_board(fd: int) -> memoryview:
-    """Return the stub's read-only view of a Board, with the time in element 0. Raises SharedMemoryError."""
-    page = _map_foreign(fd, mmap.PROT_READ, mmap.PAGESIZE)
-    if len(page) != mmap.PAGESIZE:
-        raise SharedMemoryError(f"a board has {len(page)} bytes; it must have a page of {mmap.PAGESIZE}")
-    return memoryview(page).cast("Q")
+    """Return the stub's read-only view of a Board. Raises SharedMemoryError."""
+    board = _map_foreign(fd, mmap.PROT_READ, _BOARD_BYTES)
+    if len(board) != _BOARD_BYTES:
+        raise SharedMemoryError(f"a board has {len(board)} bytes; it must have {_BOARD_BYTES}")
+    return memoryview(board).cast("Q")

@@ -29,7 +29,7 @@ def base_directory() -> Path:
 
 
 def runtime_directory(server_pid: int, gpu: str) -> Path:
-    """Return the directory of a tritonserver's runtime for a GPU. Pids are reused; a pid and its start time are unique."""
+    """Return the directory of a tritonserver's runtime for a device. Pids are reused; a pid and its start time are unique."""
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
 
 

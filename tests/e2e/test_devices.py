@@ -1,0 +1,89 @@
+"""One server with several devices: two runtimes on the CPU stand for two GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.socket import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.calls import assert_same, caller, random_u32
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.waiting import wait_until
+
+SETTINGS = """
+runtime: {devices: [cpu, cpu]}
+"""
+#: lines of the stub
+_LOST = "rsrv.stub steady: the runtime is gone; reconnecting"
+_BACK = "rsrv.stub steady: reconnected to the runtime"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    folder = tmp_path_factory.mktemp("devices")
+    (folder / "settings.yaml").write_text(SETTINGS)
+    sources = [str(bundles.ensure() / name) for name in ("steady", "exact")]
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([*sources, *options]) == 0
+    with running_triton(folder / "gen", folder / "server.log") as server:
+        yield server
+
+
+def answered(server: RunningTriton, device: int, model: str) -> int:
+    status: dict[str, Any] = read_status(server.pid, str(device))["models"][model]
+    return int(status["outcomes"].get("answered", 0))
+
+
+def ask(server: RunningTriton, seed: int) -> None:
+    x = random_u32(np.random.default_rng(seed), 1)
+    with caller(server) as call:
+        got = call("steady", {"x": x})
+    assert_same(got, {"y": bundles.stepped(x, bundles.STEADY_STEPS)})
+
+
+def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> None:
+    """One client stays with the model's home; of several at a time some are answered by the other device, and right."""
+    for seed in range(3):
+        ask(server, seed)
+    counts = [answered(server, device, "steady") for device in (0, 1)]
+    assert sorted(counts) == [0, 3]
+    home, enough = counts.index(3), threading.Event()
+
+    def keep_asking(seed: int) -> None:
+        while not enough.is_set():
+            ask(server, seed)
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking, seed) for seed in range(4)]
+        try:
+            wait_until(lambda: answered(server, 1 - home, "steady") > 1, what="the other device's answers")
+        finally:
+            enough.set()
+        for one in asking:
+            one.result()
+
+    assert answered(server, home, "steady") > 3
+
+
+def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: RunningTriton) -> None:
+    """Requests that come after its death are answered at once by the other device; later its next runtime serves again."""
+
+    def said(line: str, times: int) -> None:
+        wait_until(lambda: server.log_text().count(line) == times, what=f"{times} of {line!r}", timeout=60)
+
+    for device in (0, 1):
+        old = read_status(server.pid, str(device))["pid"]
+        os.kill(old, signal.SIGKILL)
+        said(_LOST, device + 1)
+        ask(server, device)
+        said(_BACK, device + 1)
+        assert read_status(server.pid, str(device))["pid"] != old

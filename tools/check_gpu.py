@@ -31,7 +31,7 @@ from pathlib import Path
 from rsrv import progress
 from rsrv.cards import CARDS
 from rsrv.runtime.device import Hardware
-from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
+from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, AheadCompiler
 from rsrv.runtime.numerics import treatment
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import signature_of

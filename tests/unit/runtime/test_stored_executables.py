@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.jax_device import AheadCompiler, JaxDevice
+from rsrv.runtime.jax_compiler import AheadCompiler
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.stored_executables import (
     CompileTarget,
     StoredExecutables,

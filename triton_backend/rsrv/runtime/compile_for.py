@@ -19,7 +19,7 @@ from typing import Any
 from rsrv.cards import CARDS, ProfileError, read_profile
 from rsrv.command import put
 from rsrv.runtime.device import DeviceError, Hardware
-from rsrv.runtime.jax_device import LIBRARY_PRODUCTS, AheadCompiler
+from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, AheadCompiler
 from rsrv.runtime.models import usable
 from rsrv.runtime.numerics import probes, treatment
 from rsrv.runtime.stored_executables import (

@@ -1,7 +1,6 @@
-"""jax's device: compile, hold weights, execute. The only module of the runtime that imports jax."""
+"""jax's device: compile, hold weights, execute."""
 
 import ctypes
-import dataclasses
 import errno
 import gc
 import hashlib
@@ -11,11 +10,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -50,8 +48,9 @@ from rsrv.runtime.device import (
     OutOfMemory,
     never,
 )
+from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, lower, target_of, use_cache
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
-from rsrv.runtime.stored_executables import CompileTarget, find_executables
+from rsrv.runtime.stored_executables import find_executables
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import Signature
 
@@ -77,11 +76,6 @@ _RELEASE_S = 10.0
 _TUNING_BYTES = 128 << 20
 #: how XLA reports that it has no memory to time kernels
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
-#: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
-#: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
-LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-#: an instruction of a compiled module that is a kernel, or a library's
-_KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
 #: bytes to a multiple of which jax's allocator on a GPU rounds
 _ROUNDED_BYTES = 256
 #: array whose allocation ends that of an upload's arrays
@@ -108,10 +102,10 @@ class JaxDevice:
 
     A CPU executes within `launch`; with `asynchronous_cpu` it executes like a GPU. jax decides that once per
     process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
-    own environment variables take precedence. `numerics` applies to CUDA's libraries and to functions traced in this process; models'
-    modules are compiled as they are. Executables that a file in `repository` has for this device are not compiled.
-    `lost` is called, on the thread that uses the device, with an error of CUDA after
-    which the process can do nothing more with the device.
+    own environment variables take precedence. `numerics` applies to CUDA's libraries and to functions traced in this
+    process; models' modules are compiled as they are. Executables that a file in `repository` has for this device are
+    not compiled. `lost` is called, on the thread that uses the device, with an error of CUDA after which the process can
+    do nothing more with the device.
     """
 
     def __init__(
@@ -191,13 +185,13 @@ class JaxDevice:
         self.launcher: int | None = None
         self._lock = Lock()
         #: what an executable must have been compiled for
-        self.target = _target(self._device.device_kind, self.hardware.capability)
+        self.target = target_of(self._device.device_kind, self.hardware.capability)
         self._stored = None if repository is None else find_executables(repository, self.target)
         self._cache = CompileCache(directory)
         #: True if jax reads a cache on disk
         self._caches = False
         if directory is not None or self._stored is not None:
-            self._caches = _use_cache(self._cache) and directory is not None
+            self._caches = use_cache(self._cache) and directory is not None
             jax.monitoring.register_event_listener(self._count)
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
@@ -259,7 +253,7 @@ class JaxDevice:
 
         `stored`: jax is offered an executable and only loads it.
         """
-        lowered = _lowered(exported)
+        lowered = lower(exported)
         largest = max((math.prod(a.shape) * a.dtype.itemsize for a in exported.in_avals), default=0)
         try:
             if not stored:
@@ -586,125 +580,6 @@ class JaxDevice:
             with self._noticing:
                 execution.ready = execution.ready or time.perf_counter()
         return execution.ready
-
-
-class AheadCompiler:
-    """Compiler for a CUDA device that this machine need not have; in a process of its own, whose device is the CPU.
-
-    `target` is the text of XLA's GpuTargetConfigProto. It takes jax's plugin for CUDA and NVIDIA's ptxas and libdevice
-    (the packages nvidia-cuda-nvcc and nvidia-nvvm). Raises DeviceError if one is missing.
-    """
-
-    def __init__(self, target: str) -> None:
-        # The plugin would refuse to start where NVIDIA's libraries find no driver; compiling calls none of them.
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        import jax
-        from jax.experimental import topologies
-
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_enable_x64", True)
-        self._jax = jax
-        try:
-            topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-        except (NotImplementedError, RuntimeError) as error:
-            raise DeviceError(
-                f"jax {jax.__version__} cannot compile for CUDA: {error}. Install the plugin of that version, for "
-                f"example jax-cuda13-plugin=={jax.__version__}, and jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-nvvm"
-            ) from None
-        self._device: Any = topology.devices[0]
-        self.hardware = hardware_of("gpu", "cuda", getattr(self._device, "compute_capability", None))
-
-    def target(self) -> CompileTarget:
-        """Return what the executables can be loaded on."""
-        return _target(self._device.device_kind, self.hardware.capability)
-
-    @staticmethod
-    def entry(compiled: Any, seconds: float) -> bytes:
-        """Return an executable that took this long to compile, in the form of jax's compilation cache."""
-        from jax._src import compilation_cache
-
-        blob = compiled.runtime_executable().serialize()
-        combined = compilation_cache.combine_executable_and_time(blob, int(seconds))
-        return compilation_cache.compress_executable(combined)
-
-    def compile(self, module: bytes, signature: Signature, options: Mapping[str, Any] | None = None) -> Any:
-        """Return jax's `Compiled`, which cannot be called. `options`: flags of XLA for this module."""
-        compiled = self._lowered(module, signature).compile(dict(options or {}))
-        self._jax.clear_caches()
-        return compiled
-
-    def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
-        """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.
-
-        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are the
-        "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
-        """
-        from jaxlib import _jax
-
-        client = self._jax.devices("cpu")[0].client
-        before = self._lowered(module, signature).compiler_ir("hlo").as_hlo_module()
-        flop = _jax.hlo_module_cost_analysis(client, before).get("flops", 0.0)
-        after = _jax.hlo_module_cost_analysis(client, compiled.runtime_executable().hlo_modules()[0])
-        size = compiled.memory_analysis()
-        nbytes = (
-            size.argument_size_in_bytes
-            + size.output_size_in_bytes
-            + max(0.0, after.get("bytes accessed", 0.0))
-        )
-        entry = compiled.as_text().partition("\nENTRY ")[2]
-        return max(0.0, flop), nbytes, len(_KERNEL.findall(entry))
-
-    def _lowered(self, module: bytes, signature: Signature) -> Any:
-        from rsrv_bundle.modules import as_exported
-
-        # An export names the platforms that it is for, and the process has the CPU only.
-        exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
-        return _lowered(exported, self._jax.sharding.SingleDeviceSharding(self._device))
-
-
-def _target(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
-    versions = []
-    for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
-        with suppress(metadata.PackageNotFoundError):
-            versions.append(f"{package} {metadata.version(package)}")
-    return CompileTarget(
-        card=kind,
-        capability="" if capability is None else "{}.{}".format(*capability),
-        versions=", ".join(versions),
-        flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-    )
-
-
-def _lowered(exported: Any, sharding: Any = None) -> Any:
-    import jax
-
-    struct: Any = jax.ShapeDtypeStruct  # has no types
-    structs = [struct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
-    function: Any = jax.jit(exported.call)
-    return function.lower(*structs)
-
-
-def _use_cache(cache: CompileCache) -> bool:
-    """Have jax keep executables there; return whether it will. Call it once per process, before the first compilation."""
-    import jax
-    from jax._src import compilation_cache
-
-    if not hasattr(compilation_cache, "get_file_cache"):
-        log.warning(
-            "the compilation cache is off, so every start compiles: its interface in jax %s is unknown",
-            jax.__version__,
-        )
-        return False
-    # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
-    compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
-    # Only says that there is a cache.
-    jax.config.update("jax_compilation_cache_dir", "rsrv")
-    # By default jax keeps only executables that took a second to compile, so no small models.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's own cache files have no digest, and a full disk may fail the compilation.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    return True
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:

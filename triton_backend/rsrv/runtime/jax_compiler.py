@@ -1,0 +1,145 @@
+"""Compiling with jax: for a device that this machine need not have, and what that shares with `jax_device`."""
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from typing import Any
+
+from rsrv.runtime.compile_cache import CompileCache
+from rsrv.runtime.device import DeviceError
+from rsrv.runtime.numerics import hardware_of
+from rsrv.runtime.stored_executables import CompileTarget
+from rsrv_bundle.modules import Signature
+
+log = logging.getLogger("rsrv.device")
+
+#: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
+#: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
+LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+#: an instruction of a compiled module that is a kernel, or a library's
+_KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
+
+
+class AheadCompiler:
+    """Compiler for a CUDA device that this machine need not have; in a process of its own, whose device is the CPU.
+
+    `target` is the text of XLA's GpuTargetConfigProto. It takes jax's plugin for CUDA and NVIDIA's ptxas and libdevice
+    (the packages nvidia-cuda-nvcc and nvidia-nvvm). Raises DeviceError if one is missing.
+    """
+
+    def __init__(self, target: str) -> None:
+        # The plugin would refuse to start where NVIDIA's libraries find no driver; compiling calls none of them.
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        import jax
+        from jax.experimental import topologies
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_x64", True)
+        self._jax = jax
+        try:
+            topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+        except (NotImplementedError, RuntimeError) as error:
+            raise DeviceError(
+                f"jax {jax.__version__} cannot compile for CUDA: {error}. Install the plugin of that version, for "
+                f"example jax-cuda13-plugin=={jax.__version__}, and jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-nvvm"
+            ) from None
+        self._device: Any = topology.devices[0]
+        self.hardware = hardware_of("gpu", "cuda", getattr(self._device, "compute_capability", None))
+
+    def target(self) -> CompileTarget:
+        """Return what the executables can be loaded on."""
+        return target_of(self._device.device_kind, self.hardware.capability)
+
+    @staticmethod
+    def entry(compiled: Any, seconds: float) -> bytes:
+        """Return an executable that took this long to compile, in the form of jax's compilation cache."""
+        from jax._src import compilation_cache
+
+        blob = compiled.runtime_executable().serialize()
+        combined = compilation_cache.combine_executable_and_time(blob, int(seconds))
+        return compilation_cache.compress_executable(combined)
+
+    def compile(self, module: bytes, signature: Signature, options: Mapping[str, Any] | None = None) -> Any:
+        """Return jax's `Compiled`, which cannot be called. `options`: flags of XLA for this module."""
+        compiled = self._lowered(module, signature).compile(dict(options or {}))
+        self._jax.clear_caches()
+        return compiled
+
+    def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
+        """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.
+
+        FLOP are the module's, because calls of libraries say nothing; the rounds of a loop count once. Bytes are the
+        "bytes accessed" of XLA's cost analysis of the compiled module, plus those of the arguments and results.
+        """
+        from jaxlib import _jax
+
+        client = self._jax.devices("cpu")[0].client
+        before = self._lowered(module, signature).compiler_ir("hlo").as_hlo_module()
+        flop = _jax.hlo_module_cost_analysis(client, before).get("flops", 0.0)
+        after = _jax.hlo_module_cost_analysis(client, compiled.runtime_executable().hlo_modules()[0])
+        size = compiled.memory_analysis()
+        nbytes = (
+            size.argument_size_in_bytes
+            + size.output_size_in_bytes
+            + max(0.0, after.get("bytes accessed", 0.0))
+        )
+        entry = compiled.as_text().partition("\nENTRY ")[2]
+        return max(0.0, flop), nbytes, len(_KERNEL.findall(entry))
+
+    def _lowered(self, module: bytes, signature: Signature) -> Any:
+        from rsrv_bundle.modules import as_exported
+
+        # An export names the platforms that it is for, and the process has the CPU only.
+        exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
+        return lower(exported, self._jax.sharding.SingleDeviceSharding(self._device))
+
+
+def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
+    """Return what executables for a device of this name depend on, beside their modules, in this process."""
+    versions = []
+    for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return CompileTarget(
+        card=kind,
+        capability="" if capability is None else "{}.{}".format(*capability),
+        versions=", ".join(versions),
+        flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+    )
+
+
+def lower(exported: Any, sharding: Any = None) -> Any:
+    """Return jax's `Lowered` of an export, for the default device or a sharding."""
+    import jax
+
+    struct: Any = jax.ShapeDtypeStruct  # has no types
+    structs = [struct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
+    function: Any = jax.jit(exported.call)
+    return function.lower(*structs)
+
+
+def use_cache(cache: CompileCache) -> bool:
+    """Have jax keep executables there; return whether it will. Call it once per process, before the first compilation."""
+    import jax
+    from jax._src import compilation_cache
+
+    if not hasattr(compilation_cache, "get_file_cache"):
+        log.warning(
+            "the compilation cache is off, so every start compiles: its interface in jax %s is unknown",
+            jax.__version__,
+        )
+        return False
+    # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
+    compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
+    # Only says that there is a cache.
+    jax.config.update("jax_compilation_cache_dir", "rsrv")
+    # By default jax keeps only executables that took a second to compile, so no small models.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own cache files have no digest, and a full disk may fail the compilation.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    return True

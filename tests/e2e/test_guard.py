@@ -125,6 +125,7 @@ def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
     assert read_status(server.pid)["pid"] == pid
 
 
+@pytest.mark.long
 def test_a_runtime_killed_while_it_compiles_comes_back(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:

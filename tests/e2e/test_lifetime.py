@@ -523,6 +523,7 @@ def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tm
         check_exact(call)
 
 
+@pytest.mark.long
 def test_a_polling_server_loads_each_model_once(
     start: Callable[..., RunningTriton], some_bundles: Mapping[str, Path], tmp_path: Path
 ) -> None:

@@ -398,6 +398,7 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_clients_whose_own_deadline_passes_leave_nothing_behind(
     start_stressed: Callable[[], RunningTriton],
 ) -> None:

@@ -58,6 +58,7 @@ def models(server: RunningTriton) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
     """Six models in room for two evict each other; all answers are exact, and no more are resident."""
     server = serve(start_triton, tmp_path, 6, f"runtime: {{weight_budget_bytes: {2 * WEIGHT_BYTES + 1000}}}")

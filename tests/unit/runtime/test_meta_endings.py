@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.builders import write_meta
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.metas import ask, meta_engine, rows, send
+from tests.waiting import wait_until
 
 #: model `a` makes 2 x + 1, `b` 2 x + 2, ...
 CHAIN = """
@@ -144,13 +144,10 @@ def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
         engine.execute(requests)  # two at once, a third one when it is let in, and no thread for the fourth
         for _ in range(3):
             meeting.come()
-        until = time.monotonic() + 10
-        while read_status(os.getpid())["metas"]["slow"]["running"] < 2 and time.monotonic() < until:
-            pass
+        wait_until(lambda: read_status(os.getpid())["metas"]["slow"]["running"] == 2, what="two runs")
         runtime.stop()
         start_runtime(settings)
-        while not engine.ready and time.monotonic() < until:
-            pass
+        wait_until(lambda: engine.ready, what="the next runtime")
 
         meeting.go()
 
@@ -188,9 +185,9 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
 
     def execute() -> None:
         runtime.device.gate.set()
-        until = time.monotonic() + 10
-        while read_status(os.getpid())["models"]["a"]["executing"] and time.monotonic() < until:
-            pass
+        wait_until(
+            lambda: not read_status(os.getpid())["models"]["a"]["executing"], what="the execution's end"
+        )
 
     meeting.meet = execute
     with meta_engine(runtime, meta, {"a": doublings["a"]}) as engine:
@@ -305,7 +302,11 @@ def test_a_call_that_failed_keeps_no_memory(
                 (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
                 assert answer.error is not None
                 assert "stage 'a'" in answer.error.message
-            assert not any(isinstance(thing, DirectRun) for thing in gc.get_objects())
+            # The last one leaves with its thread, a moment after its answer.
+            wait_until(
+                lambda: not any(isinstance(thing, DirectRun) for thing in gc.get_objects()),
+                what="the failed runs to be freed",
+            )
         finally:
             gc.enable()
 
@@ -332,6 +333,4 @@ def test_a_large_buffer_goes_with_its_run(
             connections = runtime.loop._transport.connections
             return sum(len(segment) for one in connections for segment in list(one.segments.values()))
 
-        until = time.monotonic() + 10
-        while mapped() > 1 << 26:
-            assert time.monotonic() < until
+        wait_until(lambda: mapped() <= 1 << 26, what="the buffer's segment to be unmapped")

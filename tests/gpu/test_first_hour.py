@@ -25,8 +25,15 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
 
     done = subprocess.run(
         [*command, f"--json={file}"],
-        # Without a tritonserver.
-        env={**os.environ, **gpu.environment, "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
+        env={
+            **os.environ,
+            **gpu.environment,
+            # Without a tritonserver.
+            "PATH": "/usr/bin:/bin",
+            "XDG_CACHE_HOME": str(tmp_path),
+            # XLA would compile and time each kernel that may be fast, for a minute.
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,

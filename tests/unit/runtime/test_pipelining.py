@@ -2,12 +2,12 @@
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import permutations
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import cast
 
@@ -331,5 +331,5 @@ def lay_out(model: CompiledModel, number: int, size: int, rng: np.random.Generat
 
 
 def take_ends(inbox: Inbox) -> list[ExecutionEnded]:
-    select.select([inbox.fd], [], [], 30)
+    assert wait([inbox.fd], 30), "no execution has ended"
     return inbox.drain()

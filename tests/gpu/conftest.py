@@ -50,7 +50,7 @@ StartServed = Callable[..., Engine]
 def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
     """Return a stub's engine for a bundle: a real runtime process starts for the first one, on the card."""
     settings = tmp_path / "rsrv.yaml"
-    launcher = Launcher(os.getpid(), "", settings, ROOT, {**os.environ, **gpu.environment})
+    launcher = Launcher(os.getpid(), "0", settings, ROOT, {**os.environ, **gpu.environment})
     started: list[Engine] = []
 
     def start(bundle: Path, name: str, runtime: str = "{platform: cuda}") -> Engine:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,13 +97,13 @@ def _factor(tensor: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeProcess:
-    """A runtime of this process, as a tritonserver has one for each GPU."""
+    """A runtime, as a tritonserver starts one."""
 
     launcher: Launcher
 
     def status(self) -> dict[str, Any]:
         """Return what `rsrv status` is made from."""
-        return read_status(os.getpid(), self.launcher.device)
+        return read_status(self.launcher.server_pid)
 
     def loads(self) -> int:
         """Return how often weights were loaded so far."""
@@ -119,12 +120,14 @@ def runtime(given: PartInput, name: str, platform: str, **settings: object) -> I
         **settings,
     }
     write_manifest(file, {"control": {"enabled": False}, "runtime": section})
-    launcher = Launcher(os.getpid(), name, file, given.folder, given.environment)
-    launcher.open().sock.close()
+    # It stands for the server: each has one runtime for a device.
+    server = subprocess.Popen(["sleep", "infinity"])
+    launcher = Launcher(server.pid, "0", file, given.folder, given.environment)
+    directory = paths.runtime_directory(server.pid, "0")
     try:
+        launcher.open().sock.close()
         yield RuntimeProcess(launcher)
     finally:
-        directory = paths.runtime_directory(os.getpid(), name)
         with suppress(OSError), connect(directory / paths.SOCKET) as sock:
             pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             ended = os.pidfd_open(pid)
@@ -133,6 +136,8 @@ def runtime(given: PartInput, name: str, platform: str, **settings: object) -> I
             select.select([ended], [], [])
             os.close(ended)
         paths.remove(directory)
+        server.kill()
+        server.wait()
 
 
 class ModelClient:

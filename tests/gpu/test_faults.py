@@ -35,7 +35,7 @@ def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
     assert not answered(engine)
     wait_until(lambda: answered(engine), timeout=90)
 
-    directory = paths.runtime_directory(os.getpid(), "")
+    directory = paths.runtime_directory(os.getpid(), "0")
     ((key, deaths),) = json.loads((directory / paths.DEATHS).read_text()).items()
     assert key.startswith("guilty@")
     assert [(death["phase"], death["how"]) for death in deaths] == [("EXECUTING", "crashed")]

@@ -221,7 +221,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
     """A peer that asks without reading is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
-    before = open_files()
+    before = len(open_files())
 
     def ask_on() -> None:
         while True:
@@ -231,7 +231,7 @@ def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubli
         ask_on()
     assert other.works()
     greeted.sock.close()
-    wait_until(lambda: open_files() < before, what="its descriptors are closed")
+    wait_until(lambda: len(open_files()) < before, what="its descriptors are closed")
     other.lane.close()
 
 

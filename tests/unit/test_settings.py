@@ -58,8 +58,8 @@ def test_the_dump_documents_every_key() -> None:
         ("models: {m: {max_batch: 3}}", "models.m.max_batch: unknown key; did you mean 'max_batch_size'?"),
         ("scheduler: {depth: many}", "scheduler.depth: "),
         ("scheduler: {depth: 0}", "scheduler.depth: "),
-        ("runtime: {devices: [gpu0]}", "runtime.devices: 'gpu0' is no device; write a number, a UUID"),
-        ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 stands twice"),
+        ("runtime: {devices: [gpu0]}", "runtime.devices: 'gpu0' is not a device; write a number, a UUID"),
+        ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         (
             "runtime: {devices: [cpu, cpu]}\nmeta: {transport: bls}",

@@ -100,7 +100,8 @@ class RuntimeSection(Section):
         min_length=1,
         description="Devices of one server, each with a runtime process; every model is served on all of them, and each "
         "batch goes to the one that is expected to answer first. Numbers as CUDA counts visible GPUs, UUIDs (GPU-... or "
-        "MIG-...), or cpu, which may stand several times. null: one, the first that is visible.",
+        "MIG-...), or cpu, which may be listed several times. null: one, the first that is visible. "
+        "So far the control process shows and controls the first one only, and exports only its traces.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
@@ -147,14 +148,16 @@ class RuntimeSection(Section):
     @field_validator("devices")
     @classmethod
     def _are_devices(cls, devices: list[int | str] | None) -> list[int | str] | None:
-        """Refuse names that are none, and a GPU that is named twice."""
+        """Refuse unknown names, and a GPU that is named twice."""
         for index, one in enumerate(devices or ()):
             if isinstance(one, int) and one < 0:
                 raise ValueError(f"{one} is negative; GPUs are counted from 0")
             if isinstance(one, str) and one != "cpu" and not one.startswith(("GPU-", "MIG-")):
-                raise ValueError(f"{one!r} is no device; write a number, a UUID (GPU-... or MIG-...), or cpu")
+                raise ValueError(
+                    f"{one!r} is not a device; write a number, a UUID (GPU-... or MIG-...), or cpu"
+                )
             if one != "cpu" and devices is not None and one in devices[:index]:
-                raise ValueError(f"{one} stands twice; two runtimes on one GPU take each other's memory")
+                raise ValueError(f"{one} is listed twice; two runtimes on one GPU take each other's memory")
         return devices
 
     @model_validator(mode="after")

@@ -290,6 +290,12 @@ def _page(address: Address) -> str:
 
 def _check_platform(settings: Settings, devices: Sequence[WorkerDevice]) -> None:
     platform, on_gpu = settings.runtime.platform, bool(devices[0].selector)
+    own = settings.runtime.devices
+    if own and (on_gpu or set(own) != {"cpu"}):
+        raise NodeError(
+            "runtime.devices names the devices of one server, and here each GPU gets a server of its own: leave it out and "
+            "choose GPUs with node.gpus (--gpus), or start one tritonserver yourself"
+        )
     if platform != "auto" and (platform == "cuda") != on_gpu:
         what = "GPUs" if on_gpu else "the CPU"
         raise NodeError(

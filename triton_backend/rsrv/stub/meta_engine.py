@@ -202,9 +202,11 @@ class MetaEngine:
         return self.session.ready
 
     def answers_in_s(self) -> float:
-        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime."""
+        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
         attachment = self.session.attachment
-        return inf if attachment is None else attachment.device_free_in_s() + self._run_length.seconds
+        if attachment is None or not attachment.deferred.reads:
+            return inf
+        return attachment.device_free_in_s() + self._run_length.seconds
 
     def guard_hooks(self) -> None:
         """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""

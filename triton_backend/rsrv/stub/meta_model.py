@@ -3,7 +3,6 @@
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,15 @@ class MetaModelStub:
             run = load_run(setup.bundle / "model.py")
             hooks = {path.name: load_hooks(path / "model.py") for path in callees}
             process = StubProcess(responses)
-            make_bls = partial(
-                _make_bls,
-                pb_utils,
-                tensors,
-                limit(read_pool_size(setup.launcher.server_pid)),
-                [path.name for path in callees if not (repository / path.name).is_dir()],
-            )
+            carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
+            shared: list[Bls] = []
+
+            def make_bls(settings: dict[str, Any]) -> Bls:
+                # One for all replicas: the threads that it may use are the process's.
+                if not shared:
+                    most = limit(read_pool_size(setup.launcher.server_pid))
+                    shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
+                return shared[0]
 
             def make(device: int) -> MetaEngine:
                 with setup.session(device, {path.name: str(path) for path in callees}) as session:

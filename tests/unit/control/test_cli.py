@@ -174,6 +174,10 @@ def test_a_table_wider_than_the_terminal(
         assert lines[2].split()[:2] == ["a_long_name", "123456"]
         assert lines[3:] == ([said] if said else [])
 
+    monkeypatch.setenv("COLUMNS", "45")
+    print_table((*head[:3], "ERROR"), [(*rows[0][:3], "the reason is a long text, which wraps")])
+    assert capsys.readouterr().out.splitlines()[0].split() == ["MODEL", "ERROR"], "a reason is the last to go"
+
 
 def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The keys of `rsrv status --json` are stable."""

@@ -90,9 +90,9 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the columns to show in a terminal of this width: of those that do not fit, the last ones are left out.
+    """Return the columns to show in a terminal of this width: of those that do not fit, the later ones are left out.
 
-    Columns without a value are left out before. Only the last column of all may wrap, as it may have long texts.
+    Columns without a value are left out before. The last column of all may wrap, as it may have long texts, and then stays.
     """
     least = [*widths[:-1], min(widths[-1], _WRAPPED)]
     shown = list(range(len(widths)))
@@ -100,10 +100,11 @@ def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) 
     def fits() -> bool:
         return sum(least[column] + 2 for column in shown) - 2 <= width
 
-    if not fits():
+    if cells and not fits():
         shown = [column for column in shown if any(row[column] for row in cells)]
     while len(shown) > 1 and not fits():
-        shown.pop()
+        keeps_text = len(shown) > 2 and widths[-1] > _WRAPPED and shown[-1] == len(widths) - 1
+        shown.pop(-2 if keeps_text else -1)
     return shown
 
 

@@ -60,14 +60,14 @@ def run(
             reason = f"ended with status {process.exitcode}; its last lines are above"
             yield Finding("process", "FAIL", reason=reason)
     finally:
-        if process.is_alive():
-            _end(process, folder)
+        # Also after its own end: if it was killed, its servers and their runtimes are left.
+        _end(process, folder)
 
 
 def _end(process: SpawnProcess, folder: Path) -> None:
     """Kill the process with the servers that it started, and wait until its runtimes have left the device."""
     assert process.pid is not None
-    with suppress(ProcessLookupError):  # it has not made its group yet
+    with suppress(ProcessLookupError):  # it has no group yet, or nothing of it is left
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()

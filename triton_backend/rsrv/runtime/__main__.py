@@ -146,7 +146,9 @@ def main(argv: list[str] | None = None) -> int:
     # The server's end is watched on another thread: an execution on the loop may never end.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
     if options.device == 0:
-        _start_others(len(devices), options, environment)
+        threading.Thread(
+            target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
+        ).start()
     # One control process suffices for a server.
     if settings.control.enabled and options.device == 0:
         start_supervisor(

@@ -368,6 +368,8 @@ class JaxDevice:
         if kinds is None:
             arrays = list(arrays)
             kinds = [(array.shape, array.dtype) for array in arrays]
+        if not kinds:
+            return []  # other models have all of its tensors
         buffers: list[Any] = []
         copying: deque[tuple[Array, ctypes.c_void_p]] = deque()
         copying_bytes = 0
@@ -391,8 +393,10 @@ class JaxDevice:
             while copying:
                 with suppress(CudaError):
                     self._finish(self._copies, copying)
-            self.free(buffers)
-            self._examine(error)
+            try:
+                self.free(buffers)
+            finally:  # in a lost context this fails, too
+                self._examine(error)
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
             raise

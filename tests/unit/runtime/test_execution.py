@@ -21,7 +21,6 @@ from rsrv.runtime.executor import (
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
-from rsrv.wire.memory import KEPT_BYTES
 from tests.fakes import FakeDevice
 
 NO_PEER = cast(PeerConnection, None)
@@ -126,32 +125,6 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
     read = parts[0].segment if rows == [8] else flight.staged
     assert read is not None
     assert device.locked == {read.ctypes.data: read.nbytes}
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-def test_the_outputs_in_a_segment_made_for_one_request_are_not_page_locked(
-    requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No transfer reads them. A segment that serves several requests is locked whole: their memory shares pages."""
-    block = Block((Tensor("x", "u8", (-1, 5000), 0),))
-    rows = (
-        KEPT_BYTES // 5000
-    )  # the inputs alone are within the limit, with the outputs the segment is above it
-    parts = lay_out(block, [rows] * requests, [0] * requests)
-    work = job(parts[:1], rows, block)
-    model: Any = work.model
-    model.weights, model.executables = [], {(0, rows): None}
-    device: Any = FakeDevice(lambda inputs, weights: [])
-    monkeypatch.setattr(device, "launch", lambda *_: None)
-
-    launch(work, device, Staging())
-
-    segment = parts[0].segment
-    (locked,) = device.locked.values()
-    if requests == 1:
-        assert 5000 * rows <= locked < 5000 * rows + 4096
-    else:
-        assert locked == segment.nbytes
 
 
 def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> None:

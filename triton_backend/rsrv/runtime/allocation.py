@@ -68,10 +68,10 @@ class PageLocks:
         #: by id; also memory that could not be locked
         self._known: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
 
-    def add(self, owner: Bytes, page_lock: PageLock, nbytes: int | None = None) -> None:
+    def add(self, owner: Bytes, page_lock: PageLock) -> None:
         """Lock a mapping until the last view of `owner` is gone, unless it is known already, or small.
 
-        `nbytes`: how much of it is locked, from its start; default: all of it.
+        All of it: a stub may use a segment again, and no transfer may begin in locked memory and end in other memory.
         """
         if owner.nbytes < LARGE:
             return
@@ -80,7 +80,7 @@ class PageLocks:
                 return
             self._known[id(owner)] = owner
         try:
-            unlock = page_lock(owner.ctypes.data, owner.nbytes if nbytes is None else nbytes)
+            unlock = page_lock(owner.ctypes.data, owner.nbytes)
         except Exception as error:  # noqa: BLE001 - a driver's binding may raise any exception; transfers only take longer
             if not self._warned:
                 self._warned = True

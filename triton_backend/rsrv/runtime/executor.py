@@ -6,7 +6,6 @@ next execution while the device is busy with the one before; the other reads and
 """
 
 import logging
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +22,7 @@ from rsrv.runtime.runs import Kept, MetaRun, view
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Tensor
-from rsrv.wire.memory import KEPT_BYTES, Bytes
+from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
 
@@ -268,25 +267,13 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
         if staged is not None:
             staging.locks.add(staged, device.page_lock)
         elif isinstance(first, RequestSlice):
-            staging.locks.add(first.segment, device.page_lock, _bytes_to_lock(dispatch, first))
+            staging.locks.add(first.segment, device.page_lock)
     inputs = gather(dispatch, staged, device)
     executable = dispatch.model.executables[dispatch.variant, dispatch.size]
     launched = device.launch(executable, weights, inputs, dispatch.unread)
     if dispatch.has_calls:
         _keep(dispatch, launched, device)
     return Flight(dispatch, launched, staged)
-
-
-def _bytes_to_lock(dispatch: Dispatch, part: RequestSlice) -> int:
-    """Return the bytes of a request's segment to page-lock: of one made for this request only, those of the inputs.
-
-    The driver takes time for each page. No page may be locked twice, and a transfer may not begin in locked memory and
-    end in other memory, so a segment that serves several requests is locked whole.
-    """
-    total, inputs = part.segment.nbytes, dispatch.inputs.places(dispatch.size)[1]
-    outputs_end = part.outputs_at + dispatch.outputs.places(dispatch.size)[1]
-    alone = total > KEPT_BYTES and part.inputs_at == 0 and total - outputs_end < mmap.PAGESIZE
-    return min(total, -(-inputs // mmap.PAGESIZE) * mmap.PAGESIZE) if alone else total
 
 
 def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:

@@ -26,9 +26,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Bytes = npt.NDArray[np.uint8]
 
 
-#: bytes of a stub's segments that stay while they are idle. A larger segment is made for one batch of Triton's, and freed
-#: after it
-KEPT_BYTES = 64 << 20
 #: bytes; suffices for the status of thousands of models
 _MAX_DOCUMENT = 64 << 20
 
@@ -121,7 +118,7 @@ class Arena:
     """
 
     def __init__(
-        self, first: int = 1 << 20, keep: int = KEPT_BYTES, spare: Callable[[], int] = lambda: sys.maxsize
+        self, first: int = 1 << 20, keep: int = 64 << 20, spare: Callable[[], int] = lambda: sys.maxsize
     ) -> None:
         self._spare = spare
         self._first = first

@@ -75,7 +75,7 @@ serve: $(SERVING) $(TRITON) ## serve the demo's models until Ctrl-C, live page o
 	$(BIN)/rsrv serve $(or $(BUNDLES),--demo) --tritonserver .triton/bin/tritonserver
 
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
-	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --ignore tests/gpu
+	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 
 test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print which lines they reach)
 	$(if $(COV),$(BIN)/coverage run -m pytest,$(PYTEST)) -m "not long" tests/unit -n $(WORKERS) --dist loadfile

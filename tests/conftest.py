@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 # The same examples on every run and no time limit for one of them, nor for making them: a test must not fail because the
 # machine is busy. `make test-long` tries more examples.
@@ -50,39 +54,54 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = config.stash[_MADE] = tempfile.mkdtemp(prefix="t-")
 
 
+class _GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each group of tests to one worker of pytest-xdist.
+
+    Not by its marks of groups, which release 3.8 writes to where pytest 9.2 does not look.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Keep the tests of a file, and those of a shared server, on one worker: their fixtures are made once."""
+    return _GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def _group(path: str) -> str:
+    """Return the shared server that a file's tests take as a fixture, else the file; `path`: from the root."""
+    if path.startswith("tests/e2e/"):
+        source = (UNIT.parents[1] / path).read_text(encoding="utf-8")
+        for server in SHARED_SERVERS:
+            if re.search(rf"\b{server}: ", source):
+                return server
+    return path
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file, and those of a shared server, on one worker of pytest-xdist.
+    """Spread the end-to-end tests among the unit tests.
 
-    So a file's fixtures are made once. Tests of servers wait, and unit tests compute: groups of the first are spread
-    among the latter, so that the workers have both at any time, and the last minutes have small tests only.
+    Tests of servers wait, and unit tests compute: so the workers have both at any time, and the last minutes have small
+    tests only.
     """
     if not hasattr(config, "workerinput"):
         return
-    groups: dict[str, list[pytest.Item]] = {}
+    groups: dict[str, list[pytest.Item]] = {name: [] for name in SHARED_SERVERS}
     units = []
     for item in items:
         if UNIT in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(UNIT))))
             units.append(item)
         else:
-            groups.setdefault(item.path.stem, []).append(item)
-    shared: dict[str, list[pytest.Item]] = {name: [] for name in SHARED_SERVERS}
-    for name, tests in list(groups.items()):
-        used = [fixture for item in tests for fixture in getattr(item, "fixturenames", ())]
-        for server in SHARED_SERVERS:
-            if server in used:
-                shared[server] += groups.pop(name)
-                break
-    ordered = {name: tests for name, tests in {**shared, **groups}.items() if tests}
-    step = int(_SPREAD * len(units) / max(1, len(ordered)))
+            groups.setdefault(_group(item.nodeid.partition("::")[0]), []).append(item)
+    step = int(_SPREAD * len(units) / len(groups))
     items.clear()
-    for number, (name, tests) in enumerate(ordered.items()):
-        for item in tests:
-            item.add_marker(pytest.mark.xdist_group(name))
+    for number, tests in enumerate(groups.values()):
         items += tests
         items += units[number * step : (number + 1) * step]
-    items += units[len(ordered) * step :]
+    items += units[len(groups) * step :]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ A hook that forks. The child must neither answer requests nor keep the runtime f
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -223,7 +224,12 @@ class HookGuard:
                 return
 
     def _end_hung(self, thread: int, interval: HookInterval) -> None:
-        frame = sys._current_frames().get(thread)
+        # A garbage collection inside the call would wait for a lock that the call holds (CPython before 3.12).
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(thread)
+        finally:
+            gc.enable()
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
         del frame
         log.error(

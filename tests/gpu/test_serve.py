@@ -84,16 +84,24 @@ def test_each_card_has_a_server_of_its_own(
             assert selector in status["name"]
             assert status["limitBytes"] == arena
         first_value(terminal.grpc_port, "cats")  # any number: the card computes nothing
-        with urlopen(f"http://{LOOPBACK}:{terminal.grpc_port + 1}/metrics", timeout=20) as reply:
-            metrics = reply.read().decode()
-        for worker in ("worker0", "worker1"):
-            assert f'rsrv_device_memory_bytes{{worker="{worker}",kind="limit"}} {arena}' in metrics
+        wait_until(
+            partial(shows_limits, f"http://{LOOPBACK}:{terminal.grpc_port + 1}/metrics", arena),
+            what="both workers' memory in the gateway's metrics",
+        )
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
 
     takers = gpu.calls("alloc")
     assert sorted((call.stream, call.bytes) for call in takers) == [(0, arena), (1, arena)]
     assert len({call.pid for call in takers}) == 2
+
+
+def shows_limits(url: str, arena: int) -> bool:
+    """Return whether the gateway's metrics have both workers' memory: it asks its workers at intervals."""
+    with urlopen(url, timeout=20) as reply:
+        metrics = reply.read().decode()
+    lines = (f'rsrv_device_memory_bytes{{worker="worker{number}",kind="limit"}} {arena}' for number in (0, 1))
+    return all(line in metrics for line in lines)
 
 
 def device_status(server: Path) -> dict[str, Any]:

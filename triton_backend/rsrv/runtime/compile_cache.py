@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger("rsrv.compiled")
@@ -33,6 +33,14 @@ class NotCached(Exception):
     """The cache has no entry where one is required."""
 
 
+class _Access(threading.local):
+    """How each thread uses the cache, by default; see `offering`, `requiring` and `bypassing`."""
+
+    entry: bytes | None = None
+    required = False
+    bypassed = False
+
+
 class CompileCache:
     """jax's `CacheInterface`. Methods raise nothing unless an entry is required: if the cache fails, models are compiled.
 
@@ -41,8 +49,7 @@ class CompileCache:
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory
-        #: `entry`: see `offering`; `required`: see `requiring`; `bypassed`: see `bypassing`
-        self._thread = threading.local()
+        self._thread = _Access()
         if directory is None:
             return
         for left in directory.glob(f"{_UNFINISHED}*"):
@@ -54,10 +61,10 @@ class CompileCache:
         """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
         if self.bypassed:
             return None
-        entry: bytes | None = getattr(self._thread, "entry", None)
+        entry = self._thread.entry
         if entry is None and self._path is not None:
             entry = self._read(self._path / f"{key}{_SUFFIX}")
-        if entry is None and getattr(self._thread, "required", False):
+        if entry is None and self._thread.required:
             raise NotCached(key)
         return entry
 
@@ -75,37 +82,31 @@ class CompileCache:
             return None
         return value
 
-    @contextmanager
-    def offering(self, entry: bytes | None) -> Iterator[None]:
+    def offering(self, entry: bytes | None) -> AbstractContextManager[None]:
         """Return this entry, unless it is None, for each key that the calling thread asks for."""
-        self._thread.entry = entry
-        try:
-            yield
-        finally:
-            self._thread.entry = None
+        return self._changed("entry", entry)
 
-    @contextmanager
-    def requiring(self) -> Iterator[None]:
+    def requiring(self) -> AbstractContextManager[None]:
         """Raise NotCached for each missing entry that the calling thread asks for, so that it compiles nothing."""
-        self._thread.required = True
-        try:
-            yield
-        finally:
-            self._thread.required = False
+        return self._changed("required", True)
+
+    def bypassing(self) -> AbstractContextManager[None]:
+        """Neither find nor keep entries for the calling thread."""
+        return self._changed("bypassed", True)
 
     @property
     def bypassed(self) -> bool:
         """True if the calling thread compiles without the cache."""
-        return getattr(self._thread, "bypassed", False)
+        return self._thread.bypassed
 
     @contextmanager
-    def bypassing(self) -> Iterator[None]:
-        """Neither find nor keep entries for the calling thread."""
-        self._thread.bypassed = True
+    def _changed(self, name: str, value: object) -> Iterator[None]:
+        """Change an attribute of the calling thread's access; afterwards it has its default."""
+        setattr(self._thread, name, value)
         try:
             yield
         finally:
-            self._thread.bypassed = False
+            delattr(self._thread, name)
 
     def put(self, key: str, value: bytes) -> None:
         """Store the entry of a key, and replace an earlier one."""

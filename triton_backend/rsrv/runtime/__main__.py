@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rsrv.runtime", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="private directory of this runtime")
     parser.add_argument("--server-pid", type=int, required=True, help="leave when this process ends")
-    parser.add_argument("--settings", type=Path, help="rsrv.yaml")
+    parser.add_argument("--settings", type=Path, required=True, help="rsrv.yaml")
     parser.add_argument("--device", type=int, default=0, help="position in runtime.devices (default: 0)")
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="write 'ready' or the reason of a failure here"
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.settings import read_settings
         from rsrv_bundle.inspection import Inspector
 
-        settings = read_settings(options.settings if options.settings and options.settings.exists() else None)
+        settings = read_settings(options.settings if options.settings.exists() else None)
         logs.setup(settings.logs.format)
         devices: Sequence[int | str | None] = settings.runtime.devices or [None]
         environment = dict(os.environ)
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
             numerics=settings.runtime.numerics,
-            repository=options.settings.parent if options.settings else None,
+            repository=options.settings.parent,
             lost=end_without_device,
         ),
         blackbox=box,
@@ -175,20 +175,20 @@ def _start_others(count: int, options: argparse.Namespace, environment: Mapping[
     A stub starts one that does not come up.
     """
     starting = []
-    with open(os.devnull, "wb") as nobody:
+    with open(os.devnull, "wb") as nowhere:
         for number in range(1, count):
             try:
                 directory = paths.runtime_directory(options.server_pid, str(number))
                 paths.make_private(directory)
-                command = [
-                    sys.executable, "-P", "-m", "rsrv.runtime",
-                    "--directory", str(directory),
-                    "--server-pid", str(options.server_pid),
-                    *(() if options.settings is None else ("--settings", str(options.settings))),
-                    "--device", str(number),
-                    "--ready-fd", str(nobody.fileno()),
-                ]  # fmt: skip
-                starting.append(subprocess.Popen(command, pass_fds=(nobody.fileno(),), env=environment))
+                command = paths.runtime_command(
+                    sys.executable,
+                    directory,
+                    options.server_pid,
+                    options.settings,
+                    str(number),
+                    nowhere.fileno(),
+                )
+                starting.append(subprocess.Popen(command, pass_fds=(nowhere.fileno(),), env=environment))
             except (OSError, paths.RuntimeDirectoryError) as error:
                 logging.getLogger("rsrv.runtime").warning("device %d: %s", number, error)
     for one in starting:

@@ -297,15 +297,9 @@ class Launcher:
     def _start(self, directory: Path) -> None:
         python = interpreter()
         ready, child_end = os.pipe2(os.O_CLOEXEC)
-        command = [
-            # -P: files in the server's working directory must not shadow modules.
-            python, "-P", "-m", "rsrv.runtime",
-            "--directory", str(directory),
-            "--server-pid", str(self.server_pid),
-            "--settings", str(self.settings),
-            "--device", self.device,
-            "--ready-fd", str(child_end),
-        ]  # fmt: skip
+        command = paths.runtime_command(
+            python, directory, self.server_pid, self.settings, self.device, child_end
+        )
         try:
             try:
                 started = subprocess.Popen(

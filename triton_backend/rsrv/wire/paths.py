@@ -33,6 +33,21 @@ def runtime_directory(server_pid: int, gpu: str) -> Path:
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
 
 
+def runtime_command(
+    python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int
+) -> list[str]:
+    """Return the command that starts the runtime of a directory; its options are those of `python -m rsrv.runtime`."""
+    return [
+        # -P: files in the server's working directory must not shadow modules.
+        python, "-P", "-m", "rsrv.runtime",
+        "--directory", str(directory),
+        "--server-pid", str(server_pid),
+        "--settings", str(settings),
+        "--device", device,
+        "--ready-fd", str(ready_fd),
+    ]  # fmt: skip
+
+
 def start_time(pid: int) -> int:
     """Return the clock ticks from boot to the start of a process; 0 if it is gone."""
     try:

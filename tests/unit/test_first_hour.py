@@ -31,6 +31,11 @@ def crash(tell: Told) -> None:
     os.abort()
 
 
+def hang_at_its_end(tell: Told) -> None:
+    tell.__self__.close()  # type: ignore[attr-defined]
+    threading.Event().wait()
+
+
 def fail(tell: Told) -> None:
     tell(Finding("before", "MEASURED"))
     raise ValueError("the reason")
@@ -40,6 +45,7 @@ def fail(tell: Told) -> None:
     ("work", "limit_s", "reason"),
     [
         (hang, 2.0, "did not end within 2 s"),
+        (hang_at_its_end, 2.0, "did not end within 2 s"),
         (crash, 60.0, "ended with status -6; its last lines are above"),
         (fail, 60.0, "ValueError: the reason"),
     ],

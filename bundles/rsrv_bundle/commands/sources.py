@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rsrv.text import nearest
+
 #: kind of model that a bundle is exported from -> its description
 KINDS: Mapping[str, str] = {
     "jax": "a JAX function of parameters and inputs, with its parameters",
@@ -95,13 +97,16 @@ def named(target: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(import_module(module), name)
+        found = import_module(module)
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
-    except AttributeError as e:
-        raise LoadError(f"{target}: {e}") from None
     except Exception as e:
         raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
+    try:
+        return getattr(found, name)
+    except AttributeError:
+        own = [word for word, value in vars(found).items() if getattr(value, "__module__", None) == module]
+        raise LoadError(f"{target}: module {module} has no {name!r}{nearest(name, own)}") from None
 
 
 def _instead(target: Path) -> str:
@@ -110,8 +115,8 @@ def _instead(target: Path) -> str:
         return f"write {'.'.join(target.with_suffix('').parts)}:factory, with the name of a function in that file"
     if target.is_file():
         return (
-            "is a file of weights, and a model is needed: write a function that makes the module, loads the file and"
-            " returns it (module.load_state_dict(torch.load(FILE)); module.eval()), and name it as package.module:function"
+            "a file of weights is no model: write a function that makes the module, loads the file and returns it"
+            " (module.load_state_dict(torch.load(FILE)); module.eval()), and name it as package.module:function"
         )
     return "write package.module:factory"
 

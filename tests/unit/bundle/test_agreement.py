@@ -192,7 +192,7 @@ def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
     assert check("source_of_dense:doubled") == 1
     assert "differs from its source" in capsys.readouterr().out
     assert check("source_of_dense:halved") == 2
-    assert "has no attribute 'halved'" in capsys.readouterr().err
+    assert "has no 'halved'; known are doubled" in capsys.readouterr().err
 
 
 def test_a_source_may_be_what_the_exporter_takes(

@@ -168,7 +168,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
             "platform: 'gpu' is none of cpu, cuda, rocm, tpu",
         ),
         (["--jax", ":raises", *INPUT], 2, ":raises: raised ValueError: no weights here"),
-        (["--jax", ":nothing", *INPUT], 2, "has no attribute 'nothing'"),
+        (["--jax", ":nothing", *INPUT], 2, "has no 'nothing'"),
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
         (["--jax", ":torch_net", *INPUT], 2, ":torch_net: must give a JAX function of parameters and inputs"),
         (["--jax", "", *INPUT], 2, "write package.module:factory"),
@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("net.pt", "'net.pt': is a file of weights, and a model is needed: write a function"),
+        ("net.pt", "'net.pt': a file of weights is no model: write a function"),
         ("models/net.py", "'models/net.py': write models.net:factory"),
     ],
 )

@@ -51,10 +51,12 @@ def run(
     try:
         while receive.poll(max(0.0, end - time.monotonic())):
             yield receive.recv()
-        yield Finding("time", "FAIL", reason=f"did not end within {duration(limit_s)}")
+        yield _late(limit_s)
     except EOFError:
-        process.join()
-        if process.exitcode:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.exitcode is None:
+            yield _late(limit_s)
+        elif process.exitcode:
             file = folder / "log"
             put(file.read_text(errors="replace")[-4000:] if file.exists() else "", sys.stderr)
             reason = f"ended with status {process.exitcode}; its last lines are above"
@@ -62,6 +64,10 @@ def run(
     finally:
         # Also after its own end: if it was killed, its servers and their runtimes are left.
         _end(process, folder)
+
+
+def _late(limit_s: float) -> Finding:
+    return Finding("time", "FAIL", reason=f"did not end within {duration(limit_s)}")
 
 
 def _end(process: SpawnProcess, folder: Path) -> None:

@@ -14,6 +14,9 @@ OVERRIDES = "overrides.json"
 #: activity of the runtime, and the crashes of earlier ones
 BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
+#: of a server, in the directory of its device 0: the resolved `runtime.devices`, and the placement table
+DEVICES = "devices.json"
+PLACEMENT = "placement"
 
 
 class RuntimeDirectoryError(Exception):
@@ -102,8 +105,10 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX, DEATHS, f"{DEATHS}.new")
-    for name in ours:
+    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX)
+    #: files that are written beside, and renamed
+    replaced = (DEATHS, DEVICES, PLACEMENT)
+    for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
     try:
         directory.rmdir()

@@ -1,0 +1,231 @@
+"""The placement table: on which devices of a server each model shall run, in a file that processes share.
+
+The control process writes it, and stubs read it without a lock. The file has a header and two halves; the table of
+generation g is in half g % 2. So a writer that dies while it fills the next half harms nothing.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from bisect import bisect_left
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+#: magic, capacity (entries of a half), reserved, generation (0: no table yet)
+_HEADER = struct.Struct("<8sIIQ")
+_MAGIC = b"rsrvpt01"
+_HEADER_BYTES = 64
+#: index of the generation among the file's u64
+_GENERATION = 2
+#: generation, number of entries, crc32 of these two and the entries
+_HALF = struct.Struct("<QII")
+_CHECKED = struct.Struct("<QI")
+#: digest of a model's name, mask of devices; ascending by digest
+_ENTRY = struct.Struct("<16sQ")
+_DIGEST_BYTES = 16
+#: generation of a file that another one replaced
+_MOVED = 2**64 - 1
+
+#: entries of a new file's half, at least
+_LEAST_CAPACITY = 256
+#: seconds between attempts to read a table that is absent or damaged
+_RETRY_S = 1.0
+
+
+def _digest(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _checksum(generation: int, count: int, entries: bytes) -> int:
+    return zlib.crc32(entries, zlib.crc32(_CHECKED.pack(generation, count)))
+
+
+class _MappedTable:
+    """A mapped table."""
+
+    def __init__(self, fd: int, access: int) -> None:
+        """Map a file, and close its descriptor. Raises OSError, and ValueError if it is no table."""
+        try:
+            size = os.fstat(fd).st_size
+            if size < _HEADER_BYTES:
+                raise ValueError("the file is too short")
+            self._memory = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+        finally:
+            os.close(fd)
+        magic, capacity, _, _ = _HEADER.unpack_from(self._memory)
+        self.capacity: int = capacity
+        if magic != _MAGIC or size != _size(self.capacity):
+            raise ValueError("the file has another format")
+        #: aligned, so that each is read and written at once
+        self._cells = memoryview(self._memory).cast("Q")
+
+    @property
+    def generation(self) -> int:
+        generation: int = self._cells[_GENERATION]
+        return generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self._cells[_GENERATION] = generation
+
+    def _half(self, generation: int) -> int:
+        return _HEADER_BYTES + generation % 2 * (_HALF.size + self.capacity * _ENTRY.size)
+
+    def newest(self) -> int:
+        """Return the generation of the newest half, written completely or not."""
+        first, second = (_HALF.unpack_from(self._memory, self._half(number))[0] for number in (0, 1))
+        return int(max(first, second))
+
+    def fill(self, generation: int, entries: bytes) -> None:
+        """Write a table; only the file's generation makes it valid."""
+        half, count = self._half(generation), len(entries) // _ENTRY.size
+        at = half + _HALF.size
+        self._memory[at : at + len(entries)] = entries
+        _HALF.pack_into(self._memory, half, generation, count, _checksum(generation, count, entries))
+
+    def entries(self, generation: int) -> bytes | None:
+        """Return the table of a generation; None if it is not there as a whole."""
+        half = self._half(generation)
+        found, count, checksum = _HALF.unpack_from(self._memory, half)
+        if found != generation or count > self.capacity:
+            return None
+        at = half + _HALF.size
+        entries = self._memory[at : at + count * _ENTRY.size]
+        return entries if _checksum(generation, count, entries) == checksum else None
+
+    def close(self) -> None:
+        self._cells.release()
+        self._memory.close()
+
+
+def _size(capacity: int) -> int:
+    return _HEADER_BYTES + 2 * (_HALF.size + capacity * _ENTRY.size)
+
+
+class PlacementWriter:
+    """Writes the table; there must be only one. A later one continues the generations of an earlier one."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file of an earlier writer, if there is one. Raises OSError."""
+        self._path = path
+        self._file: _MappedTable | None = None
+        self._generation = 0
+        try:
+            self._file = _MappedTable(
+                os.open(path, os.O_RDWR | os.O_CLOEXEC), mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        except (FileNotFoundError, ValueError):
+            return
+        generation = self._file.generation
+        # An earlier writer may have died between the end of this file and the beginning of a larger one.
+        self._generation = self._file.newest() if generation == _MOVED else generation
+
+    def write(self, masks: Mapping[str, int]) -> int:
+        """Write all models' masks, in which bit n stands for device n. Returns the generation. Raises OSError."""
+        pairs = sorted((_digest(name), mask) for name, mask in masks.items())
+        entries = b"".join(_ENTRY.pack(digest, mask) for digest, mask in pairs)
+        generation = self._generation + 1
+        file = self._file
+        if file is None or file.generation == _MOVED or len(pairs) > file.capacity:
+            file = self._replace(len(pairs), generation, entries)
+        else:
+            file.fill(generation, entries)
+            file.generation = generation
+        self._file, self._generation = file, generation
+        return generation
+
+    def _replace(self, count: int, generation: int, entries: bytes) -> _MappedTable:
+        """Make a file with room for further models, and put it in the place of the old one."""
+        capacity = max(_LEAST_CAPACITY, 1 << count.bit_length())
+        beside = self._path.with_name(f"{self._path.name}.new")
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            # A file with holes would end the process where the file system is full.
+            os.posix_fallocate(fd, 0, _size(capacity))
+            os.pwrite(fd, _HEADER.pack(_MAGIC, capacity, 0, 0), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        file = _MappedTable(fd, mmap.PROT_READ | mmap.PROT_WRITE)
+        file.fill(generation, entries)
+        file.generation = generation
+        # First: readers of the old file would otherwise never leave it if this process died in between.
+        if self._file is not None:
+            self._file.generation = _MOVED
+            self._file.close()
+            self._file = None
+        beside.rename(self._path)
+        return file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class PlacementReader:
+    """Reads one model's devices from the table. For one thread at a time."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Read nothing yet: the file need not exist."""
+        self._path = path
+        self._digest = _digest(name)
+        self._file: _MappedTable | None = None
+        self._generation = 0
+        self._mask = 0
+        self._retry_at = 0.0
+
+    def mask(self, now: float) -> int:
+        """Return the model's devices, bit n for device n, at `now`, a monotonic time in seconds.
+
+        0: there is no table yet, or the model is not in it; then it may run on all devices. A damaged table changes
+        nothing.
+        """
+        file = self._file
+        if file is not None and file.generation == self._generation:
+            return self._mask
+        if now >= self._retry_at and not self._read():
+            self._retry_at = now + _RETRY_S
+        return self._mask
+
+    def _read(self) -> bool:
+        """Read the table as it is now. Returns False if there is no whole one."""
+        file = self._file
+        if file is None or file.generation == _MOVED:
+            self.close()
+            try:
+                file = _MappedTable(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), mmap.PROT_READ)
+            except (OSError, ValueError):
+                return False
+            self._file = file
+        generation = file.generation
+        while generation not in (0, _MOVED):
+            entries = file.entries(generation)
+            if entries is not None:
+                self._generation, self._mask = generation, self._find(entries)
+                return True
+            # The writer may have overtaken this reader twice; otherwise the half is damaged.
+            before, generation = generation, file.generation
+            if generation == before:
+                break
+        return False
+
+    def _find(self, entries: bytes) -> int:
+        count = len(entries) // _ENTRY.size
+        at = bisect_left(
+            range(count),
+            self._digest,
+            key=lambda i: entries[i * _ENTRY.size : i * _ENTRY.size + _DIGEST_BYTES],
+        )
+        if at < count:
+            digest, mask = _ENTRY.unpack_from(entries, at * _ENTRY.size)
+            if digest == self._digest:
+                return int(mask)
+        return 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

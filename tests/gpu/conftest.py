@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,15 @@ from tests.unit.runtime.conftest import export_doubling
 def _installed() -> None:
     if not (INSTALLED / ".stamp").exists():
         pytest.skip("there is no fake card; `make test-gpu` installs it")
+
+
+@pytest.fixture(autouse=True)
+def _own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the test's servers apart from those of other tests, whose cards have the same names."""
+    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rsrv-test-", ignore_cleanup_errors=True) as home:
+        monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
+        yield
 
 
 @pytest.fixture

@@ -59,6 +59,10 @@ def test_the_dump_documents_every_key() -> None:
         ("scheduler: {depth: many}", "scheduler.depth: "),
         ("scheduler: {depth: 0}", "scheduler.depth: "),
         ("runtime: {devices: [gpu0]}", "runtime.devices: 'gpu0' is not a device; write a number, a UUID"),
+        ("runtime: {devices: [0.5]}", "runtime.devices: 0.5 is not a device; write a number, a UUID"),
+        ("runtime: {devices: [null]}", "runtime.devices: None is not a device"),
+        ("runtime: {devices: 2}", "runtime.devices: write all, or a list of devices: [0, 1]"),
+        ("runtime: {devices: []}", "runtime.devices: write all, or a list of devices: [0, 1]"),
         ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         (

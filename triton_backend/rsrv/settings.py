@@ -95,13 +95,13 @@ class RuntimeSection(Section):
         description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if no device "
         "node of an NVIDIA card is there (a container that was not given the card), or the environment hides it.",
     )
-    devices: list[int | str] | None = Field(
-        None,
-        min_length=1,
+    devices: Literal["all"] | list[int | str] = Field(
+        "all",
         description="Devices of one server, each with a runtime process; every model is served on all of them, and each "
-        "batch goes to the one that is expected to answer first. Numbers as CUDA counts visible GPUs, UUIDs (GPU-... or "
-        "MIG-...), or cpu, which may be listed several times. null: one, the first that is visible. "
-        "So far the control process shows and controls the first one only, and exports only its traces.",
+        "batch goes to the one that is expected to answer first. all: the visible GPUs, of a partitioned one its MIG "
+        "instances, or the CPU if there is none. A list has numbers of visible GPUs in nvidia-smi's order, UUIDs (GPU-... or "
+        "MIG-...), or cpu, which may be listed several times. So far the control process shows and controls the first one "
+        "only, and exports only its traces.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
@@ -118,8 +118,8 @@ class RuntimeSection(Section):
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that weights and executions may take together. jax's variable "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
+        description="Share of a GPU's memory that weights and executions may take together. Two servers with at most 0.5 "
+        "may share a GPU. jax's variable XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
     )
     preallocate: bool = Field(
         True,
@@ -145,18 +145,22 @@ class RuntimeSection(Section):
         "the runtime ends, and the next one does not load that model. null: no limit.",
     )
 
-    @field_validator("devices")
+    @field_validator("devices", mode="before")
     @classmethod
-    def _are_devices(cls, devices: list[int | str] | None) -> list[int | str] | None:
+    def _are_devices(cls, devices: object) -> object:
         """Refuse unknown names, and a GPU that is named twice."""
-        for index, one in enumerate(devices or ()):
+        if devices == "all":
+            return devices
+        if not isinstance(devices, list) or not devices:
+            raise ValueError("write all, or a list of devices: [0, 1], [GPU-...], [cpu]")
+        for index, one in enumerate(devices):
             if isinstance(one, int) and one < 0:
                 raise ValueError(f"{one} is negative; GPUs are counted from 0")
-            if isinstance(one, str) and one != "cpu" and not one.startswith(("GPU-", "MIG-")):
+            if not isinstance(one, int) and one != "cpu" and not str(one).startswith(("GPU-", "MIG-")):
                 raise ValueError(
                     f"{one!r} is not a device; write a number, a UUID (GPU-... or MIG-...), or cpu"
                 )
-            if one != "cpu" and devices is not None and one in devices[:index]:
+            if one != "cpu" and one in devices[:index]:
                 raise ValueError(f"{one} is listed twice; two runtimes on one GPU take each other's memory")
         return devices
 
@@ -378,7 +382,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _calls_stay_on_a_device(self) -> "Settings":
-        if self.meta.transport == "bls" and len(self.runtime.devices or ()) > 1:
+        if self.meta.transport == "bls" and self.runtime.devices != "all" and len(self.runtime.devices) > 1:
             raise ValueError(
                 "runtime.devices names several, and meta.transport is bls: a call through Triton may reach another device "
                 "than its run; set meta.transport to direct, or name one device"

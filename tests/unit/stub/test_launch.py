@@ -1,6 +1,7 @@
 """Starting the runtime: the reasons if none comes, and the retries."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,23 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
         session.begin()
 
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
+
+
+def test_a_device_that_cannot_be_had(
+    interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the setting, and does not blame the installation."""
+    monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
+    settings = tmp_path / "rsrv.yaml"
+    settings.write_text("runtime: {platform: cpu, devices: [0]}")
+    launcher = Launcher(os.getpid(), "0", settings, tmp_path, dict(os.environ))
+
+    with pytest.raises(
+        LaunchError, match=r"runtime\.devices: 0 is a GPU, and runtime\.platform is cpu"
+    ) as error:
+        launcher.open()
+
+    assert "RSRV_RUNTIME_PYTHON" not in str(error.value)
 
 
 def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

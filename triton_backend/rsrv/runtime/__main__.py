@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,19 +59,34 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
+        from rsrv.runtime.server_devices import SHARING_FRACTION, hold_card, keep_devices, resolve
         from rsrv.settings import read_settings
         from rsrv_bundle.inspection import Inspector
 
         settings = read_settings(options.settings if options.settings.exists() else None)
         logs.setup(settings.logs.format)
-        devices: Sequence[int | str | None] = settings.runtime.devices or [None]
         environment = dict(os.environ)
-        platform = _choose_device(devices, options.device, settings.runtime.platform)
         if paths.hold(options.directory) is None:
             # Another runtime serves already; the stub that started it died. The other stubs connect to it.
             _say(options.ready_fd, "ready")
             return 0
-        paths.sweep(options.directory.parent)
+        base = options.directory.parent
+        paths.sweep(base)
+        wanted, platform = settings.runtime.devices, settings.runtime.platform
+        first = options.directory if options.device == 0 else paths.runtime_directory(options.server_pid, "0")
+        devices = keep_devices(first, lambda: resolve(wanted, platform, environment))
+        device = devices[options.device]
+        if device == "cpu":
+            # Without a list, jax decides, and explains why it finds no GPU.
+            platform = platform if wanted == "all" else "cpu"
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = device
+        hold_card(
+            base,
+            device,
+            f"tritonserver {options.server_pid} ({options.settings.parent})",
+            share=_memory_fraction(settings.runtime.memory_fraction) <= SHARING_FRACTION,
+        )
         # The usual limit of 1024 open files is too low for hundreds of models.
         raise_limit(resource.RLIMIT_NOFILE)
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
@@ -84,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
             paths.remove(options.directory)
             return 1
         log.exception("the runtime cannot start")
-        _say(options.ready_fd, f"{type(error).__name__}: {error}")
+        _say(options.ready_fd, _explain(error))
         return 1
     _say(options.ready_fd, "ready")
 
@@ -195,26 +210,19 @@ def _start_others(count: int, options: argparse.Namespace, environment: Mapping[
         one.wait()  # it forks the runtime and ends
 
 
-def _choose_device(devices: Sequence[int | str | None], number: int, platform: str) -> str:
-    """Show this process only one of the server's devices; return its platform. Raises ValueError."""
-    if not 0 <= number < len(devices):
-        raise ValueError(
-            f"device {number} of {len(devices)}: has runtime.devices changed since the server started?"
-        )
-    device = devices[number]
-    if device is None:
-        return platform
-    if device == "cpu":
-        return "cpu"
-    # Numbers count what is visible, as they do for CUDA itself.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if isinstance(device, int) and visible is not None:
-        words = visible.split(",")
-        if device >= len(words):
-            raise ValueError(f"runtime.devices: {device}: CUDA_VISIBLE_DEVICES ({visible}) has {len(words)}")
-        device = words[device].strip()
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
-    return platform
+def _memory_fraction(setting: float) -> float:
+    """Return the share of a card's memory that jax takes: its own variable takes precedence over the setting."""
+    try:
+        return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", setting))
+    except ValueError:
+        return setting
+
+
+def _explain(error: Exception) -> str:
+    """Return the reason for the stub that waits."""
+    if isinstance(error, ImportError):
+        return f"{error}, with {sys.executable}. RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed"
+    return f"{type(error).__name__}: {error}" if type(error).__module__ == "builtins" else str(error)
 
 
 def _end_soon() -> None:

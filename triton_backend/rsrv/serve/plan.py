@@ -291,7 +291,7 @@ def _page(address: Address) -> str:
 def _check_platform(settings: Settings, devices: Sequence[WorkerDevice]) -> None:
     platform, on_gpu = settings.runtime.platform, bool(devices[0].selector)
     own = settings.runtime.devices
-    if own and (on_gpu or set(own) != {"cpu"}):
+    if own != "all" and (on_gpu or set(own) != {"cpu"}):
         raise NodeError(
             "runtime.devices names the devices of one server, and here each GPU gets a server of its own: leave it out and "
             "choose GPUs with node.gpus (--gpus), or start one tritonserver yourself"

@@ -322,15 +322,13 @@ class Launcher:
             os.close(ready)
         if not message and status <= 0:
             raise Closed("the runtime was killed while it started; the server's log may say more")
-        if message != b"ready":
-            reason = (
-                message.decode(errors="replace")
-                or "it ended without a message; the server's log may say more"
-            )
+        if not message:
             raise LaunchError(
-                f"the runtime did not start with {python}: {reason}. RSRV_RUNTIME_PYTHON must name a Python "
-                "where 'rsrv[serve]' is installed"
+                f"the runtime did not start with {python}: it ended without a message; the server's log may say more. "
+                "RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed"
             )
+        if message != b"ready":
+            raise LaunchError(f"the runtime did not start: {message.decode(errors='replace')}")
 
 
 def server_pid() -> int:

@@ -1,0 +1,252 @@
+"""Devices of one server: what `runtime.devices` means on this machine, and the right to use a card.
+
+The first runtime resolves the setting once, and keeps the result in a file for the server's life: otherwise the numbers
+of devices would shift if a card were lost.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rsrv.runtime.cuda import find_card
+from rsrv.wire.paths import DEVICES
+
+#: seconds that the server before may take to end
+_CARD_TIMEOUT_S = 10.0
+#: servers with at most this runtime.memory_fraction may share a card
+SHARING_FRACTION = 0.5
+
+_KEY = "runtime.devices"
+_CPU = "cpu"
+
+
+class DevicesError(Exception):
+    """The server cannot have these devices; the message names the setting and says what to do."""
+
+
+class GpusUnknown(Exception):
+    """NVML does not tell which GPUs there are; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledGpu:
+    """A GPU of this machine, by the names that CUDA_VISIBLE_DEVICES takes."""
+
+    uuid: str
+    #: UUIDs of its MIG instances; None: not partitioned
+    instances: tuple[str, ...] | None = None
+
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """Names of its devices: CUDA never uses a partitioned GPU as a whole."""
+        return (self.uuid,) if self.instances is None else self.instances
+
+
+def read_gpus() -> tuple[InstalledGpu, ...]:
+    """Return all GPUs in nvidia-smi's order, without using their memory. Raises GpusUnknown."""
+    import pynvml
+
+    def instances(handle: object) -> tuple[str, ...] | None:
+        try:
+            current, _ = pynvml.nvmlDeviceGetMigMode(handle)
+        except pynvml.NVMLError:
+            return None
+        if current != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return None
+        found = []
+        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            except pynvml.NVMLError_NotFound:
+                continue
+            found.append(uuid(instance))
+        return tuple(found)
+
+    def uuid(handle: object) -> str:
+        value = pynvml.nvmlDeviceGetUUID(handle)
+        return value.decode() if isinstance(value, bytes) else str(value)  # bytes before 11.515
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return tuple(InstalledGpu(uuid(handle), instances(handle)) for handle in handles)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise GpusUnknown(f"NVML says {error}") from None
+
+
+def resolve(
+    wanted: Literal["all"] | Sequence[int | str],
+    platform: str,
+    environment: Mapping[str, str],
+    look: Callable[[], Sequence[InstalledGpu]] = read_gpus,
+) -> list[str]:
+    """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu; at least one. Raises DevicesError.
+
+    Args:
+        wanted: `runtime.devices`. Numbers count the visible GPUs.
+        platform: `runtime.platform`.
+        environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
+        look: as `read_gpus`; called only if needed.
+    """
+    if wanted == "all":
+        return _all(platform, environment, look)
+    if platform == "cpu":
+        for one in wanted:
+            if one != _CPU:
+                raise DevicesError(f"{_KEY}: {one} is a GPU, and runtime.platform is cpu; remove one of them")
+    found: Sequence[InstalledGpu] = ()
+    if any(one != _CPU for one in wanted):
+        try:
+            found = look()
+        except GpusUnknown:
+            found = ()  # taken as named: CUDA alone knows
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = [device for one in wanted for device in _wanted(one, visible, found)]
+    for index, device in enumerate(chosen):
+        if device != _CPU and device in chosen[:index]:
+            raise DevicesError(
+                f"{_KEY}: {device} is listed twice; two runtimes on one GPU take each other's memory"
+            )
+    return chosen
+
+
+def _all(
+    platform: str, environment: Mapping[str, str], look: Callable[[], Sequence[InstalledGpu]]
+) -> list[str]:
+    card = find_card(environment)
+    if platform == "cpu" or (platform == "auto" and card is None):
+        return [_CPU]
+    try:
+        found = look()
+    except GpusUnknown as error:
+        if card is None:
+            return [_CPU]  # the runtime explains why there is no GPU
+        raise DevicesError(
+            f"{_KEY}: all: {error}, so the GPUs are not known. Try nvidia-smi, or list them: {_KEY}: [0]"
+        ) from None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    groups = [gpu.selectors for gpu in found] if visible is None else _visible(visible, found)
+    chosen = [device for group in groups for device in group]
+    if not chosen and any(gpu.instances is not None for gpu in found):
+        raise DevicesError(
+            f"{_KEY}: all: the GPUs are in MIG mode and have no instances: nvidia-smi mig -cgi ... -C makes some"
+        )
+    return chosen or [_CPU]
+
+
+def _visible(visible: str, found: Sequence[InstalledGpu]) -> list[tuple[str, ...]]:
+    """Return the devices of CUDA_VISIBLE_DEVICES by GPU."""
+    groups = []
+    for word in (word.strip() for word in visible.split(",")):
+        # CUDA ends the list at any other word, such as -1 or NoDevFiles.
+        if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
+            break
+        groups.append(_named(int(word) if word.isdecimal() else word, found, "CUDA_VISIBLE_DEVICES"))
+    return groups
+
+
+def _wanted(one: int | str, visible: str | None, found: Sequence[InstalledGpu]) -> tuple[str, ...]:
+    """Return the devices of one entry of the setting."""
+    if one == _CPU:
+        return (_CPU,)
+    if visible is None:
+        return _named(one, found, _KEY)
+    here = _visible(visible, found)
+    if isinstance(one, int):
+        if one >= len(here):
+            raise DevicesError(f"{_KEY}: {one}: CUDA_VISIBLE_DEVICES ({visible}) has {_numbers(len(here))}")
+        return here[one]
+    devices = _named(one, found, _KEY)
+    # Without NVML, different names may mean one device.
+    if found and not {device for group in here for device in group}.issuperset(devices):
+        raise DevicesError(f"{_KEY}: {one} is not in CUDA_VISIBLE_DEVICES ({visible})")
+    return devices
+
+
+def _named(name: int | str, found: Sequence[InstalledGpu], said: str) -> tuple[str, ...]:
+    """Return the devices of nvidia-smi's number, or of a UUID or its beginning; `said` is where the name stands."""
+    if not found:
+        return (str(name),)
+    if isinstance(name, int):
+        if name >= len(found):
+            raise DevicesError(f"{said}: {name}: this machine has {_numbers(len(found))}")
+        return found[name].selectors
+    groups = [
+        tuple(one for one in gpu.selectors if one.startswith(name))
+        or (gpu.selectors if gpu.uuid.startswith(name) else ())
+        for gpu in found
+    ]
+    groups = [group for group in groups if group]
+    if len(groups) > 1:
+        raise DevicesError(f"{said}: {name}: several GPUs begin so; give more of the UUID")
+    if groups:
+        return groups[0]
+    if name.startswith("MIG-GPU-"):
+        return (name,)  # names of instances for drivers before 470; NVML has others
+    known = ", ".join(one for gpu in found for one in gpu.selectors)
+    raise DevicesError(f"{said}: {name}: this machine has {known}")
+
+
+def _numbers(count: int) -> str:
+    return {0: "no GPU", 1: "one GPU, number 0"}.get(count, f"GPUs 0 to {count - 1}")
+
+
+def keep_devices(directory: Path, found: Callable[[], list[str]]) -> list[str]:
+    """Return the devices that the server began with, or those that are `found` now, for the runtimes after this one.
+
+    `directory` is that of device 0. Raises OSError, and what `found` raises.
+    """
+    path = directory / DEVICES
+    beside = path.with_name(f"{DEVICES}.new")
+    try:
+        return read_devices(directory)
+    except FileNotFoundError:
+        devices = found()
+    beside.write_text(json.dumps(devices))
+    beside.rename(path)
+    return devices
+
+
+def read_devices(directory: Path) -> list[str]:
+    """Return the devices of the server whose device 0 has this directory. Raises FileNotFoundError."""
+    devices: list[str] = json.loads((directory / DEVICES).read_text())
+    return devices
+
+
+def hold_card(
+    base: Path, device: str, server: str, *, share: bool, timeout_s: float = _CARD_TIMEOUT_S
+) -> int | None:
+    """Take a card for this process's life; return the lock's descriptor, None for a CPU.
+
+    Two servers on one card would take each other's memory, so the second one is refused, unless both `share`. `base` is
+    the folder of all servers, and `server` names this one. Raises DevicesError.
+    """
+    if device == _CPU:
+        return None
+    fd = os.open(base / f"card-{device.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            pass
+        if time.monotonic() >= deadline:
+            other = os.pread(fd, 4096, 0).decode(errors="replace")
+            os.close(fd)
+            raise DevicesError(
+                f"{_KEY}: {device} is in use by {other}, and {server} wants it, too. Give each server GPUs of its own "
+                f"({_KEY}), or let them share: runtime.memory_fraction of at most {SHARING_FRACTION} in both"
+            )
+        time.sleep(0.05)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, server.encode(), 0)
+    return fd

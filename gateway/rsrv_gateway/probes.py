@@ -279,8 +279,11 @@ class GrpcProber:
             self._refused = ""
         # Triton may be slow to list models while it loads some, and serves the others meanwhile.
         self._ready = self._ready if isinstance(ready, _Late) else ready
-        if isinstance(load, pb.GetLoadResponse) and _is_sane(load):
-            return _view(self._ready, load)
+        if isinstance(load, pb.GetLoadResponse):
+            # Of a server with several devices, the first one that answers.
+            device = next((one for one in load.devices if one.instance), None)
+            if device is not None and _is_sane(device):
+                return _view(self._ready, device, load.metas)
         return WorkerView(True, self._ready)
 
     async def act(self, act: Act, model: str) -> None:
@@ -402,7 +405,7 @@ def _said(error: Any) -> str:
     return f"{error.code().name}: {error.details() or 'no reason given'}"
 
 
-def _is_sane(load: pb.GetLoadResponse) -> bool:
+def _is_sane(load: pb.DeviceLoad) -> bool:
     """Return true if the figures are finite and plausible; otherwise they would spoil or overflow the sums over all workers."""
     numbers = [load.backlog_s]
     for model in load.models:
@@ -410,7 +413,7 @@ def _is_sane(load: pb.GetLoadResponse) -> bool:
     return all(0 <= number <= _PLAUSIBLE_MAX_S for number in numbers)
 
 
-def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:
+def _view(ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoad]) -> WorkerView:
     return WorkerView(
         alive=True,
         ready=ready,
@@ -418,7 +421,7 @@ def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:
         budget_bytes=load.budget_bytes if load.HasField("budget_bytes") else None,
         backlog_s=load.backlog_s,
         models={model.name: _model(model) for model in load.models},
-        calls={meta.name: frozenset(meta.models) for meta in load.metas},
+        calls={meta.name: frozenset(meta.models) for meta in metas},
     )
 
 

@@ -180,7 +180,7 @@ def requests(server: RunningTriton) -> Iterator[Callable[[str], Requests]]:
 
 def queued(control: Control, model: str) -> int:
     load: pb.GetLoadResponse = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
-    (found,) = (one for one in load.models if one.name == model)
+    (found,) = (one for one in load.devices[0].models if one.name == model)
     return int(found.queued)
 
 

@@ -17,10 +17,10 @@ from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
-from rsrv.control.overrides import Overrides
 from rsrv.control.protocols import ModelVersion, RuntimeView
 from rsrv.control.reconciler import ReloadError
-from rsrv.control.runtime_link import RuntimeLink
+from rsrv.control.runtime_link import LinkTiming, RuntimeLink
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.service import ControlService
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import load_settings
@@ -258,18 +258,12 @@ class FakeRuntime:
 
 
 @asynccontextmanager
-async def linked(directory: Path, *, ping: float = 0.01, silence: float = 10.0) -> AsyncIterator[RuntimeLink]:
-    """Run a link that pings often, and is patient unless a test is about silence."""
-    link = RuntimeLink(
-        directory / "runtime.sock",
-        Overrides(directory / "overrides.json"),
-        ping=ping,
-        silence=silence,
-        pause=0.01,
-    )
-    running = asyncio.create_task(link.run())
+async def linked(*directories: Path, ping: float = 0.01, silence: float = 10.0) -> AsyncIterator[Runtimes]:
+    """Run links that ping often, and are patient unless a test is about silence."""
+    runtimes = Runtimes(directories, LinkTiming(ping, silence, pause_s=0.01))
+    running = asyncio.create_task(runtimes.run())
     try:
-        yield link
+        yield runtimes
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError):
@@ -299,6 +293,7 @@ class Served:
     """The services of one fake runtime, with the interfaces that clients and the control process use."""
 
     runtime: FakeRuntime
+    runtimes: Runtimes
     link: RuntimeLink
     lifecycle: FakeLifecycle
     repository: Path
@@ -327,13 +322,14 @@ async def served(
         runtime.entries[f"{name}@1"] = entry(name)
         runtime.models[name] = model_status()
     lifecycle = FakeLifecycle()
-    async with linked(tmp_path, silence=silence) as link:
+    async with linked(tmp_path, silence=silence) as runtimes:
+        link = runtimes.links[0]
         readiness = Readiness(
-            link, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
+            runtimes, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
         )
-        health = Health(link, readiness)
+        health = Health(runtimes, readiness)
         service = ControlService(
-            link,
+            runtimes,
             load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),
             repository,
             os.getpid(),
@@ -347,9 +343,10 @@ async def served(
         server = await listen_locally(tmp_path / "control.sock", service, health)
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
-                await until(link, lambda: link.up)
+                await until(runtimes, lambda: runtimes.up)
                 yield Served(
                     runtime,
+                    runtimes,
                     link,
                     lifecycle,
                     repository,

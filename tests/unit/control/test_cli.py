@@ -92,7 +92,7 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
                 "manifest.yaml:\n  no such key", since=1.0, tries=3
             )
             rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-            await until(rsrv.server.link, lambda: "m@1" in rsrv.server.link.entries)
+            await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
 
             said = await rsrv("status")
 
@@ -143,7 +143,7 @@ def test_a_table_on_a_terminal(
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
             rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
-            await until(rsrv.server.link, lambda: "c@1" in rsrv.server.link.entries)
+            await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.entries)
             monkeypatch.setenv("COLUMNS", "200")
             monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
 
@@ -383,7 +383,7 @@ def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
 
             rsrv.server.runtime.change("a@1", None)
-            await until(rsrv.server.link, lambda: "a@1" not in rsrv.server.link.entries)
+            await until(rsrv.server.runtimes, lambda: "a@1" not in rsrv.server.link.entries)
 
             reason = "not serving: a is not loaded\n"
             assert await rsrv("health") == Said(1, reason, "")
@@ -505,7 +505,7 @@ def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
             rsrv.server.runtime.die()
-            await until(rsrv.server.link, lambda: not rsrv.server.link.up)
+            await until(rsrv.server.runtimes, lambda: not rsrv.server.link.up)
 
             said = await rsrv("status")
             assert (said.status, said.out) == (1, "")

@@ -24,7 +24,7 @@ def watch(server: Served, service: str = "") -> Any:
 
 
 async def settled(server: Served, revision: int) -> None:
-    await until(server.link, lambda: server.link.revision == revision)
+    await until(server.runtimes, lambda: server.link.revision == revision)
 
 
 @looped
@@ -124,7 +124,7 @@ async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
 
         second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
         second.entries = {"a@1": entry("a"), "b@1": entry("b", state="loading")}
-        await until(server.link, lambda: server.link.up)
+        await until(server.runtimes, lambda: server.link.up)
         assert [await check(server, service) for service in ("", "a", "b")] == [
             NOT_SERVING,
             SERVING,

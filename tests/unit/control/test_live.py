@@ -64,8 +64,9 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
     runtime.answers = Spans(runtime.instance).answer
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         now = [1000.0]
         live = Live(link, dict, clock=lambda: now[0], every=every)
         running = asyncio.create_task(live.run())

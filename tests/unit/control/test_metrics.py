@@ -161,7 +161,7 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
 
         up = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
         server.runtime.die()
-        await until(server.link, lambda: not server.link.up)
+        await until(server.runtimes, lambda: not server.link.up)
         down = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
 
     assert (up["rsrv_runtime_up", ()], up["rsrv_executions_total", (("model", 'od"d'),)]) == (1, 2)

@@ -40,9 +40,9 @@ def test_a_new_runtime_ends_up_paused_as_the_old_one(kept: Path, commands: list[
     kept.unlink(missing_ok=True)
     overrides = Overrides(kept)
     for command in commands:
-        overrides.commanded(command)
+        overrides.commanded(command, 0)
 
-    again = [*overrides.for_all(), *(told for name in "abc" for told in overrides.for_model(name))]
+    again = [*overrides.for_all(), *(told for name in "abc" for told in overrides.for_model(name, 0))]
 
     assert _paused(again) == _paused(commands)
 
@@ -58,14 +58,14 @@ def test_what_was_kept_is_read_back(tmp_path: Path) -> None:
         {"command": "pause", "model": "b", "mode": "hold"},
         {"command": "prefetch", "model": "c"},
     ):
-        first.commanded(command)
+        first.commanded(command, 0)
 
     second = Overrides(path)
 
     assert second.scheduler == {"discipline": "edf", "depth": None}
     assert second.models == {"a", "b", "c"}
     for name in "abc":
-        assert second.for_model(name) == first.for_model(name)
+        assert second.for_model(name, 0) == first.for_model(name, 0)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_what_was_prefetched_is_until_it_is_evicted(
     overrides = Overrides(tmp_path / "overrides.json")
     prefetches = {name: {"command": "prefetch", "model": name} for name in "ab"}
     for command in (*prefetches.values(), then):
-        overrides.commanded(command)
+        overrides.commanded(command, 0)
 
-    again = "".join(name for name in "ab" if prefetches[name] in overrides.for_model(name))
+    again = "".join(name for name in "ab" if prefetches[name] in overrides.for_model(name, 0))
 
     assert again == remain
 
@@ -112,7 +112,7 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
     """If the file cannot be written, the command still succeeds, and the log says so."""
     overrides = Overrides(tmp_path / "missing" / "overrides.json")
 
-    overrides.commanded({"command": "residency", "model": "a", "residency": "device"})
+    overrides.commanded({"command": "residency", "model": "a", "residency": "device"}, 0)
 
     assert overrides.models == {"a"}
     assert "will not have the settings" in caplog.text

@@ -19,13 +19,14 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
     """The view has the snapshot and every change."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries = {"a@1": entry("a")}
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         assert set(link.entries) == {"a@1"}
 
         runtime.change("b@1", entry("b", state="loading", stubs=[7]))
         runtime.change("a@1", None)
-        await until(link, lambda: link.revision == 7)
+        await until(runtimes, lambda: link.revision == 7)
 
         assert set(link.entries) == {"b@1"}
         assert link.stubs() == {"b": frozenset({7})}
@@ -41,8 +42,9 @@ async def test_stubs_of_all_versions_count(tmp_path: Path) -> None:
         "a@2": entry("a", stubs=[2]),
         "b@1": entry("b", stubs=[], state="failed", error="why"),
     }
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
 
         assert link.stubs() == {"a": frozenset({1, 2}), "b": frozenset()}
     runtime.die()
@@ -53,18 +55,19 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
     """When a runtime dies the link is down at once, and it finds the next one at the same path."""
     first = FakeRuntime(tmp_path / "runtime.sock")
     first.entries = {"a@1": entry("a")}
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         since = link.since
 
         first.die()
-        await until(link, lambda: not link.up)
+        await until(runtimes, lambda: not link.up)
         assert not link.stubs()
         with pytest.raises(RuntimeDown):
             await link.status()
 
         second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
-        await until(link, lambda: link.up)
+        await until(runtimes, lambda: link.up)
 
         assert (link.instance, dict(link.entries)) == ("22" * 8, {})
         assert link.since > since
@@ -75,8 +78,9 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None:
     """A stopped runtime is down until it answers again, and commands fail, also one that has been sent."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path, silence=0.05) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path, silence=0.05) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
 
         runtime.stop()
         with pytest.raises(RuntimeDown):
@@ -85,7 +89,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
 
         runtime.change("a@1", entry("a"))
         runtime.go_on()
-        await until(link, lambda: link.up)
+        await until(runtimes, lambda: link.up)
 
         assert set(link.entries) == {"a@1"}
         assert await link.command({"command": "compact"}) == {}
@@ -96,20 +100,22 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
 async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> None:
     """A wait for changes after a known revision returns if the change came before the wait."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
-        seen = link.changes
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
+        seen = runtimes.changes
         runtime.change("a@1", entry("a"))
-        await until(link, lambda: link.revision == 6)
+        await until(runtimes, lambda: link.revision == 6)
 
-        await link.wait_change(seen)
+        await runtimes.wait_change(seen)
     runtime.die()
 
 
 @looped
 async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
     """A subscriber sees all changes in order, across a start, a death and a replacement of the runtime."""
-    async with linked(tmp_path) as link:
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
         subscription = link.subscribe()
         assert await subscription.next() is None
 
@@ -137,14 +143,15 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path: Path) -> None:
     """A subscriber that reads too slowly gets a snapshot in place of the changes."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         subscription = link.subscribe()
         await subscription.next()
         for _ in range(50):
             for _ in range(100):
                 runtime.change("m@1", entry("m"))
-            await until(link, lambda: link.revision == runtime.revision)
+            await until(runtimes, lambda: link.revision == runtime.revision)
 
         update = await subscription.next()
 
@@ -159,13 +166,14 @@ async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path:
 async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
     """If the revisions have a gap, the link takes a new snapshot."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         runtime.entries["a@1"] = entry("a")
         runtime.revision = 9
         runtime.say(Kind.STATE, {"revision": 9, "key": "a@1", "entry": entry("a")})
 
-        await until(link, lambda: link.up and link.revision == 9)
+        await until(runtimes, lambda: link.up and link.revision == 9)
 
         assert set(link.entries) == {"a@1"}
     runtime.die()
@@ -176,14 +184,15 @@ async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
     """A refusal by the runtime keeps its code, and sets no override."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.answers = lambda command: {"error": "there is no model 'x'", "code": "NOT_FOUND"}
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
 
         with pytest.raises(StatusError, match="no model 'x'") as refused:
             await link.command({"command": "prefetch", "model": "x"})
 
         assert refused.value.code == "NOT_FOUND"
-        assert not link.overrides.models
+        assert not runtimes.overrides.models
     runtime.die()
 
 
@@ -193,8 +202,9 @@ async def test_a_new_runtime_is_told_what_operators_set(tmp_path: Path) -> None:
     first = FakeRuntime(tmp_path / "runtime.sock")
     first.entries = {"a@1": entry("a"), "b@1": entry("b")}
     pin = {"command": "residency", "model": "a", "residency": "device"}
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         await link.command({"command": "pause", "model": None, "mode": "hold"})
         await link.command({"command": "continue", "model": "a"})
         await link.command(pin)
@@ -224,8 +234,9 @@ async def test_the_next_control_process_knows_what_operators_set(tmp_path: Path)
     """The next control process knows the settings of the operators, and passes them to a new runtime."""
     pin = {"command": "residency", "model": "a", "residency": "device"}
     first = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         await link.command(pin)
     first.die()
 
@@ -243,8 +254,9 @@ async def test_a_setting_counts_although_its_client_has_gone(tmp_path: Path) -> 
     refused = {"command": "residency", "model": "x", "residency": "device"}
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.answers = lambda command: {"error": "no such model"} if command == refused else {}
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         runtime.stop()
         asking = [
             asyncio.create_task(asked)
@@ -254,12 +266,12 @@ async def test_a_setting_counts_although_its_client_has_gone(tmp_path: Path) -> 
         for task in asking:
             task.cancel()
         await asyncio.wait(asking)
-        assert not link.overrides.models
+        assert not runtimes.overrides.models
         runtime.go_on()
-        await until(link, lambda: link.up)
+        await until(runtimes, lambda: link.up)
         await link.status()  # Answered after the others.
 
-        assert (link.overrides.models, link.overrides.scheduler) == ({"a"}, {"depth": 3})
+        assert (runtimes.overrides.models, runtimes.overrides.scheduler) == ({"a"}, {"depth": 3})
         assert all(task.cancelled() for task in asking)
     runtime.die()
 
@@ -277,12 +289,13 @@ async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(
 ) -> None:
     """A setting that a runtime refuses as unknown is sent again when the model changes."""
     overrides = Overrides(tmp_path / "overrides.json")
-    overrides.commanded(command)
+    overrides.commanded(command, 0)
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     answers = iter([{"error": "not yet", "code": refusal}, {}])
     runtime.answers = lambda command: next(answers)
-    async with linked(tmp_path) as link:
-        await until(link, lambda: link.up)
+    async with linked(tmp_path) as runtimes:
+        link = runtimes.links[0]
+        await until(runtimes, lambda: link.up)
         runtime.change("a@1", entry("a", state="loading"))
         await runtime.came(lambda: len(runtime.commands) == 1)
         await link.status()  # The refusal has arrived before this.

@@ -43,7 +43,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             "kept_bytes": 64,
         }
         server.lifecycle.failures["c"] = BundleFailure("manifest.yaml: not YAML", since=1000.0, tries=2)
-        await until(server.link, lambda: "m@1" in server.link.entries)
+        await until(server.runtimes, lambda: "m@1" in server.link.entries)
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
@@ -282,7 +282,7 @@ async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
     """Without a runtime, each call fails with UNAVAILABLE."""
     async with served(tmp_path) as server:
         server.runtime.die()
-        await until(server.link, lambda: not server.link.up)
+        await until(server.runtimes, lambda: not server.link.up)
 
         for call, request in (
             ("GetStatus", pb.GetStatusRequest()),
@@ -314,12 +314,12 @@ async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))
-        await until(server.link, lambda: "m@1" in server.link.entries)
+        await until(server.runtimes, lambda: "m@1" in server.link.entries)
         call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="m", wait=True)))
         await server.runtime.came(lambda: bool(server.runtime.commands))
 
         server.runtime.change("a@1", entry("a", weights="loading"))
-        await until(server.link, lambda: server.link.entries["a@1"]["weights"] == "loading")
+        await until(server.runtimes, lambda: server.link.entries["a@1"]["weights"] == "loading")
         assert not call.done()
         server.runtime.change("a@1", entry("a", weights="resident"))
 
@@ -502,8 +502,9 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
 
         load = await server.control.GetLoad(pb.GetLoadRequest())
 
-        assert (load.backlog_s, load.free_bytes, load.budget_bytes) == (0.25, 40, 50)
-        a, b = load.models
+        (device,) = load.devices
+        assert (device.number, device.backlog_s, device.free_bytes, device.budget_bytes) == (0, 0.25, 40, 50)
+        a, b = device.models
         assert (a.name, a.queued, a.executing, a.weights, a.bytes) == ("a", 3, 1, pb.WEIGHTS_LOADING, 10)
         assert (a.cost_s, a.misses, a.device_seconds, a.rows) == (0.5, 2, 0.5, 8)
         assert (a.requests, a.pinned, a.max_rows) == (4, True, 16)
@@ -511,7 +512,7 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         assert not b.HasField("cost_s")
         assert not b.HasField("batch_input")
         (meta,) = load.metas
-        assert (load.instance, meta.name, list(meta.models)) == ("11", "m", ["a", "b"])
+        assert (device.instance, meta.name, list(meta.models)) == ("11", "m", ["a", "b"])
 
 
 @looped
@@ -519,7 +520,7 @@ async def test_a_model_that_is_being_built_is_shown_without_figures(tmp_path: Pa
     """The status shows a version that is being built, without figures."""
     async with served(tmp_path) as server:
         server.runtime.change("a@1", entry("a", state="loading", weights="absent"))
-        await until(server.link, lambda: "a@1" in server.link.entries)
+        await until(server.runtimes, lambda: "a@1" in server.link.entries)
 
         (model,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
 

@@ -15,7 +15,7 @@ from rsrv_gateway.probes import DEAD, ActError, GrpcProber
 from tests.unit.gateway.workers import FakeControl, FakeServer, Relay, serving
 from tests.waiting import looped
 
-LOAD = pb.GetLoadResponse(
+DEVICE = pb.DeviceLoad(
     instance="0123456789abcdef",
     backlog_s=0.5,
     budget_bytes=1000,
@@ -37,6 +37,10 @@ LOAD = pb.GetLoadResponse(
         ),
         pb.ModelLoad(name="b", weights=pb.WEIGHTS_RESIDENT, max_rows=1),
     ],
+)
+LOAD = pb.GetLoadResponse(
+    # The runtime of device 0 does not answer.
+    devices=[pb.DeviceLoad(), DEVICE],
     metas=[pb.MetaLoad(name="chain", models=["a", "b"])],
 )
 
@@ -315,7 +319,9 @@ async def test_a_worker_that_answers_nonsense() -> None:
 async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -> None:
     """With impossible figures, a worker counts as one without a control service."""
     control = FakeControl()
-    control.load = pb.GetLoadResponse(instance="1", models=[pb.ModelLoad(name="m", **figures)])
+    control.load = pb.GetLoadResponse(
+        devices=[pb.DeviceLoad(instance="1", models=[pb.ModelLoad(name="m", **figures)])]
+    )
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
         assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))

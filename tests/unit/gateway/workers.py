@@ -56,7 +56,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     """Returns `load`, or that there is no runtime if that is None. `steps` are those requested."""
 
     def __init__(self) -> None:
-        self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(instance="1")
+        self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(devices=[pb.DeviceLoad(instance="1")])
         self.steps: list[tuple[str, str]] = []
         #: Metrics for Prometheus; None for an older version without them.
         self.metrics: str | None = None

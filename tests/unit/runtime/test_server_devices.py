@@ -17,10 +17,10 @@ from rsrv.runtime.server_devices import (
     InstalledGpu,
     hold_card,
     keep_devices,
-    read_devices,
     read_gpus,
     resolve,
 )
+from rsrv.wire.paths import read_devices
 
 TWO = (InstalledGpu("GPU-aa11"), InstalledGpu("GPU-bb22"))
 #: The first GPU is partitioned.

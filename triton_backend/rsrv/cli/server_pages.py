@@ -136,9 +136,19 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
 
 
 def load_page(answer: pb.GetLoadResponse) -> None:
-    line = f"work for {duration(answer.backlog_s)}"
-    if answer.HasField("budget_bytes"):
-        line += f"; {amount(answer.free_bytes)} of {amount(answer.budget_bytes)} for weights are free"
+    for device in answer.devices:
+        if len(answer.devices) > 1:
+            print(f"{'' if device is answer.devices[0] else chr(10)}device {device.number}: ", end="")
+        _print_load(device)
+
+
+def _print_load(device: pb.DeviceLoad) -> None:
+    if not device.instance:
+        print("the runtime does not answer")
+        return
+    line = f"work for {duration(device.backlog_s)}"
+    if device.HasField("budget_bytes"):
+        line += f"; {amount(device.free_bytes)} of {amount(device.budget_bytes)} for weights are free"
     print(line)
     print_table(
         ("MODEL", "QUEUED", "RUNNING", "WEIGHTS", "SIZE", "COST PER ROW", "COLD REQUESTS", "DEVICE", "ROWS"),
@@ -154,7 +164,7 @@ def load_page(answer: pb.GetLoadResponse) -> None:
                 duration(model.device_seconds),
                 str(model.rows),
             )
-            for model in sorted(answer.models, key=lambda model: model.name)
+            for model in sorted(device.models, key=lambda model: model.name)
         ),
     )
 

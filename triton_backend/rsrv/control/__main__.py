@@ -82,9 +82,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.health import Health, Readiness
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
-    from rsrv.control.overrides import Overrides
     from rsrv.control.reconciler import Reconciler
-    from rsrv.control.runtime_link import RuntimeLink
+    from rsrv.control.runtimes import Runtimes, device_directories
     from rsrv.control.service import ControlService
     from rsrv.control.triton import Triton
     from rsrv.settings import read_settings
@@ -96,20 +95,21 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(server, gone.set)
 
-    link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
-    reconciler = Reconciler(settings, repository, link, Triton.of(options.server_pid))
+    runtimes = Runtimes(device_directories(options.server_pid, options.directory))
+    link = runtimes.links[0]
+    reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid))
     readiness = Readiness(
-        link,
+        runtimes,
         repository,
         lambda: reconciler.loading,
         lambda: reconciler.unwanted,
         decides=settings.lifecycle.mode != "explicit",
     )
-    health = Health(link, readiness)
+    health = Health(runtimes, readiness)
     exporting = _exporting(settings, link)
     metrics = Metrics(link, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts)
     live = Live(link, lambda: {name: one.text for name, one in reconciler.failures.items()})
-    service = ControlService(link, settings, repository, options.server_pid, reconciler, metrics, live)
+    service = ControlService(runtimes, settings, repository, options.server_pid, reconciler, metrics, live)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
@@ -139,7 +139,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    works = [gone.wait(), link.run(), health.run(), reconciler.run(), live.run()]
+    works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run()]
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

@@ -10,6 +10,8 @@ log = logging.getLogger("rsrv.control")
 
 Command = dict[str, Any]
 
+#: Commands whose effect lasts.
+LASTING: Final = frozenset({"residency", "prefetch", "evict", "policy", "pause", "continue"})
 #: Stands for all models in the file.
 _ALL: Final = "*"
 
@@ -29,15 +31,15 @@ class Overrides:
         self._policy: dict[str, dict[str, Any]] = {}
         #: Mode by name, or by _ALL for all others; None: not paused although all others are.
         self._paused: dict[str, str | None] = {}
-        #: Models and meta models whose weights were prefetched and not evicted since.
-        self._prefetched: set[str] = set()
+        #: Models and meta models whose weights were prefetched and not evicted since, with the devices.
+        self._prefetched: dict[str, set[int]] = {}
         try:
             kept = json.loads(path.read_text())
             self.scheduler = dict(kept["scheduler"])
             self._residency = dict(kept["residency"])
             self._policy = {name: dict(policy) for name, policy in kept["policy"].items()}
             self._paused = dict(kept["paused"])
-            self._prefetched = set(kept["prefetched"])
+            self._prefetched = {name: set(devices) for name, devices in kept["prefetched"].items()}
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -57,20 +59,19 @@ class Overrides:
         self.scheduler |= changes
         self._keep()
 
-    def commanded(self, command: Command) -> None:
-        """Note a command that the runtime carried out, if its effect lasts."""
+    def commanded(self, command: Command, device: int) -> None:
+        """Note a command that the runtime of a device carried out, if its effect lasts."""
         match command:
             case {"command": "residency", "model": str(model), "residency": str(residency)}:
                 self._residency[model] = residency
                 if residency != "device":
                     # A model that is no longer pinned is evicted, also if it was prefetched.
-                    self._prefetched.discard(model)
+                    self._prefetched.pop(model, None)
             case {"command": "prefetch", "model": str(model)}:
-                self._prefetched.add(model)
-            case {"command": "evict", "model": None}:
-                self._prefetched.clear()
+                self._prefetched.setdefault(model, set()).add(device)
             case {"command": "evict", "model": model}:
-                self._prefetched.discard(model)
+                for name in [*self._prefetched] if model is None else [model]:
+                    self._evict(name, device)
             case {"command": "policy", "model": str(model), **policy}:
                 self._policy[model] = {**self.policy(model), **policy}
             case {"command": "pause", "model": model, "mode": str(mode)}:
@@ -80,6 +81,12 @@ class Overrides:
             case _:
                 return
         self._keep()
+
+    def _evict(self, model: str, device: int) -> None:
+        devices = self._prefetched.get(model, set())
+        devices.discard(device)
+        if not devices:
+            self._prefetched.pop(model, None)
 
     def _pause(self, model: str | None, mode: str | None) -> None:
         if model is None:
@@ -95,8 +102,8 @@ class Overrides:
         mode = self._paused.get(_ALL)
         return [] if mode is None else [{"command": "pause", "model": None, "mode": mode}]
 
-    def for_model(self, model: str) -> list[Command]:
-        """Return the commands that a new runtime gets when it knows this model."""
+    def for_model(self, model: str, device: int) -> list[Command]:
+        """Return the commands that a new runtime of this device gets when it knows this model."""
         commands: list[Command] = []
         if model in self._residency:
             commands.append({"command": "residency", "model": model, "residency": self._residency[model]})
@@ -109,7 +116,7 @@ class Overrides:
                 if mode is None
                 else {"command": "pause", "model": model, "mode": mode}
             )
-        if model in self._prefetched:
+        if device in self._prefetched.get(model, ()):
             commands.append({"command": "prefetch", "model": model})
         return commands
 
@@ -119,7 +126,7 @@ class Overrides:
             "residency": self._residency,
             "policy": self._policy,
             "paused": self._paused,
-            "prefetched": sorted(self._prefetched),
+            "prefetched": {name: sorted(devices) for name, devices in self._prefetched.items()},
         }
         # Written beside it and renamed, so that the file is always complete.
         aside = self._path.with_suffix(".new")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overrides import Command, Overrides
+from rsrv.control.overrides import LASTING, Command, Overrides
 from rsrv.control.protocols import ModelVersion
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
@@ -20,12 +20,6 @@ from rsrv.wire.memory import SharedMemoryError, read_document
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two pings.
-_PING_INTERVAL_S = 0.25
-#: Seconds without an answer to a ping after which the runtime counts as down. Readiness must be right within a second.
-_PING_TIMEOUT_S = 0.6
-#: Seconds between two attempts to reach a runtime.
-_RECONNECT_PAUSE_S = 0.1
 #: Seconds that starting or ending a profile may take.
 _SLOW_COMMAND_S = 60.0
 #: Changes that a subscription holds; beyond, its reader gets a snapshot instead.
@@ -34,6 +28,36 @@ _MAX_PENDING_CHANGES = 4096
 _MAX_FRAMES = 64
 #: Codes of a runtime that has just started and does not know the model yet, or has not built it.
 _NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """Intervals of a link, in seconds."""
+
+    #: Between two pings.
+    ping_s: float = 0.25
+    #: Without an answer to a ping, after which the runtime counts as down. Readiness must be right within a second.
+    silence_s: float = 0.6
+    #: Between two attempts to reach a runtime.
+    pause_s: float = 0.1
+
+
+class ChangeCounter:
+    """Counts the changes of what several links know. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next = asyncio.get_running_loop().create_future()
+
+    def note(self) -> None:
+        self.count += 1
+        changed, self._next = self._next, asyncio.get_running_loop().create_future()
+        changed.set_result(None)
+
+    async def wait(self, seen: int | None = None) -> None:
+        """Return at once if `count` is not `seen` any more, else after the next change (None: as it is now)."""
+        if seen is None or seen == self.count:
+            await asyncio.shield(self._next)
 
 
 class RuntimeDown(StatusError):
@@ -164,7 +188,7 @@ class ControlConnection:
 
 
 class RuntimeLink:
-    """The link: a `RuntimeView`, and commands. Belongs to one event loop; `run` keeps it up.
+    """The link to one runtime: its state, and commands. Belongs to one event loop; `run` keeps it up.
 
     A new runtime gets the settings of `overrides` again: those of a model as soon as it knows the model.
     """
@@ -173,21 +197,22 @@ class RuntimeLink:
         self,
         path: Path,
         overrides: Overrides,
-        *,
-        ping: float = _PING_INTERVAL_S,
-        silence: float = _PING_TIMEOUT_S,
-        pause: float = _RECONNECT_PAUSE_S,
+        changes: ChangeCounter,
+        timing: LinkTiming | None = None,
+        device: int | None = None,
     ) -> None:
+        """`changes`: of all links of the server; `device`: the number of the runtime's; None: the server has one only."""
         self._path = path
-        self.overrides = overrides
-        self._ping, self._silence, self._pause = ping, silence, pause
+        self._device = device or 0
+        self._who = "the runtime" if device is None else f"the runtime of device {device}"
+        self._overrides = overrides
+        self._changes = changes
+        self._timing = timing or LinkTiming()
         self._loop = asyncio.get_running_loop()
         self._connection: ControlConnection | None = None
         self._up = False
         self._down = self._loop.create_future()
         self._since = 0.0
-        self._changes = 0
-        self._changed = self._loop.create_future()
         self._entries: dict[str, ModelVersion] = {}
         self.instance = ""
         #: Number of runtimes so far.
@@ -195,6 +220,9 @@ class RuntimeLink:
         self.revision = 0
         #: Names of models whose overrides the runtime does not have yet.
         self._pending_models: set[str] = set()
+        #: Lasting commands that the runtime did not get while it was silent, by what they set; and such settings.
+        self._missed: dict[tuple[str, ...], Command] = {}
+        self._missed_settings: dict[str, Any] = {}
         self._subscriptions: set[Subscription] = set()
 
     # --- the view -------------------------------------------------------------------------------------
@@ -211,34 +239,26 @@ class RuntimeLink:
     def entries(self) -> Mapping[str, ModelVersion]:
         return self._entries
 
-    @property
-    def changes(self) -> int:
-        return self._changes
-
     def stubs(self) -> Mapping[str, frozenset[int]]:
         found: dict[str, frozenset[int]] = {}
         for entry in self._entries.values() if self._up else ():
             found[entry["name"]] = found.get(entry["name"], frozenset()).union(entry["stubs"])
         return found
 
-    async def wait_change(self, seen: int | None = None) -> None:
-        if seen is None or seen == self._changes:
-            await asyncio.shield(self._changed)
-
-    def subscribe(self) -> "Subscription":
-        """Subscribe to all changes from now on, after a snapshot. Close the subscription."""
-        return Subscription(self, self._subscriptions)
+    def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
+        """Subscribe to all changes from now on, after a snapshot; each sets the event. Close the subscription."""
+        return Subscription(self, self._subscriptions, some or asyncio.Event())
 
     # --- commands ---------------------------------------------------------------------------
 
     async def command(self, command: Command) -> dict[str, Any]:
         """Send a COMMAND; return its result. Raises RuntimeDown, StatusError."""
-        done = partial(self.overrides.commanded, command)
+        done = partial(self._overrides.commanded, command, self._device)
         return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED, done), "INTERNAL")
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
-        done = partial(self.overrides.configured, changes) if changes else None
+        done = partial(self._overrides.configured, changes) if changes else None
         return _check(await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED, done), "INVALID_ARGUMENT")
 
     async def status(self) -> dict[str, Any]:
@@ -298,12 +318,12 @@ class RuntimeLink:
                 reason = str(error)
             if self._up:
                 self._go_down()
-                log.warning("the runtime's connection ended: %s", reason)
+                log.warning("%s: the connection ended: %s", self._who, reason)
                 continue  # the next runtime may listen already
             if reason and reason != logged:
-                log.error("cannot follow the runtime's state: %s", reason)
+                log.error("cannot follow the state of %s: %s", self._who, reason)
             logged = reason
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(self._timing.pause_s)
 
     async def _serve(self) -> str:
         """Use one connection to its end; return the reason of the end. Raises OSError, ProtocolError."""
@@ -322,16 +342,16 @@ class RuntimeLink:
     async def _keep_pinging(self, connection: ControlConnection) -> None:
         while not connection.ended.done():
             answer = connection.ask(pack_json(Kind.COMMAND, {"command": "ping"}), Kind.COMMANDED)
-            await asyncio.wait({answer}, timeout=self._silence)
+            await asyncio.wait({answer}, timeout=self._timing.silence_s)
             if not answer.done():
                 was_up = self._up
                 if was_up:
-                    log.warning("the runtime has not answered for %g s", self._silence)
+                    log.warning("%s has not answered for %g s", self._who, self._timing.silence_s)
                     self._go_down()
                 await asyncio.wait({answer})
                 if was_up and not answer.cancelled():
                     self._come_up()
-            await asyncio.sleep(self._ping)
+            await asyncio.sleep(self._timing.ping_s)
 
     def _on_state(self, state: dict[str, Any]) -> None:
         """Take a snapshot, or the next change."""
@@ -343,7 +363,10 @@ class RuntimeLink:
                 new = state["instance"] != self.instance
                 self.lives += new
                 self.instance, self.revision = str(state["instance"]), revision
-                log.info("connected to the runtime, instance %s", self.instance)
+                log.info("connected to %s, instance %s", self._who, self.instance)
+                if new:
+                    self._missed.clear()
+                    self._missed_settings.clear()
                 self._come_up()
                 if new:
                     self._send_overrides()
@@ -359,50 +382,77 @@ class RuntimeLink:
         else:
             self._entries[key] = entry
             self._send_model(entry["name"])
-        self._note()
+        self._changes.note()
         if self._up:  # else a snapshot follows
             self._publish(StateChange(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
         self._up = True
         self._down = self._loop.create_future()
-        self._note()
+        missed, self._missed = self._missed, {}
+        settings, self._missed_settings = self._missed_settings, {}
+        self._send_settings(settings)
+        for command in missed.values():
+            self._send(str(command.get("model") or ""), command)
+        self._changes.note()
         self._publish(None)
 
     def _go_down(self) -> None:
         self._up = False
         self._down.set_result(None)
-        self._note()
+        self._changes.note()
         self._publish(None)
-
-    def _note(self) -> None:
-        self._changes += 1
-        changed, self._changed = self._changed, self._loop.create_future()
-        changed.set_result(None)
 
     def _publish(self, change: StateChange | None) -> None:
         for subscription in self._subscriptions:
             subscription.tell(change)
 
-    # --- overrides for a new runtime --------------------------------------------------------------
+    # --- overrides for a new runtime, and for one that was silent ---------------------------------
+
+    def configure_later(self, changes: dict[str, Any]) -> None:
+        """Change keys that other runtimes have changed when this one answers again."""
+        if self._up:
+            self._send_settings(changes)
+        else:
+            self._missed_settings |= changes
+
+    def send_later(self, command: Command, refusal: StatusError) -> None:
+        """Send a command that other runtimes carried out when this one can, if the command's effect lasts.
+
+        `refusal`: why this one did not.
+        """
+        model = str(command.get("model") or "")
+        if command["command"] not in LASTING:
+            return
+        if not isinstance(refusal, RuntimeDown):
+            if refusal.code in _NOT_YET:
+                self._pending_models.add(model)
+        elif self._up:
+            self._send(model, command)
+        else:
+            # The latest of those that set the same, in the order of the latest.
+            what = (str(command["command"]), model, *sorted(command))
+            self._missed.pop(what, None)
+            self._missed[what] = command
 
     def _send_overrides(self) -> None:
-        assert self._connection is not None
-        self._pending_models = self.overrides.models
-        if self.overrides.scheduler:
-            answer = self._connection.ask(
-                pack_json(Kind.CONFIGURE, self.overrides.scheduler), Kind.CONFIGURED
-            )
-            answer.add_done_callback(partial(self._on_answer, "", self.overrides.scheduler))
-        for command in self.overrides.for_all():
+        self._pending_models = self._overrides.models
+        self._send_settings(self._overrides.scheduler)
+        for command in self._overrides.for_all():
             self._send("", command)
         for name in {entry["name"] for entry in self._entries.values()}:
             self._send_model(name)
 
+    def _send_settings(self, changes: dict[str, Any]) -> None:
+        assert self._connection is not None
+        if changes:
+            answer = self._connection.ask(pack_json(Kind.CONFIGURE, changes), Kind.CONFIGURED)
+            answer.add_done_callback(partial(self._on_answer, "", changes))
+
     def _send_model(self, name: str) -> None:
         if name in self._pending_models:
             self._pending_models.discard(name)
-            for command in self.overrides.for_model(name):
+            for command in self._overrides.for_model(name, self._device):
                 self._send(name, command)
 
     def _send(self, name: str, command: Command) -> None:
@@ -415,24 +465,24 @@ class RuntimeLink:
             return
         result = answer.result()
         if "error" not in result:
-            log.info("set again in the new runtime: %s", command)
+            log.info("set again in %s: %s", self._who, command)
         elif result.get("code") in _NOT_YET:
             self._pending_models.add(name)  # retry at its next change
         else:
-            log.error("the new runtime refuses an earlier setting, %s: %s", command, result["error"])
+            log.error("%s refuses an earlier setting, %s: %s", self._who, command, result["error"])
 
 
 class Subscription:
     """Changes of the runtime's state, after a first snapshot. A slow reader gets another snapshot in place of many changes."""
 
-    def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]") -> None:
+    def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]", some: asyncio.Event) -> None:
         self._link = link
         self._subscriptions = subscriptions
+        self._some = some
         self._changes: deque[StateChange] = deque()
         #: True if the next item must be a snapshot.
         self._stale = True
-        self._some = asyncio.Event()
-        self._some.set()
+        some.set()
         subscriptions.add(self)
 
     def tell(self, change: StateChange | None) -> None:
@@ -442,21 +492,28 @@ class Subscription:
             self._changes.clear()
         if change is not None and not self._stale:
             self._changes.append(change)
-        if self._stale or self._changes:
+        if self.pending:
             self._some.set()
 
-    async def next(self) -> StateUpdate:
-        """Wait for the next change or snapshot, and return it."""
-        await self._some.wait()
+    @property
+    def pending(self) -> bool:
+        """True if there is a change or snapshot to take."""
+        return self._stale or bool(self._changes)
+
+    def take(self) -> StateUpdate:
+        """Return the next change or snapshot, which must be pending."""
         if self._stale:
             self._stale = False
-            self._some.clear()
             link = self._link
             return StateSnapshot(link.instance, link.revision, dict(link.entries)) if link.up else None
-        change = self._changes.popleft()
-        if not self._changes:
+        return self._changes.popleft()
+
+    async def next(self) -> StateUpdate:
+        """Wait for the next change or snapshot, and return it. Only if no other subscription sets the event."""
+        while not self.pending:
             self._some.clear()
-        return change
+            await self._some.wait()
+        return self.take()
 
     def close(self) -> None:
         self._subscriptions.discard(self)

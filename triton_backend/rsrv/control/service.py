@@ -17,12 +17,12 @@ from rsrv.control.protocols import Reloading
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.runtime_link import (
     RuntimeDown,
-    RuntimeLink,
     StateChange,
     StateSnapshot,
     StateUpdate,
     Subscription,
 )
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import CHANGEABLE, Settings
@@ -31,7 +31,7 @@ from rsrv.settings import CHANGEABLE, Settings
 class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(
         self,
-        link: RuntimeLink,
+        runtimes: Runtimes,
         settings: Settings,
         repository: Path,
         server_pid: int,
@@ -40,7 +40,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         live: Live,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._link = link
+        self._runtimes = runtimes
+        self._link = runtimes.links[0]
         self._settings = settings
         self._repository = repository
         self._server_pid = server_pid
@@ -95,7 +96,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     name,
                     models[name],
                     versions.get(name, {}),
-                    messages.policy(self._settings, name, link.overrides.policy(name)),
+                    messages.policy(self._settings, name, self._runtimes.overrides.policy(name)),
                 )
                 for name in wanted(models)
             ],
@@ -113,7 +114,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
-        return messages.load(await self._link.command({"command": "load"}))
+        runtimes = self._runtimes
+        return messages.load(range(len(runtimes.links)), await runtimes.query({"command": "load"}))
 
     @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:

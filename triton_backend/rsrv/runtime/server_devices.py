@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.runtime.cuda import find_card
-from rsrv.wire.paths import DEVICES
+from rsrv.wire.paths import DEVICES, read_devices
 
 #: seconds that the server before may take to end
 _CARD_TIMEOUT_S = 10.0
@@ -212,12 +212,6 @@ def keep_devices(directory: Path, found: Callable[[], list[str]]) -> list[str]:
         devices = found()
     beside.write_text(json.dumps(devices))
     beside.rename(path)
-    return devices
-
-
-def read_devices(directory: Path) -> list[str]:
-    """Return the devices of the server whose device 0 has this directory. Raises FileNotFoundError."""
-    devices: list[str] = json.loads((directory / DEVICES).read_text())
     return devices
 
 

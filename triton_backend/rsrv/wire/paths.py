@@ -1,6 +1,7 @@
 """Runtime directories: one private directory per tritonserver process and GPU."""
 
 import fcntl
+import json
 import os
 import stat
 from pathlib import Path
@@ -34,6 +35,12 @@ def base_directory() -> Path:
 def runtime_directory(server_pid: int, gpu: str) -> Path:
     """Return the directory of a tritonserver's runtime for a device. Pids are reused; a pid and its start time are unique."""
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
+
+
+def read_devices(directory: Path) -> list[str]:
+    """Return the devices of the server whose device 0 has this directory. Raises FileNotFoundError."""
+    devices: list[str] = json.loads((directory / DEVICES).read_text())
+    return devices
 
 
 def runtime_command(

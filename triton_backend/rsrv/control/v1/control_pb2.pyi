@@ -548,20 +548,28 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("backlog_s", "free_bytes", "budget_bytes", "models", "instance", "metas")
+    __slots__ = ("devices", "metas")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    METAS_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceLoad]
+    metas: _containers.RepeatedCompositeFieldContainer[MetaLoad]
+    def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ...) -> None: ...
+
+class DeviceLoad(_message.Message):
+    __slots__ = ("number", "instance", "backlog_s", "free_bytes", "budget_bytes", "models")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    METAS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    instance: str
     backlog_s: float
     free_bytes: int
     budget_bytes: int
     models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
-    instance: str
-    metas: _containers.RepeatedCompositeFieldContainer[MetaLoad]
-    def __init__(self, backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., instance: _Optional[str] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., instance: _Optional[str] = ..., backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
     __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input")

@@ -1,0 +1,232 @@
+"""The runtimes of one server, one per device: a merged view of their state, and commands for all of them.
+
+A device's number is its position in the server's `runtime.devices`. A runtime that is down costs its device only: the
+server's state is that of the others, and a command fails if no runtime carries it out.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rsrv.control.grpc_service import InvalidArgument, StatusError
+from rsrv.control.overrides import Command, Overrides
+from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_link import (
+    ChangeCounter,
+    LinkTiming,
+    RuntimeDown,
+    RuntimeLink,
+    StateUpdate,
+)
+from rsrv.wire import paths
+
+Answer = dict[str, Any]
+#: Answers by the numbers of devices.
+Answers = dict[int, Answer]
+
+#: Precedence among the states of one version on several devices.
+_STATES = ("ready", "loading", "leaving", "failed")
+#: The same for its weights; None is for meta models.
+_WEIGHTS = ("resident", "loading", "absent", None)
+
+
+def device_directories(server_pid: int, first: Path) -> list[Path]:
+    """Return the directories of a server's runtimes, by the number of their device. `first`: that of device 0."""
+    try:
+        count = len(paths.read_devices(first))
+    except FileNotFoundError:
+        count = 1
+    return [first, *(paths.runtime_directory(server_pid, str(number)) for number in range(1, count))]
+
+
+class Runtimes:
+    """The links to all runtimes: a `RuntimeView` of their merged state. Belongs to one event loop; `run` keeps them up."""
+
+    def __init__(self, directories: Sequence[Path], timing: LinkTiming | None = None) -> None:
+        """`directories`: of the runtimes, by the number of their device; the first one has the operators' settings."""
+        self.overrides = Overrides(directories[0] / paths.OVERRIDES)
+        self._changes = ChangeCounter()
+        self.links = tuple(
+            RuntimeLink(
+                directory / paths.SOCKET,
+                self.overrides,
+                self._changes,
+                timing,
+                number if len(directories) > 1 else None,
+            )
+            for number, directory in enumerate(directories)
+        )
+        self._merged: Mapping[str, ModelVersion] = {}
+        self._merged_at = -1
+
+    async def run(self) -> None:
+        """Keep the links up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for link in self.links:
+                group.create_task(link.run())
+
+    # --- the view -------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> dict[int, RuntimeLink]:
+        """The links to runtimes that answer, by the number of their device."""
+        return {number: link for number, link in enumerate(self.links) if link.up}
+
+    @property
+    def up(self) -> bool:
+        return any(link.up for link in self.links)
+
+    @property
+    def since(self) -> float:
+        return min((link.since for link in self.live.values()), default=0.0)
+
+    @property
+    def entries(self) -> Mapping[str, ModelVersion]:
+        if len(self.links) == 1:
+            return self.links[0].entries
+        if self._merged_at != self._changes.count:
+            self._merged_at = self._changes.count
+            self._merged = merge([link.entries for link in (*self.live.values(),) or self.links])
+        return self._merged
+
+    @property
+    def changes(self) -> int:
+        return self._changes.count
+
+    def stubs(self) -> Mapping[str, frozenset[int]]:
+        found: dict[str, frozenset[int]] = {}
+        for link in self.links:
+            for name, pids in link.stubs().items():
+                found[name] = found.get(name, frozenset()) | pids
+        return found
+
+    async def wait_change(self, seen: int | None = None) -> None:
+        await self._changes.wait(seen)
+
+    # --- commands -------------------------------------------------------------------------------------------
+
+    async def query(self, question: Command) -> Answers:
+        """Ask all runtimes with a command that changes nothing. Raises RuntimeDown, StatusError if none answers."""
+        answers, refusals = await self._ask(self.live, lambda _, link: link.command(question))
+        return answers or _raise(refusals)
+
+    async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
+        """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.
+
+        The others get it later if its effect lasts. Raises RuntimeDown, StatusError if none carried it out.
+        """
+        chosen = self._chosen(devices)
+        answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
+        if not answers:
+            _raise(refusals)
+        for number, refusal in refusals.items():
+            chosen[number].send_later(command, refusal)
+        return answers
+
+    async def slow_command(self, commands: Mapping[int, Command]) -> Answers:
+        """Send each device's runtime a command that takes long. Raises RuntimeDown, StatusError if none succeeds."""
+        chosen = {number: self.links[number] for number in commands}
+        answers, refusals = await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
+        return answers or _raise(refusals)
+
+    async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
+        chosen = self._chosen(None)
+        answers, refusals = await self._ask(chosen, lambda _, link: link.configure(changes))
+        if not answers:
+            _raise(refusals)
+        for number, refusal in refusals.items():
+            if isinstance(refusal, RuntimeDown):
+                self.links[number].configure_later(changes)
+        return answers[min(answers)]
+
+    async def status(self) -> Answers:
+        """Return the status of docs/protocol.md of each runtime that answers. Raises RuntimeDown if none does."""
+        answers, refusals = await self._ask(self.live, lambda _, link: link.status())
+        return answers or _raise(refusals)
+
+    def _chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
+        """Return the links of these devices, of all if there are none. Raises InvalidArgument."""
+        for number in devices or ():
+            if number >= len(self.links):
+                raise InvalidArgument(
+                    f"there is no device {number}: the server's devices are 0 to {len(self.links) - 1}"
+                )
+        return {number: link for number, link in enumerate(self.links) if not devices or number in devices}
+
+    @staticmethod
+    async def _ask(
+        links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[Answer]]
+    ) -> tuple[Answers, dict[int, StatusError]]:
+        """Ask all at once; return the answers and the refusals."""
+        said = await asyncio.gather(
+            *(ask(number, link) for number, link in links.items()), return_exceptions=True
+        )
+        answers: Answers = {}
+        refusals: dict[int, StatusError] = {}
+        for number, one in zip(links, said, strict=True):
+            if isinstance(one, StatusError):
+                refusals[number] = one
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                answers[number] = one
+        return answers, refusals
+
+    # --- changes --------------------------------------------------------------------------------------------
+
+    def subscribe(self) -> "DeviceStateFeed":
+        """Subscribe to all changes of all runtimes from now on, after a snapshot of each. Close the feed."""
+        return DeviceStateFeed(self.links)
+
+
+class DeviceStateFeed:
+    """Changes of the state of several runtimes, each with the number of its device."""
+
+    def __init__(self, links: Iterable[RuntimeLink]) -> None:
+        self._some = asyncio.Event()
+        self._parts = {number: link.subscribe(self._some) for number, link in enumerate(links)}
+        #: The device whose turn it is.
+        self._next = 0
+
+    async def next(self) -> tuple[int, StateUpdate]:
+        """Wait for the next change or snapshot; return the number of its device with it."""
+        while True:
+            count = len(self._parts)
+            for number in ((self._next + one) % count for one in range(count)):
+                if self._parts[number].pending:
+                    self._next = number + 1
+                    return number, self._parts[number].take()
+            self._some.clear()
+            await self._some.wait()
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
+
+
+def merge(found: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
+    """Return the versions of several runtimes as those of one: each has the best of its states, and of its weights.
+
+    Its stubs are those that have it in that state.
+    """
+    by_key: dict[str, list[ModelVersion]] = {}
+    for entries in found:
+        for key, entry in entries.items():
+            by_key.setdefault(key, []).append(entry)
+    return {key: same[0] if len(same) == 1 else _merge_one(same) for key, same in by_key.items()}
+
+
+def _merge_one(same: Sequence[ModelVersion]) -> ModelVersion:
+    best = min(same, key=lambda entry: _STATES.index(entry["state"]))
+    weights = min((entry["weights"] for entry in same), key=_WEIGHTS.index)
+    stubs = {pid for entry in same if entry["state"] == best["state"] for pid in entry["stubs"]}
+    merged = best.copy()
+    merged["weights"], merged["stubs"] = weights, sorted(stubs)
+    return merged
+
+
+def _raise(refusals: Mapping[int, StatusError]) -> Any:
+    """Raise the refusal that says most: one of a runtime that is up, else that none is."""
+    raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), RuntimeDown())

@@ -110,6 +110,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         compute: Compute = double,
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
+        devices: int = 1,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
@@ -123,6 +124,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
             lambda: device,
             blackbox=blackbox,
             inspector=inspector,
+            devices=devices,
         )
 
         def run() -> None:

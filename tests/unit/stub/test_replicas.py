@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rsrv.stub import replicas as under_test
 from rsrv.stub.connection import Rejected
-from rsrv.stub.replicas import ModelReplica, Replicas
+from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Session
+from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 from rsrv.wire.socket import Closed
+from tests.fakes import FakePbUtils, FakeRequest
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -25,6 +32,7 @@ class FakeReplica:
     seconds: float = 1.0
     closed: bool = False
     asked: int = 0
+    taken: list[ClientRequest] = field(default_factory=list)
     meters: Any = None
     session: Session = field(init=False)
 
@@ -43,25 +51,46 @@ class FakeReplica:
     def answers_in_s(self) -> float:
         return self.seconds
 
+    def take_over(self, request: ClientRequest) -> bool:
+        self.taken.append(request)
+        return True
+
     def guard_hooks(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True
 
 
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[PlacementWriter]:
+    writer = PlacementWriter(tmp_path / "placement")
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> PlacementReader:
+    return PlacementReader(tmp_path / "placement", "m")
+
+
 def made(
-    devices: int, name: str = "m", failing: dict[int, Exception] | None = None
+    devices: int,
+    name: str = "m",
+    failing: dict[int, list[Exception]] | None = None,
+    reader: PlacementReader | None = None,
+    process: StubProcess | None = None,
 ) -> tuple[Replicas, list[Any]]:
-    """Return a model's replicas, and the fakes by device; None for those that failed."""
+    """Return a model's replicas, and the fakes by device; None for those that failed. `failing`: errors of the attempts."""
     fakes: dict[int, FakeReplica] = {}
 
     def make(device: int) -> ModelReplica:
-        if failing and device in failing:
-            raise failing[device]
+        if failing and failing.get(device):
+            raise failing[device].pop(0)
         fakes[device] = FakeReplica(device, devices)
         return fakes[device]
 
-    return Replicas(make, name), [fakes.get(device) for device in range(devices)]
+    replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader)
+    return replicas, [fakes.get(device) for device in range(devices)]
 
 
 def home_of(replicas: Replicas) -> int:
@@ -102,20 +131,84 @@ def test_a_device_without_a_runtime_gets_nothing() -> None:
     assert not replicas.ready
 
 
-@pytest.mark.parametrize("error", [Closed("it ended"), ValueError("a fault")])
-def test_a_further_device_that_fails_is_left_out(error: Exception) -> None:
-    """The others serve the model, and its stub is ready."""
-    replicas, fakes = made(3, failing={1: error})
-    for busy in (0, 2):
-        fakes[0].seconds = fakes[2].seconds = 1.0
-        fakes[busy].seconds = 9.0
-        assert replicas.execute([object()]) == [2 - busy]
+def test_the_table_chooses_the_devices(table: PlacementWriter, reader: PlacementReader) -> None:
+    """A batch goes to the soonest device of the model's mask, and follows each new table."""
+    replicas, fakes = made(4, reader=reader)
+    fakes[0].seconds = 0.01
+
+    table.write({"m": 0b1010})
+    assert home_of(replicas) in (1, 3)
+    fakes[1].seconds = 0.1
+    assert home_of(replicas) == 1
+    fakes[3].seconds = 0.01
+    assert home_of(replicas) == 3
+    table.write({"m": 0b0001})
+    assert home_of(replicas) == 0
+    table.write({"others": 0b0010})
+    fakes[3].seconds = 0.001
+    assert home_of(replicas) == 3
+
+
+def test_no_device_of_the_table_is_alive(table: PlacementWriter, reader: PlacementReader) -> None:
+    """Any live device answers; when one of the table is back, it does."""
+    replicas, fakes = made(3, reader=reader)
+    table.write({"m": 0b010})
+    assert home_of(replicas) == 1
+
+    fakes[1].seconds = inf
+    fakes[0].seconds = 0.5
+    assert home_of(replicas) == 0
+    fakes[1].seconds = 9.0
+    assert home_of(replicas) == 1
+
+
+def test_a_mask_of_devices_that_do_not_serve_the_model(
+    table: PlacementWriter, reader: PlacementReader
+) -> None:
+    """The table is advice: the others answer."""
+    replicas, _ = made(2, reader=reader)
+    table.write({"m": 1 << 40})
+
+    assert home_of(replicas) in (0, 1)
+
+
+@pytest.mark.parametrize("error", [Closed("it ended"), Rejected("no device"), ValueError("a fault")])
+def test_a_further_device_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The others serve the model meanwhile, and its stub is ready."""
+    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
+    held: list[Exception] = [error] * 3
+    replicas, fakes = made(3, failing={1: held})
+    fakes[0].seconds = fakes[2].seconds = 9.0
+    assert home_of(replicas) in (0, 2)
+
+    wait_until(lambda: home_of(replicas) == 1, what="the device's replica")
+
+    replicas.close()
+    assert fakes[0].closed
+    assert fakes[2].closed
+
+
+def test_a_request_of_a_dead_runtime_is_tried_once_elsewhere() -> None:
+    """The soonest other live replica takes it; a second death ends it."""
+    process = StubProcess(Responses(FakePbUtils))
+    _, fakes = made(4, process=process)
+    fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = 0.0, 5.0, inf
+    request = ClientRequest(FakeRequest({}), ArrivalTime.now())
+
+    assert process.retry(request, fakes[0].session)
+    assert fakes[3].taken == [request]
+    assert not process.retry(request, fakes[3].session)
+
+    fakes[1].seconds = fakes[3].seconds = inf
+    assert not process.retry(ClientRequest(FakeRequest({}), ArrivalTime.now()), fakes[0].session)
 
 
 def test_a_bundle_that_the_first_device_rejects_is_not_tried_elsewhere() -> None:
     """The reason is that of the first device."""
     with pytest.raises(Rejected, match="no such module"):
-        made(2, failing={0: Rejected("no such module")})
+        made(2, failing={0: [Rejected("no such module")]})
 
 
 def test_one_device_costs_a_request_nothing() -> None:

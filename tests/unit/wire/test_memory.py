@@ -207,7 +207,7 @@ def test_the_board_shows_what_was_published_last() -> None:
     view = read_board(board.fd)
     assert view[0] == 0
 
-    board.publish(123_456_789)
+    board.publish(123_456_788, busy=True)
 
     assert view[0] == 123_456_789
     assert view.readonly
@@ -215,3 +215,5 @@ def test_the_board_shows_what_was_published_last() -> None:
     assert (view[7], view[0]) == (5, 123_456_789)
     board.publish_load(0, 9)
     assert view[0] == 123_456_789, "a model without a slot has no cell"
+    board.publish(123_456_791, busy=False)
+    assert view[0] == 123_456_790

@@ -259,6 +259,10 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     weights = dispatch.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
     alone = len(dispatch.slices) == 1 and dispatch.rows == dispatch.size
+    for part in dispatch.slices:
+        # If this process dies, the stub knows by this that the request may be the cause.
+        if isinstance(part, RequestSlice) and part.outputs_at < len(part.segment):
+            part.segment[part.outputs_at] = 1
     nbytes = dispatch.inputs.places(dispatch.size)[1]
     staged = None if alone else staging.take(nbytes)
     if nbytes >= LARGE:

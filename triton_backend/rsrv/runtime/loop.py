@@ -132,7 +132,8 @@ class Loop:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
         now, wakeup = clock(), scheduler.next_wakeup()
-        self._board.publish(int((now + scheduler.backlog_seconds(now)) * 1e9))
+        ahead = scheduler.seconds_until_idle(now)
+        self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
         if self._ended is not None or executor.short is not None or requests.answering:
             # Connections that ended late in the last round may have left answers.
             timeout: float | None = 0.0

@@ -59,6 +59,11 @@ class InFlight(dict[int, StartedExecution]):
             return None
         return since + sum(one.execute.seconds for one in self.values())
 
+    def overdue_seconds(self, now: float) -> float:
+        """Return the time by which the first execution has exceeded its expected end; there must be one."""
+        first = next(iter(self.values()))
+        return max(0.0, now - max(first.started, self._freed) - first.execute.seconds)
+
     def seconds(self, now: float) -> float:
         """Expected device time left: sum of expected seconds - elapsed seconds of the first (at most its own)."""
         total = 0.0

@@ -524,6 +524,17 @@ class Scheduler:
         running = self._running.seconds(now) if self._running else 0.0
         return running + max(0.0, self._backlog)
 
+    def seconds_until_idle(self, now: float) -> float | None:
+        """Expected time until the device has nothing to do; None: it has nothing.
+
+            backlog + seconds for which the running execution is overdue
+
+        An execution that takes longer than expected is expected to take as long again.
+        """
+        if not self._running:
+            return self._backlog if self._backlog > 0 else None
+        return self.backlog_seconds(now) + self._running.overdue_seconds(now)
+
     def cost(self, model: str, variant: int, rows: int) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with no other.
 

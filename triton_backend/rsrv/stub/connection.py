@@ -124,6 +124,8 @@ class RuntimeConnection:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
+        #: the board's first word when requests were sent that the runtime had not noticed yet, and the time then
+        self._word_at_send, self._sent_at = -1, 0.0
         self.devices = greeted.devices
         self._arena = Arena(spare=spare_memory)
         self._lock = Lock()  # the arena and the order of frames
@@ -239,6 +241,8 @@ class RuntimeConnection:
         The others could not be sent, because the runtime does not read.
         """
         with self._lock:
+            if (word := self._board[0]) != self._word_at_send:
+                self._word_at_send, self._sent_at = word, time.monotonic()
             if (self._arena.fresh or self._arena.dropped) and not self._announce(_SEND_S):
                 return 0
             for at in range(0, len(entries), frames.MAX_ENTRIES):
@@ -331,9 +335,16 @@ class RuntimeConnection:
         return frames.unpack_completions(frame, count)
 
     def device_free_in_s(self) -> float:
-        """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free."""
-        ahead_ns: int = self._board[0] - time.monotonic_ns()
-        return max(0.0, ahead_ns / 1e9)
+        """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free.
+
+        Work that is overdue is expected to take as long again.
+        """
+        word: int = self._board[0]
+        return abs(word - time.monotonic_ns()) / 1e9 if word & 1 else 0.0
+
+    def unnoticed_s(self) -> float:
+        """Return the seconds since requests were sent here that the runtime has not noticed, for it hangs or is stopped."""
+        return time.monotonic() - self._sent_at if self._board[0] == self._word_at_send else 0.0
 
     def load_in_s(self, slots: Sequence[int]) -> float:
         """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are there."""

@@ -88,6 +88,8 @@ class DeferredReplies(Generic[W]):
         self._session = session
         self._responses = responses
         self._end = end
+        #: gives a request, whose runtime is gone, to another device; False: it cannot
+        self.rescue: Callable[[W], bool] = lambda one: False
         self._pack = pack
         self._respond = respond
         self._threads = threads
@@ -149,7 +151,7 @@ class DeferredReplies(Generic[W]):
             self.lose(attachment)
             # `lose` fails pending requests; if the runtime was lost before, these were not among them.
             if pending is None:
-                self._fail(requests, Status.RUNTIME_DOWN, DOWN)
+                self.rescue_or_fail(requests)
             return
         if sent < len(requests):
             with self._lock:
@@ -175,7 +177,16 @@ class DeferredReplies(Generic[W]):
         attachment.deferred.close()
         if handed_over:
             attachment.direct.close()
-        self._fail(requests, Status.RUNTIME_DOWN, DOWN)
+        self.rescue_or_fail(requests)
+
+    def rescue_or_fail(self, requests: Iterable[W]) -> None:
+        """End requests whose runtime is gone here; all of them have replies."""
+        self._fail([one for one in requests if not self.rescue(one)], Status.RUNTIME_DOWN, DOWN)
+
+    @property
+    def pending(self) -> int:
+        """Number of requests that the runtime has not answered."""
+        return sum(map(len, list(self._connections.values())))
 
     def run(self, work: Callable[[], None]) -> None:
         """Do work on a sender thread. The threads are started when they are first needed."""

@@ -79,6 +79,8 @@ class ModelRequest:
         for planned, array in zip(plan.inputs, self.inputs, strict=True):
             at = self.inputs_at + planned.offset
             np.ndarray(planned.shape, planned.dtype, slab.segment, at)[...] = array
+        if plan.output_bytes:
+            slab.segment[self.outputs_at] = 0
         self.inputs = ()
         deadline_ns, priority, run = self.request.params
         return Submission(
@@ -114,6 +116,16 @@ class ModelRequest:
         answer that finds no room is missed by its caller for as long as a call through Triton may take.
         """
         return self.plan.output_bytes if self.plan and not self.request.params.run else 0
+
+    @property
+    def launched(self) -> bool:
+        """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
+        return (
+            self.slab is None
+            or not self.plan
+            or not self.plan.output_bytes
+            or bool(self.slab.segment[self.outputs_at])
+        )
 
     def release(self) -> None:
         """Give the memory back, after the answer."""
@@ -155,7 +167,6 @@ class Engine:
         self._internal = internal
         self.session = session
         self._process = process or StubProcess(responses)
-        self._process.sessions.append(session)
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
@@ -165,6 +176,7 @@ class Engine:
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
         self._attachment = attachment = session.begin()
+        self._process.sessions.append(session)
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
             responses,
@@ -177,6 +189,7 @@ class Engine:
         self.execute = EntryPoint(
             self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
+        self._deferred.rescue = self._rescue
         session.on_attach = self._deferred.watch
         self._deferred.watch(attachment)
         self._switch(attachment)
@@ -278,6 +291,14 @@ class Engine:
             return None
         except (Closed, ProtocolError, OSError):
             self._deferred.lose(attachment)
+            if self._process.devices > 1:
+                for one in batch:
+                    self._deferred.reply(one.request)
+                for one in batch:
+                    if one.id not in waiting:
+                        self._deferred.finish(one)
+                self._deferred.rescue_or_fail(waiting.values())
+                return None
             for one in waiting.values():
                 one.fail(Status.RUNTIME_DOWN, DOWN)
         return [one.response or self._respond(one) for one in batch]
@@ -332,6 +353,25 @@ class Engine:
             if one.id not in placed:
                 self._deferred.finish(one)
         self._deferred.submit(attachment, list(placed.values()))
+
+    # --- after a runtime's death --------------------------------------------------------------------------
+
+    def _rescue(self, one: ModelRequest) -> bool:
+        """Give a request, whose runtime died, to another replica; False: it may be the cause, or there is no other."""
+        request = one.request
+        if one.launched or request.params.run or not self._process.retry(request, self.session):
+            return False
+        one.release()
+        return True
+
+    def take_over(self, request: ClientRequest) -> bool:
+        """Answer a request, which has a reply, that another device's runtime has not executed; False: there is no runtime."""
+        attachment = self.session.attachment
+        if attachment is None:
+            return False
+        batch = self._receive(attachment.deferred, [request])
+        self._deferred.run(partial(self._submit_later, attachment, batch))
+        return True
 
     # --- one request --------------------------------------------------------------------------------------
 

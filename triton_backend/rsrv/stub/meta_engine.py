@@ -151,13 +151,13 @@ class MetaEngine:
         self._batched = batched
         self.session = session
         self._process = process or StubProcess(responses)
-        self._process.sessions.append(session)
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
         #: whether runs need admission: without callees in the runtime they do not use the device
         self._gated = bool(hooks)
         attachment = session.begin()
+        self._process.sessions.append(session)
         settings = attachment.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None
@@ -182,6 +182,7 @@ class MetaEngine:
         self.execute = EntryPoint(
             self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
+        self._deferred.rescue = self._rescue
         session.on_attach = self._use
         self._use(attachment)
 
@@ -206,7 +207,9 @@ class MetaEngine:
         attachment = self.session.attachment
         if attachment is None or not attachment.deferred.reads:
             return inf
-        return attachment.device_free_in_s() + self._run_length.seconds
+        # The board knows the calls of the running runs only.
+        ahead = (self._running + self._deferred.pending) // self._concurrency if self._gated else 0
+        return attachment.device_free_in_s() + self._run_length.seconds * (1 + ahead)
 
     def guard_hooks(self) -> None:
         """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""
@@ -287,6 +290,19 @@ class MetaEngine:
             ended = one.response is not None or one.request.failure is not None
         if ended:
             self._deferred.finish(one)
+
+    def _rescue(self, one: MetaRequest) -> bool:
+        """Give a request to another replica if its run was not admitted before the runtime died."""
+        return not one.admitted and self._process.retry(one.request, self.session)
+
+    def take_over(self, request: ClientRequest) -> bool:
+        """Answer a request, which has a reply, whose run no other device has admitted; False: there is no runtime."""
+        attachment = self.session.attachment
+        if attachment is None:
+            return False
+        (id,) = attachment.deferred.next_ids(1)
+        self._deferred.submit(attachment, [MetaRequest(id, request, attachment, attachment.deferred)])
+        return True
 
     # --- one run, on a sender thread ----------------------------------------------------------------------
 

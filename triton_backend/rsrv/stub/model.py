@@ -20,6 +20,8 @@ from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
+from rsrv.wire.paths import PLACEMENT, runtime_directory
+from rsrv.wire.placement_table import PlacementReader
 
 #: Triton's data types -> ours
 _DTYPES = {
@@ -55,7 +57,7 @@ class ModelStub:
                         internal="rsrv_internal" in setup.config["parameters"],
                     )
 
-            self._replicas = Replicas(make, setup.name)
+            self._replicas = Replicas(make, setup.name, process, setup.placement())
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         setup.start(self._replicas, pb_utils)
@@ -100,6 +102,11 @@ class Setup:
         except BaseException:
             session.close()
             raise
+
+    def placement(self) -> PlacementReader:
+        """Return the reader of the model's devices in the server's table."""
+        directory = runtime_directory(self.launcher.server_pid, "0")
+        return PlacementReader(directory / PLACEMENT, self.name)
 
     def start(self, replicas: Replicas, pb_utils: Any) -> None:
         """Log and measure as the settings say, which the replicas have received from the runtime."""

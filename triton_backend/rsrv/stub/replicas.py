@@ -2,20 +2,29 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from operator import itemgetter
 from typing import Any, Protocol
 from zlib import crc32
 
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
+from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import UNREACHABLE, Session
+from rsrv.wire.placement_table import PlacementReader
 
 log = logging.getLogger("rsrv.stub")
 
-#: another replica than the home answers a batch only if its answer is expected within this share of the home's time: noise
-#: of measurements must not move traffic, and with it weights
+#: another replica than the preferred one answers a batch only if its answer is expected within this share of that one's
+#: time: noise of measurements must not move traffic, and with it weights
 _SOONER = 0.8
+#: seconds that the model's load waits for the first attempts of further devices
+_JOIN_S = 10.0
+#: seconds between a further device's attempts to serve the model, doubling
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 
 
 class StubProcess:
@@ -26,6 +35,11 @@ class StubProcess:
         #: those of all replicas
         self.sessions: list[Session] = []
         self.end = DrainAndExit(self._stop, responses)
+        #: replicas that the model is to have
+        self.devices = 1
+        #: gives a request to another replica than that of a session, whose runtime died before it launched the request;
+        #: False: there is none
+        self.retry: Callable[[ClientRequest, Session], bool] = lambda request, session: False
 
     def _stop(self) -> None:
         for session in self.sessions:
@@ -33,7 +47,7 @@ class StubProcess:
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
         """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
-        self.guard.start(settings, threads * len(self.sessions), self.end, self._abandon)
+        self.guard.start(settings, threads * self.devices, self.end, self._abandon)
 
     def _abandon(self) -> None:
         for session in self.sessions:
@@ -55,6 +69,8 @@ class ModelReplica(Protocol):
 
     def answers_in_s(self) -> float: ...
 
+    def take_over(self, request: ClientRequest) -> bool: ...
+
     def guard_hooks(self) -> None: ...
 
     def close(self) -> None: ...
@@ -63,72 +79,153 @@ class ModelReplica(Protocol):
 class Replicas:
     """Answers Triton's requests for one model on all devices of the server.
 
-    Each model has a home among the devices, by its name, so that the models of a quiet server are spread over them. A
-    batch goes elsewhere if it would be answered sooner there, by the backlogs and the weights of both devices.
+    The placement table says on which devices the model shall run; of these, a batch goes to the one that is expected to
+    answer first. Without a table each model has a home among the devices, by its name, so that the models of a quiet
+    server are spread over them, and goes elsewhere if a batch would be answered sooner there.
     """
 
-    def __init__(self, make: Callable[[int], ModelReplica], name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], ModelReplica],
+        name: str,
+        process: StubProcess,
+        placement: PlacementReader | None = None,
+    ) -> None:
         """Make the replicas: the first one alone, because the others then find its compiled modules in the cache.
 
         `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a further device cannot serve the
-        model, the others do.
+        model, the others do, and it is tried again.
         """
-        first = make(0)
+        self._make = make
+        self._placement = placement
+        self._first = first = make(0)
         attachment = first.session.attachment
-        count = 1 if attachment is None else attachment.direct.devices
-        made: dict[int, ModelReplica] = {0: first}
-
-        def add(device: int) -> None:
-            try:
-                made[device] = make(device)
-            except UNREACHABLE as error:
-                log.error("device %d does not serve the model: %s", device, error)
-            except Exception:
-                log.exception("device %d does not serve the model", device)
-
-        threads = [threading.Thread(target=add, args=(device,)) for device in range(1, count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        home = crc32(name.encode()) % count
-        order = sorted(made, key=lambda device: (device - home) % count)
-        #: the home first
-        self._replicas = [made[device] for device in order]
-        #: answers Triton's requests, as `EntryPoint.execute`
-        self.execute = self._spread if len(self._replicas) > 1 else first.execute
+        self._count = count = 1 if attachment is None else attachment.direct.devices
+        process.devices, process.retry = count, self._retry
+        self._home = crc32(name.encode()) % count
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        #: by device, the home first
+        self._replicas: dict[int, ModelReplica] = {0: first}
+        #: devices of the table, and the replicas there
+        self._mask = 0
+        self._allowed: Sequence[ModelReplica] = (first,)
         self._reporting: list[Reporting] = []
+        #: replicas report, and show their counts in the mirror
+        self._started = False
+        self._mirror: TritonMirror | None = None
+        #: answers Triton's requests, as `EntryPoint.execute`
+        self.execute = self._spread if count > 1 else first.execute
+        attempts = [threading.Event() for _ in range(1, count)]
+        for device, attempted in enumerate(attempts, 1):
+            threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
+        deadline = time.monotonic() + _JOIN_S
+        for attempted in attempts:
+            attempted.wait(max(0.0, deadline - time.monotonic()))
+
+    # --- the devices --------------------------------------------------------------------------------------
+
+    def _join(self, device: int, attempted: threading.Event) -> None:
+        """Add the replica of a further device as soon as its runtime serves the model."""
+        pause = _FIRST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                replica = self._make(device)
+            except UNREACHABLE as error:
+                log.error("device %d does not serve the model yet: %s", device, error)
+            except Exception:
+                log.exception("device %d does not serve the model yet", device)
+            else:
+                self._add(device, replica)
+                attempted.set()
+                return
+            attempted.set()
+            self._closed.wait(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+
+    def _add(self, device: int, replica: ModelReplica) -> None:
+        with self._lock:
+            if not self._closed.is_set():
+                found = {**self._replicas, device: replica}
+                order = sorted(found, key=lambda one: (one - self._home) % self._count)
+                self._replicas = {one: found[one] for one in order}
+                self._allow()
+                if self._started:
+                    self._report(device, replica)
+                return
+        replica.close()
+
+    def _allow(self) -> None:
+        """Follow the table and the replicas."""
+        mask = self._mask or -1
+        allowed = [one for device, one in self._replicas.items() if mask >> device & 1]
+        self._allowed = allowed or list(self._replicas.values())
+
+    # --- requests -----------------------------------------------------------------------------------------
 
     def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
-        chosen, *others = self._replicas
-        least = chosen.answers_in_s()
-        for one in others:
-            seconds = one.answers_in_s()
-            if seconds < _SOONER * least:
-                chosen, least = one, seconds
+        if self._placement is not None and (mask := self._placement.mask(time.monotonic())) != self._mask:
+            with self._lock:
+                self._mask = mask
+                self._allow()
+        chosen, least = _soonest(self._allowed)
+        if least == inf and len(self._allowed) < len(self._replicas):
+            # No device of the table is alive.
+            chosen, _ = _soonest(list(self._replicas.values()))
         return chosen.execute(requests)
+
+    def _retry(self, request: ClientRequest, lost: Session) -> bool:
+        """Give a request of a runtime that died to another one, once; `StubProcess.retry`."""
+        if request.retried:
+            return False
+        request.retried = True
+        others = [(one.answers_in_s(), one) for one in self._replicas.values() if one.session is not lost]
+        others.sort(key=itemgetter(0))
+        return any(one.take_over(request) for seconds, one in others if seconds < inf)
+
+    # --- the process --------------------------------------------------------------------------------------
 
     def start(self, mirror: TritonMirror | None) -> None:
         """Report measurements to the runtimes, mirror their counts, and guard hooks."""
-        for number, one in enumerate(self._replicas):
-            part = None if mirror is None else mirror.part(number)
-            self._reporting.append(Reporting(one.session, one.meters, part))
+        with self._lock:
+            self._started, self._mirror = True, mirror
+            for device, one in self._replicas.items():
+                self._report(device, one)
         # The settings of the process are those of all replicas.
-        self._replicas[0].guard_hooks()
+        self._first.guard_hooks()
+
+    def _report(self, device: int, replica: ModelReplica) -> None:
+        part = None if self._mirror is None else self._mirror.part(device)
+        self._reporting.append(Reporting(replica.session, replica.meters, part))
 
     @property
     def ready(self) -> bool:
         """True if a runtime serves the model, and takes requests."""
-        return any(one.ready for one in self._replicas)
+        return any(one.ready for one in self._replicas.values())
 
     @property
     def session(self) -> Session:
         """One with an attachment, if there is one."""
-        found = (one.session for one in self._replicas if one.session.attachment is not None)
-        return next(found, self._replicas[0].session)
+        found = (one.session for one in self._replicas.values() if one.session.attachment is not None)
+        return next(found, self._first.session)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed.set()
         for reporting in self._reporting:
             reporting.close()
-        for one in self._replicas:
+        for one in self._replicas.values():
             one.close()
+        if self._placement is not None:
+            self._placement.close()
+
+
+def _soonest(replicas: Sequence[ModelReplica]) -> tuple[ModelReplica, float]:
+    """Return the replica that answers first, and in how many seconds; the first one if no other is clearly sooner."""
+    chosen = replicas[0]
+    least = chosen.answers_in_s()
+    for one in replicas[1:]:
+        seconds = one.answers_in_s()
+        if seconds < _SOONER * least:
+            chosen, least = one, seconds
+    return chosen, least

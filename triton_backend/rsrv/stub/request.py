@@ -65,7 +65,7 @@ class ClientRequest:
     the request gets no further: its text is not UTF-8, or its parameters are wrong.
     """
 
-    __slots__ = ("failure", "id", "params", "reply", "rows", "since", "span", "tag", "triton")
+    __slots__ = ("failure", "id", "params", "reply", "retried", "rows", "since", "span", "tag", "triton")
 
     def __init__(self, triton: Any, arrival: ArrivalTime, spans: Spans | None = None) -> None:
         """Read Triton's request object `triton`; never raises. `spans` is None if no request is traced."""
@@ -81,6 +81,8 @@ class ClientRequest:
         self.rows: int | None = None
         self.span: OpenSpan | None = None
         self.failure: RequestFailure | None = None
+        #: whether another device has it, after the runtime of the first one died
+        self.retried = False
         #: set if the request is answered after execute() returned
         self.reply: Reply | None = None
         try:

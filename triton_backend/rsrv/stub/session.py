@@ -100,9 +100,13 @@ class Attachment:
     deferred: RuntimeConnection
 
     def device_free_in_s(self) -> float:
-        """Return the seconds until the device could begin with these models, their weights' loads included."""
-        slots = [model.slot for model in self.models if model.slot]
-        return self.direct.device_free_in_s() + self.direct.load_in_s(slots)
+        """Return the seconds until the device could begin with these models, their weights' loads included.
+
+        A runtime that does not notice requests is expected to need as long again.
+        """
+        direct, deferred = self.direct, self.deferred
+        free = max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
+        return free + direct.load_in_s([model.slot for model in self.models if model.slot])
 
 
 class Session:

@@ -244,16 +244,17 @@ class Board:
     """How busy the device is, and which weights it has, published by the runtime for every stub.
 
     A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
-    nanoseconds of CLOCK_MONOTONIC; the others are the slots of models, with the nanoseconds that loading the model's
-    weights would take, 0 if they are on the device.
+    nanoseconds of CLOCK_MONOTONIC, with its lowest bit set while the device has work: a time that has passed means that
+    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it. The others are the slots
+    of models, with the nanoseconds that loading the model's weights would take, 0 if they are on the device.
     """
 
     def __init__(self) -> None:
         self.fd = create_sealed(_BOARD_BYTES, "rsrv-board")
         self._cells = memoryview(mmap.mmap(self.fd, _BOARD_BYTES)).cast("Q")
 
-    def publish(self, busy_until_ns: int) -> None:
-        self._cells[0] = busy_until_ns
+    def publish(self, idle_at_ns: int, *, busy: bool) -> None:
+        self._cells[0] = idle_at_ns | 1 if busy else idle_at_ns & ~1
 
     def publish_load(self, slot: int, load_ns: int) -> None:
         """Publish a model's cell; without a slot, which is 0, there is none."""

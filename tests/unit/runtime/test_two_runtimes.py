@@ -1,0 +1,148 @@
+"""A stub with a replica on each of two runtimes: what their boards say, and one runtime's death."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.loader import Hooks
+from rsrv.settings import load_settings
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from tests.fakes import FakePbUtils, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.test_stub_and_runtime import rows
+from tests.waiting import wait_until
+
+
+class TwoRuntimes:
+    """A model's stub, with its engines and runtimes by device."""
+
+    def __init__(self, start: StartRuntime, bundle: Path, settings: str) -> None:
+        self.runtimes: list[Runtime] = []
+        self.engines: list[Engine] = []
+        process = StubProcess(Responses(FakePbUtils))
+
+        def make(device: int) -> Engine:
+            # The next runtime takes the socket's path, so this one's connections must be there before.
+            runtime = start(load_settings(settings), devices=2)
+            self.runtimes.append(runtime)
+            session = Session(runtime.open, "doubling", str(bundle))
+            engine = Engine(
+                Tensors(FakePbUtils),
+                Responses(FakePbUtils),
+                Hooks(),
+                [WireTensor("y", "f32", (-1, 3))],
+                True,
+                session,
+                process=process,
+            )
+            self.engines.append(engine)
+            return engine
+
+        self.replicas = Replicas(make, "doubling", process)
+
+    def hold(self, device: int) -> None:
+        self.runtimes[device].device.gate.clear()
+
+    def send(self, device: int, *requests: FakeRequest) -> None:
+        """Give a batch to a device; the replica answers it later."""
+        assert self.engines[device].execute(list(requests)) is None
+
+
+@pytest.fixture
+def two(start_runtime: StartRuntime, doubling: Path) -> Iterator[TwoRuntimes]:
+    made = TwoRuntimes(start_runtime, doubling, "stub: {in_place_ms: 0}")
+    yield made
+    for runtime in made.runtimes:
+        runtime.device.gate.set()
+    made.replicas.close()
+
+
+def request(start: float) -> FakeRequest:
+    return FakeRequest({"x": rows(8, start)})
+
+
+def test_requests_that_were_not_launched_survive_their_runtime(two: TwoRuntimes) -> None:
+    """The one that executes fails with the reason; those in the queue are answered by the other device, and right."""
+    two.hold(0)
+    executing, queued = request(0), [request(start) for start in (1, 2, 3)]
+    two.send(0, executing)
+    assert two.runtimes[0].device.gate.waiting.wait(10)
+    two.send(0, *queued)
+    # The runtime has read them.
+    wait_until(lambda: two.engines[0].answers_in_s() > two.engines[1].answers_in_s())
+
+    two.runtimes[0].stop()
+
+    lost = executing.answers.get(timeout=10)
+    assert lost.error is not None
+    assert "[rsrv:RUNTIME_DOWN]" in lost.error.message
+    for start, one in enumerate(queued, 1):
+        answer = one.answers.get(timeout=10)
+        assert answer.error is None
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, start) + 1)
+
+
+def test_a_batch_that_is_answered_in_place_survives_as_well(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """Of a batch of two executions, the one in the runtime's queue is answered by the other device, later."""
+    two = TwoRuntimes(start_runtime, doubling, "")
+    two.hold(0)
+    batch = [request(0), request(1)]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(two.engines[0].execute, batch)
+        assert two.runtimes[0].device.gate.waiting.wait(10)
+        two.runtimes[0].stop()
+        assert asked.result(10) is None
+
+    lost, answer = (one.answers.get(timeout=10) for one in batch)
+    assert lost.error is not None
+    assert answer.error is None
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, 1) + 1)
+    two.runtimes[0].device.gate.set()
+    two.replicas.close()
+
+
+def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> None:
+    """The longer it takes, the later the device is expected to be free, also if its runtime goes on working."""
+    two.hold(0)
+    held = request(0)
+    two.send(0, held)
+    assert two.runtimes[0].device.gate.waiting.wait(10)
+
+    wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
+    # The loop publishes again.
+    two.runtimes[0].open().sock.close()
+    wait_until(lambda: two.engines[0].answers_in_s() > 0.3)
+    assert two.engines[1].answers_in_s() < 0.1
+
+    two.runtimes[0].device.gate.set()
+    assert held.answers.get(timeout=10).error is None
+    wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
+
+
+def test_a_runtime_that_does_not_notice_requests_looks_busy(two: TwoRuntimes) -> None:
+    """A stopped runtime's board shows an idle device; what was sent and not noticed says otherwise."""
+    blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads
+    go_on.clear()
+    blocked.loop._inbox.post(go_on.enter)
+    assert go_on.waiting.wait(10)
+    held = request(0)
+    assert two.engines[0].answers_in_s() < 0.1
+
+    two.send(0, held)
+
+    wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
+    go_on.set()
+    assert held.answers.get(timeout=10).error is None
+    wait_until(lambda: two.engines[0].answers_in_s() < 0.1)

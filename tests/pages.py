@@ -35,6 +35,7 @@ NOT_RUN = {
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
     "perf_analyzer": "would measure for seconds; `make bench` runs it",
     "docker": "needs a container engine",
+    "envoy": "the picker's tests run it with this configuration",
     "helm": "needs a cluster",
     "kubectl": "needs a cluster",
     "promtool": "comes with Prometheus, which is not installed for the tests",

@@ -1,22 +1,25 @@
-"""Generate the Python stubs of the control services: for `make pages`, or into another folder."""
+"""Generate the Python stubs of the control services and of the picker's messages: for `make pages`, or into another folder."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: folder above the package -> its proto file
-PROTOS = {"triton_backend": "rsrv/control/v1/control.proto", "gateway": "rsrv_gateway/v1/gateway.proto"}
+#: folder above the package -> its proto files
+PROTOS = {
+    "triton_backend": ["rsrv/control/v1/control.proto"],
+    "gateway": ["rsrv_gateway/v1/gateway.proto", "rsrv_gateway/v1/ext_proc.proto"],
+}
 
 
 def main() -> int:
     status = 0
-    for folder, proto in PROTOS.items():
+    for folder, protos in PROTOS.items():
         source = ROOT / folder
         out = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else source
         flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
         # The root is the folder above the packages, so that the stubs import each other by their full names.
-        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, proto]
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, *protos]
         status |= subprocess.run(command, check=False, cwd=source).returncode
     return status
 

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.address import parse_address
 from rsrv.command import EXIT_STATUS, CommandParser, command
 
 _EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
@@ -20,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 
-    return gateway.run(options.config, options.workers)
+    return gateway.run(options.config, options.workers, options.picker)
 
 
 def parser() -> CommandParser:
@@ -35,8 +37,25 @@ def parser() -> CommandParser:
         metavar="HOST:PORT,...",
         help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
     )
+    top.add_argument(
+        "--picker",
+        nargs="?",
+        const="0.0.0.0:9002",
+        type=_address,
+        metavar="HOST:PORT",
+        help="name servers to Envoy's filter ext_proc, here or at %(const)s, and serve no clients: gateway.grpc and gateway.http "
+        "are ignored",
+    )
     top.add_version()
     return top
+
+
+def _address(text: str) -> str:
+    try:
+        parse_address(text, any_host=True, any_port=True)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 if __name__ == "__main__":

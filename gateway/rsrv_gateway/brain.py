@@ -14,6 +14,7 @@ from rsrv_gateway.connections import ChannelFactory
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
+from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import ActionQueue, Probes
 from rsrv_gateway.traffic import Traffic
 
@@ -73,7 +74,7 @@ class GatewayLoop:
         members: Members,
         probes: Callable[[Callable[[], None]], Probes],
         planner: Planner,
-        make_proxy: Callable[["GatewayLoop"], Proxy],
+        make_proxy: Callable[["GatewayLoop"], Proxy | Picker],
         *,
         pause: float,
         drain: float,

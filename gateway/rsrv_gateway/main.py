@@ -23,6 +23,7 @@ from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import ChannelFactory, CredentialsError, open_ports, probe_timeout_s
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.members import Members, MembersError, parse_workers
+from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import GrpcProber, Probes
 from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
@@ -35,7 +36,7 @@ _CONTROL_DRAIN_S = 0.2
 _SWITCH_INTERVAL_S = 0.001
 
 
-def run(config: Path | None, workers: str | None) -> int:
+def run(config: Path | None, workers: str | None, picker: str | None = None) -> int:
     """Run the gateway and return the exit status of `rsrv-gateway`."""
     _log_to_stderr()
     try:
@@ -49,7 +50,7 @@ def run(config: Path | None, workers: str | None) -> int:
     raise_limit(resource.RLIMIT_NOFILE)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, picker))
     except (ListenError, CredentialsError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
@@ -67,13 +68,13 @@ def read(config: Path | None, workers: str | None) -> Settings:
     return settings.model_copy(update={"gateway": settings.gateway.model_copy(update=named)})
 
 
-async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def serve(settings: Settings, picker: str | None) -> None:
+    """Serve until SIGTERM or SIGINT; `picker` is the address for Envoy, None that clients are served.
 
     Raises ListenError and other errors that name the wrong setting; CancelledError after a second signal.
     """
     stop, section = _until_signalled(), settings.gateway
-    if ports := open_ports(section):
+    if picker is None and (ports := open_ports(section)):
         log.warning(
             "%s: every machine that reaches this one may send requests, and load and unload models: set gateway.token_file or "
             "gateway.tls_client_ca, or listen on 127.0.0.1",
@@ -91,7 +92,7 @@ async def serve(settings: Settings) -> None:
             members,
             partial(Probes, probe, section.probe_s),
             Planner(PlannerOptions.of(section)),
-            partial(Proxy, section),
+            partial(Proxy, section) if picker is None else partial(Picker, picker, section),
             pause=section.probe_s,
             drain=section.drain_s,
         )

@@ -29,8 +29,11 @@ class Peeked:
 
     __slots__ = ("data", "inputs", "model", "parameters", "span_of_id")
 
-    def __init__(self, data: bytes) -> None:
-        """Read the top-level fields in O(fields), not O(bytes). Raises Malformed."""
+    def __init__(self, data: bytes, whole: bool = True) -> None:
+        """Read the top-level fields in O(fields), not O(bytes). Raises Malformed.
+
+        If it is not `whole`, `data` is the beginning of a request, and what it cuts off is absent.
+        """
         self.data = data
         self.parameters: list[Span] = []
         self.inputs: list[Span] = []
@@ -70,10 +73,11 @@ class Peeked:
                     raise Malformed(_WRONG)
             else:
                 raise Malformed(f"a ModelInferRequest has more than {_MOST_FIELDS} fields")
-            #: the model's name
-            self.model = data[model[0] : model[1]].decode()
-        except (IndexError, UnicodeDecodeError):
-            raise Malformed(_WRONG) from None
+        except IndexError:
+            if whole:
+                raise Malformed(_WRONG) from None
+        #: the model's name
+        self.model = _text(data, model)
 
     @property
     def id(self) -> str:

@@ -20,6 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from local_triton import free_ports
 from rsrv.settings import SettingsError, load_settings
+from rsrv_gateway.__main__ import parser
 from rsrv_gateway.connections import open_ports
 from rsrv_gateway.main import read
 from rsrv_gateway.members import MembersError
@@ -121,6 +122,13 @@ def test_wrong_settings_or_a_wrong_command_line_end_it(
     assert said.returncode == status
     assert message in said.stderr
     assert len(said.stderr.splitlines()) == 1
+
+
+def test_the_pickers_address_is_checked_with_the_command_line() -> None:
+    """An address that is none is an error of usage."""
+    with pytest.raises(SystemExit) as end:
+        parser().parse(["--workers", "a:1", "--picker", "here"])
+    assert end.value.code == 2
 
 
 def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -> None:

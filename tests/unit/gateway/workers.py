@@ -111,15 +111,16 @@ class Relay:
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
+        self._server: asyncio.Server | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Relay"]:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
         try:
             yield self
         finally:
-            server.close()
+            self._server.close()
             for task in self._tasks:
                 task.cancel()
             for writer in self._open:
@@ -127,6 +128,12 @@ class Relay:
 
     def stick(self) -> None:
         self._stuck |= self._open
+
+    async def close(self) -> None:
+        """Break the connections and refuse new ones: the process behind it has died."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
 
     def cut(self) -> None:
         """Break the connections, as a killed process does."""

@@ -1,0 +1,151 @@
+"""Envoy's external processing protocol: what its messages say of a request, and the answers to them. Pure.
+
+Envoy sends the parts of a request one by one: its headers, parts of its body, perhaps its trailers, perhaps those of
+the response. Each is answered once, in order. The answers are bytes, because nearly all of them repeat.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from rsrv_gateway.http_protocol import for_client
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.peek import Malformed
+from rsrv_gateway.v1 import ext_proc_pb2 as pb
+
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+#: name of the header, and of the entry in the metadata, by which Envoy's policy override_host chooses
+DESTINATION = "x-gateway-destination-endpoint"
+#: namespace of that metadata, and names of those that limit the choice (Gateway API inference extension, proposal 004)
+_NAMESPACE, _SUBSET_NAMESPACE, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
+#: bytes of a gRPC message before its content: whether it is compressed, and its length
+_PREFIX_BYTES = 5
+#: Bytes at the start of a body that are enough: all but tensors comes before.
+ENOUGH_BYTES = 8 << 10
+#: bytes of a compressed message that are decompressed
+_DECOMPRESSED_MAX_BYTES = 64 << 10
+_EVERY_PART = ("request_headers", "response_headers", "request_body", "response_body")
+_TRAILERS = ("request_trailers", "response_trailers")
+
+
+class Head:
+    """The headers of a request, and the endpoints that Envoy allows."""
+
+    def __init__(self, message: Any) -> None:
+        """`message` is the first one of a request."""
+        part = message.request_headers
+        self._headers: Mapping[str, bytes] = {
+            header.key: header.raw_value or header.value.encode() for header in part.headers.headers
+        }
+        self.has_body = not part.end_of_stream
+        self.method, self.path = self.text(":method"), self.text(":path")
+        kind = self._headers.get("content-type", b"")
+        # As Envoy's own routes tell it.
+        self.is_grpc = kind == b"application/grpc" or kind.startswith(b"application/grpc+")
+        self.authorization = self._headers.get("authorization", b"")
+        #: endpoints of which one must be chosen; None: any
+        self.subset: frozenset[str] | None = None
+        hint = message.metadata_context.filter_metadata
+        if _SUBSET_NAMESPACE in hint and _SUBSET in hint[_SUBSET_NAMESPACE]:
+            found = hint[_SUBSET_NAMESPACE][_SUBSET]
+            self.subset = frozenset(found.split(",") if isinstance(found, str) else map(str, found))
+
+    def text(self, name: str) -> str:
+        # A path that is not UTF-8 matches no model, as at tritonserver.
+        return self._headers.get(name, b"").decode(errors="surrogateescape")
+
+    def number(self, name: str) -> int | None:
+        """Return a length; None: absent, or none."""
+        text = self.text(name)
+        return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
+def is_enough(head: Head, body: bytes | bytearray) -> bool:
+    """Return true if the bytes say all that a choice needs, though more will follow."""
+    if len(body) >= ENOUGH_BYTES:
+        return True
+    if head.is_grpc:
+        return len(body) >= _PREFIX_BYTES and len(body) - _PREFIX_BYTES >= int.from_bytes(body[1:5], "big")
+    length = head.number("inference-header-content-length")
+    return length is not None and len(body) >= length
+
+
+def first_message(head: Head, body: bytes) -> tuple[bytes, bool]:
+    """Return the first gRPC message of a body, and whether it is whole. Raises Malformed."""
+    end = _PREFIX_BYTES + int.from_bytes(body[1:_PREFIX_BYTES], "big")
+    content, whole = body[_PREFIX_BYTES:end], len(body) >= max(end, _PREFIX_BYTES)
+    if body[:1] != b"\x01":
+        return content, whole
+    encoding = head.text("grpc-encoding")
+    if encoding not in ("gzip", "deflate"):
+        raise Malformed(f"the request's compression {encoding!r} is unknown here; gzip and deflate are not")
+    try:
+        return zlib.decompressobj(47).decompress(content, _DECOMPRESSED_MAX_BYTES), False
+    except zlib.error as error:
+        raise Malformed(f"the request cannot be decompressed: {error}") from None
+
+
+# --- answers -----------------------------------------------------------------------------------------------
+
+
+@lru_cache(4096)
+def directed(part: str, endpoints: tuple[str, ...], hidden: tuple[str, ...]) -> bytes:
+    """Return the answer that names the endpoints, the best first, and removes the `hidden` headers."""
+    value = ",".join(endpoints)
+    answer: Any = pb.ProcessingResponse()
+    mutation = getattr(answer, part).response.header_mutation
+    mutation.set_headers.add(
+        header=pb.HeaderValue(key=DESTINATION, raw_value=value.encode()),
+        append_action=pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+    mutation.remove_headers.extend(hidden)
+    answer.dynamic_metadata.update({_NAMESPACE: {DESTINATION: value}})
+    return _bytes(answer)
+
+
+def passed(part: str) -> bytes:
+    """Return the answer that changes nothing."""
+    return _PASSED[part]
+
+
+def returned(part: str, body: Any) -> bytes:
+    """Return the answer that gives a part of a body back: in the mode FULL_DUPLEX_STREAMED, Envoy keeps none."""
+    answer: Any = pb.ProcessingResponse()
+    getattr(answer, part).response.body_mutation.streamed_response.CopyFrom(body)
+    return _bytes(answer)
+
+
+def refused(refusal: Refusal, grpc: bool) -> bytes:
+    """Return the answer that ends the request with an error: in trailers for gRPC, else as tritonserver writes it."""
+    answer: Any = pb.ProcessingResponse()
+    immediate = answer.immediate_response
+    if grpc:
+        immediate.status.code = 200
+        immediate.grpc_status.status = refusal.for_client().value[0]
+        immediate.body = refusal.message.encode(errors="replace")
+    else:
+        immediate.status.code, headers, immediate.body = for_client(refusal)
+        immediate.headers.set_headers.extend(
+            pb.HeaderValueOption(
+                header=pb.HeaderValue(key=name.lower(), raw_value=value.encode()),
+                append_action=pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in headers.items()
+        )
+    return _bytes(answer)
+
+
+def _empty(parts: Iterable[str]) -> Iterable[tuple[str, bytes]]:
+    for part in parts:
+        answer = pb.ProcessingResponse()
+        getattr(answer, part).SetInParent()
+        yield part, _bytes(answer)
+
+
+def _bytes(answer: Any) -> bytes:
+    data: bytes = answer.SerializeToString()
+    return data
+
+
+_PASSED = dict(_empty(_EVERY_PART + _TRAILERS))

@@ -1,0 +1,396 @@
+"""Endpoint picker: names the server of each request to an Envoy, which carries the bytes.
+
+`Picker` takes the place of the `Proxy`. For each request Envoy opens a stream in the external processing
+protocol, and keeps it while the request is in flight, so the stream's length is the request's.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from itertools import count
+from time import monotonic
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from rsrv.address import Address, parse_address
+from rsrv.control.grpc_server import GrpcServer
+from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
+from rsrv.placement.routing import Choice
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway import ext_proc
+from rsrv_gateway.connections import SERVICE, Token, server_credentials, server_options
+from rsrv_gateway.ext_proc import Head
+from rsrv_gateway.http_protocol import UnknownPath, overstated, peek, target_of
+from rsrv_gateway.members import addresses_of
+from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
+from rsrv_gateway.peek import Malformed, Peeked
+from rsrv_gateway.traffic import Traffic
+from rsrv_gateway.v1 import ext_proc_pb2 as pb
+
+log = logging.getLogger("rsrv.gateway")
+
+#: code of a counted request whose answer the picker does not see
+PICKED = "PICKED"
+#: endpoints named for one request: the first, and two for Envoy's retries
+_ENDPOINTS_MAX = 3
+_TOKEN_HEADER = ("authorization",)
+_INFERENCE = frozenset(["ModelInfer", "ModelStreamInfer", "infer", "generate", "generate_stream"])
+_ABOUT_A_MODEL = frozenset(
+    ["ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "ready", "model", "config", "stats"]
+)
+#: what a client may ask of any server, beside methods and paths that no server knows
+_OF_ANY = frozenset(
+    [
+        "ServerLive",
+        "ServerReady",
+        "ServerMetadata",
+        "RepositoryIndex",
+        "live",
+        "server ready",
+        "server",
+        "index",
+    ]
+)
+_HEALTH = "/grpc.health.v1.Health/Check"
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+
+
+class Picker:
+    """Answers Envoys by the table of the gateway's loop."""
+
+    def __init__(self, address: str, settings: GatewaySection, brain: Brain) -> None:
+        """Prepare the server for `address`. Raises ListenError."""
+        self._address = address
+        self._settings = settings
+        self._token = Token(settings)
+        self.traffic = Traffic(settings.mode, brain)
+        self.max_bytes = settings.max_message_bytes
+        #: headers that servers do not get
+        self._hidden = _TOKEN_HEADER if self._token.needed else ()
+        #: endpoints by worker, for gRPC and for HTTP
+        self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
+        self._resolved: dict[str, str] = {}
+        self._turns = count()
+        self._streams: set[asyncio.Task[None]] = set()
+        self._server = GrpcServer(self._make, "--picker")
+        #: the port that it listens on; 0: not started
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen from now on. Raises ListenError."""
+        self.port = await self._server.start(self._address, server_credentials(self._settings))
+
+    def _make(self) -> Any:
+        handlers = {
+            ext_proc.METHOD: grpc.stream_stream_rpc_method_handler(
+                self._process, pb.ProcessingRequest.FromString
+            ),
+            _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
+        }
+        return grpc.aio.server(handlers=[_Methods(handlers)], options=server_options(self._settings))
+
+    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+        """Replace the workers and the table, as `Proxy.apply` does."""
+        self._endpoints = {
+            True: await self._addresses({name: worker.grpc for name, worker in workers.items()}),
+            False: await self._addresses({name: worker.http for name, worker in workers.items()}),
+        }
+        self.traffic.apply(workers, table)
+
+    def counts(self) -> TrafficCounts:
+        return self.traffic.counts()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests. Those in flight go on without the picker: Envoy has been told their servers."""
+        stopping = asyncio.ensure_future(self._server.stop(seconds))
+        await asyncio.sleep(0)
+        for stream in self._streams:
+            stream.cancel()
+        await stopping
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def _process(self, messages: AsyncIterator[Any], context: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        request = self.request()
+        # Ended by Envoy, with its request, or by `drain`: Envoy goes on if the stream ends well.
+        with suppress(asyncio.CancelledError):
+            try:
+                async for message in messages:
+                    for answer in await request.answers(message):
+                        await context.write(answer)
+                    if request.refused:
+                        break
+            finally:
+                request.end()
+                self._streams.discard(task)
+
+    async def _check(self, _: bytes, __: Any) -> bytes:
+        return _SERVING if self.traffic.workers else _NOT_SERVING
+
+    async def _addresses(self, wanted: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return IP:PORT by worker, because override_host knows no names; without workers that have none."""
+        found = {}
+        for worker, address in wanted.items():
+            if address is None or address.startswith("unix:"):
+                continue
+            known = parse_address(address)
+            try:
+                found[worker] = str(Address(await self._ip(known.host), known.port))
+            except OSError as error:
+                log.warning(
+                    "worker %s: Envoy needs its address, and %s has none: %s", worker, known.host, error
+                )
+        return found
+
+    async def _ip(self, host: str) -> str:
+        """Return the address of a host; the last one if its name cannot be resolved now. Raises OSError."""
+        with suppress(ValueError):
+            return str(ip_address(host))
+        try:
+            self._resolved[host] = next(iter(await addresses_of(host)))
+        except OSError:
+            if host not in self._resolved:
+                raise
+        return self._resolved[host]
+
+    # --- one request ---------------------------------------------------------------------------------------
+
+    def request(self) -> "PickedRequest":
+        """Begin a request, whose parts follow."""
+        return PickedRequest(self)
+
+    def admits(self, head: Head) -> bool:
+        return self._token.lets_in([("authorization", head.authorization)])
+
+    def directed(self, part: str, endpoints: Iterable[str]) -> bytes:
+        return ext_proc.directed(part, tuple(endpoints), self._hidden)
+
+    def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
+        """Return the endpoints of these workers, in order, that Envoy may use for the request."""
+        known, subset = self._endpoints[head.is_grpc], head.subset
+        return {
+            worker: known[worker]
+            for worker in workers
+            if worker in known and (subset is None or known[worker] in subset)
+        }
+
+    def in_turn(self) -> Sequence[str]:
+        """Return all workers, another one first each time."""
+        workers = list(self.traffic.workers)
+        at = next(self._turns) % max(len(workers), 1)
+        return workers[at:] + workers[:at]
+
+
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def __init__(self, handlers: Mapping[str, Any]) -> None:
+        self._handlers = handlers
+
+    def service(self, details: Any) -> Any:
+        return self._handlers.get(details.method)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Method of gRPC, or operation as in `Target`, that a request asks for, and the model if it is in the path."""
+
+    what: str
+    model: str = ""
+
+    @property
+    def needs_body(self) -> bool:
+        return self.what in _INFERENCE or (not self.model and self.what in _ABOUT_A_MODEL)
+
+
+def _question(head: Head) -> _Question | None:
+    """Return what a request asks; None: a server knows, or refuses it."""
+    if head.is_grpc:
+        service, _, method = head.path.rpartition("/")
+        return _Question(method) if service + "/" == SERVICE else None
+    try:
+        target = target_of(head.method, head.path)
+    except UnknownPath:
+        return None
+    # Statistics of all models.
+    return None if target.what == "stats" and not target.model else _Question(target.what, target.model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The parts of a body that decide its route."""
+
+    model: str
+    items: int = 1
+    sequence: int | str | None = None
+
+
+class PickedRequest:
+    """One request on its way through Envoy: the parts that came, and the choice that is counted until `end`."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+        self._arrived = monotonic()
+        self._head: Head | None = None
+        self._question: _Question | None = None
+        #: Envoy sends the body before the headers are answered
+        self._ahead = False
+        #: Envoy wants each part of a body back
+        self._duplex = False
+        self._body = bytearray()
+        #: parts without an answer yet
+        self._waiting: list[Any] = []
+        self._decided = False
+        self._wanted = _Wanted("")
+        self._choice: Choice | None = None
+        self.refused = False
+
+    async def answers(self, message: Any) -> list[bytes]:
+        """Return the answers that are due after this message."""
+        part = message.WhichOneof("request")
+        if self._decided or (self._head is not None and part.startswith("response")):
+            return [self._passed(message)]
+        if self._head is None:
+            if part != "request_headers":
+                return [self._refuse(_without("request_header_mode: SEND"))]
+            self._head = Head(message)
+            return await self._begin(self._head, message)
+        if part == "request_trailers" and not self._ahead:
+            return [self._refuse(Refusal(StatusCode.INVALID_ARGUMENT, "the request has no body"))]
+        self._waiting.append(message)
+        if part == "request_body":
+            self._body += message.request_body.body
+            more = self._ahead and not message.request_body.end_of_stream
+            if more and not ext_proc.is_enough(self._head, self._body):
+                return []
+        return await self._decide(self._head)
+
+    def end(self) -> None:
+        """Stop counting it."""
+        if self._choice is not None:
+            traffic = self._picker.traffic
+            traffic.router.release(self._choice)
+            seconds = monotonic() - self._arrived
+            wanted, worker = self._wanted, self._choice.worker
+            traffic.count_finished(wanted.model, worker, PICKED, wanted.items, seconds)
+            self._choice = None
+
+    async def _begin(self, head: Head, message: Any) -> list[bytes]:
+        mode = message.protocol_config.request_body_mode
+        self._duplex = mode == pb.FULL_DUPLEX_STREAMED
+        self._ahead = self._duplex or (
+            mode == pb.STREAMED and message.protocol_config.send_body_without_waiting_for_header_response
+        )
+        question = self._question = _question(head)
+        if not self._picker.admits(head):
+            if question is not None and question.what in _INFERENCE:
+                self._picker.traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
+            return [self._refuse(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))]
+        self._waiting.append(message)
+        if question is None or not question.needs_body or not head.has_body:
+            return await self._decide(head)
+        if self._ahead:
+            return []
+        if mode not in (pb.BUFFERED, pb.BUFFERED_PARTIAL):
+            if head.is_grpc:
+                return [self._refuse(_without("request_body_mode: BUFFERED_PARTIAL"))]
+            return await self._decide(head)
+        self._waiting.clear()
+        return [ext_proc.passed("request_headers")]
+
+    async def _decide(self, head: Head) -> list[bytes]:
+        """Choose, and return the answers to all parts that wait."""
+        found = await self._endpoints(head, self._question)
+        if isinstance(found, Refusal):
+            return [self._refuse(found)]
+        self._decided = True
+        first, *others = self._waiting
+        self._waiting, self._body = [], bytearray()
+        answer = self._picker.directed(first.WhichOneof("request"), found)
+        return [answer, *(self._passed(other) for other in others)]
+
+    async def _endpoints(self, head: Head, question: _Question | None) -> Sequence[str] | Refusal:
+        """Return the endpoints for the request, the best first; a request for inference is counted."""
+        picker, traffic = self._picker, self._picker.traffic
+        if question is None or question.what in _OF_ANY:
+            workers: Iterable[str] = picker.in_turn()
+        elif question.what in _INFERENCE or question.what in _ABOUT_A_MODEL:
+            try:
+                wanted = self._wanted = self._read(head, question)
+            except Malformed as error:
+                traffic.count_refused("", StatusCode.INVALID_ARGUMENT.name)
+                return Refusal(StatusCode.INVALID_ARGUMENT, str(error))
+            if question.what in _INFERENCE:
+                return await self._infer(head, wanted)
+            workers = await traffic.workers_for(wanted.model) if wanted.model else picker.in_turn()
+        else:
+            return unsupported()
+        return list(picker.allowed(head, workers).values())[:_ENDPOINTS_MAX] or no_worker()
+
+    async def _infer(self, head: Head, wanted: _Wanted) -> Sequence[str] | Refusal:
+        picker, traffic = self._picker, self._picker.traffic
+        found = traffic.router.select(wanted.model, wanted.items) or await traffic.find(
+            wanted.model, wanted.items
+        )
+        if isinstance(found, Refusal):
+            traffic.count_refused(wanted.model, found.code.name)
+            return found
+        if wanted.sequence:
+            traffic.pin_sequence(found, wanted.model, wanted.sequence)
+        # A sequence's state is at one server.
+        others = () if wanted.sequence else found.others
+        allowed = picker.allowed(head, (found.worker, *others))
+        if not allowed:
+            traffic.router.release(found)
+            traffic.count_refused(wanted.model, StatusCode.UNAVAILABLE.name)
+            return not_served(wanted.model)
+        worker = next(iter(allowed))
+        if worker != found.worker:
+            traffic.router.move(found, worker)
+        self._choice = found
+        return list(allowed.values())[:_ENDPOINTS_MAX]
+
+    def _read(self, head: Head, question: _Question) -> _Wanted:
+        """Read what decides the route. Raises Malformed."""
+        router, body = self._picker.traffic.router, bytes(self._body)
+        if head.is_grpc:
+            message, whole = ext_proc.first_message(head, body)
+            request = Peeked(message, whole)
+            if not request.model and not whole:
+                raise Malformed(
+                    f"the first {len(message)} bytes of the request do not name its model: let that be its first field"
+                )
+            measured = router.measured(request.model)
+            items = 1 if measured is None else request.items(*measured)
+            return _Wanted(request.model, items, request.parameter("sequence_id"))
+        length = head.number("inference-header-content-length")
+        text = body if length is None else body[:length]
+        size = None if head.text("content-encoding") else head.number("content-length")
+        if wrong := overstated(text, self._picker.max_bytes if size is None else size):
+            raise Malformed(wrong)
+        measured = router.measured(question.model) if question.what == "infer" else None
+        return _Wanted(question.model, *peek(text, measured))
+
+    def _passed(self, message: Any) -> bytes:
+        part: str = message.WhichOneof("request")
+        if self._duplex and part.endswith("_body"):
+            return ext_proc.returned(part, getattr(message, part))
+        return ext_proc.passed(part)
+
+    def _refuse(self, refusal: Refusal) -> bytes:
+        self.refused = True
+        return ext_proc.refused(refusal, self._head is None or self._head.is_grpc)
+
+
+def _without(setting: str) -> Refusal:
+    return Refusal(
+        StatusCode.INTERNAL,
+        f"the endpoint picker cannot choose a server: Envoy's ext_proc filter needs {setting}",
+    )

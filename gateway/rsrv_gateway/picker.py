@@ -6,7 +6,7 @@ protocol, and keeps it while the request is in flight, so the stream's length is
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -175,13 +175,28 @@ class Picker:
         return ext_proc.directed(part, tuple(endpoints), self._hidden)
 
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
-        """Return the endpoints of these workers, in order, that Envoy may use for the request."""
+        """Return the endpoints of the first of these workers, in order, that Envoy may use for the request."""
         known, subset = self._endpoints[head.is_grpc], head.subset
-        return {
-            worker: known[worker]
-            for worker in workers
-            if worker in known and (subset is None or known[worker] in subset)
-        }
+        found: dict[str, str] = {}
+        for worker in workers:
+            endpoint = known.get(worker)
+            if endpoint is not None and (subset is None or endpoint in subset):
+                found[worker] = endpoint
+                if len(found) == _ENDPOINTS_MAX:
+                    break
+        return found
+
+    def order(self, model: str, chosen: str) -> Iterator[str]:
+        """Yield the chosen worker, the model's other replicas, and then the others that have it, another one first each time."""
+        routes = self.traffic.table[model]
+        yield chosen
+        yield from (worker for worker in routes.placed if worker != chosen)
+        ready = routes.ready
+        at = next(self._turns)
+        for number in range(at, at + len(ready)):
+            worker = ready[number % len(ready)]
+            if worker != chosen and worker not in routes.placed:
+                yield worker
 
     def in_turn(self) -> Sequence[str]:
         """Return all workers, another one first each time."""
@@ -332,7 +347,7 @@ class PickedRequest:
             workers = await traffic.workers_for(wanted.model) if wanted.model else picker.in_turn()
         else:
             return unsupported()
-        return list(picker.allowed(head, workers).values())[:_ENDPOINTS_MAX] or no_worker()
+        return list(picker.allowed(head, workers).values()) or no_worker()
 
     async def _infer(self, head: Head, wanted: _Wanted) -> Sequence[str] | Refusal:
         picker, traffic = self._picker, self._picker.traffic
@@ -345,8 +360,8 @@ class PickedRequest:
         if wanted.sequence:
             traffic.pin_sequence(found, wanted.model, wanted.sequence)
         # A sequence's state is at one server.
-        others = () if wanted.sequence else found.others
-        allowed = picker.allowed(head, (found.worker, *others))
+        order = [found.worker] if wanted.sequence else picker.order(wanted.model, found.worker)
+        allowed = picker.allowed(head, order)
         if not allowed:
             traffic.router.release(found)
             traffic.count_refused(wanted.model, StatusCode.UNAVAILABLE.name)
@@ -355,7 +370,7 @@ class PickedRequest:
         if worker != found.worker:
             traffic.router.move(found, worker)
         self._choice = found
-        return list(allowed.values())[:_ENDPOINTS_MAX]
+        return list(allowed.values())
 
     def _read(self, head: Head, question: _Question) -> _Wanted:
         """Read what decides the route. Raises Malformed."""

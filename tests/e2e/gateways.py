@@ -11,7 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,14 +187,31 @@ class RunningGateway:
             client.close()
 
 
-@contextmanager
 def running_gateway(
     folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton] = (), **settings: Any
-) -> Iterator[RunningGateway]:
+) -> AbstractContextManager[RunningGateway]:
     """Run a gateway that is ready in front of the workers for the length of the block.
 
     Servers are called a, b ... and have no control service. `settings` are those of the section gateway.
     """
+    return _running(folder, workers, settings, picker=False)
+
+
+def running_picker(
+    folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton], **settings: Any
+) -> AbstractContextManager[RunningGateway]:
+    """Run an endpoint picker, which answers Envoy at the port for gRPC, likewise."""
+    return _running(folder, workers, settings, picker=True)
+
+
+@contextmanager
+def _running(
+    folder: Path,
+    workers: Sequence[Mapping[str, Any] | RunningTriton],
+    settings: Mapping[str, Any],
+    *,
+    picker: bool,
+) -> Iterator[RunningGateway]:
     ports = dict(zip(("grpc", "http", "admin"), free_ports(3), strict=True))
     entries = [
         entry(worker, name, control=False) if isinstance(worker, RunningTriton) else dict(worker)
@@ -204,9 +221,12 @@ def running_gateway(
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     with config.open("w") as file:
         YAML(typ="safe").dump({"gateway": section}, file)
+    command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config)]
+    if picker:
+        command += ["--picker", section["grpc"]]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rsrv_gateway", "--config", str(config)],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ,

@@ -1,0 +1,145 @@
+"""Two real servers behind a real Envoy with deploy/envoy.yaml, and a picker as a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.gateways import Fleet, RunningGateway, running_picker
+from tests.envoys import RunningEnvoy, running_envoy
+from tests.waiting import wait_until
+
+SIZES = (1000, 100_000, 10_000_000)
+
+
+@pytest.fixture(scope="module")
+def picker(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    folder = tmp_path_factory.mktemp("picker")
+    with running_picker(folder, fleet.workers) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def envoy(
+    fleet: Fleet, picker: RunningGateway, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningEnvoy]:
+    grpc, http = ([getattr(one, f"{kind}_port") for one in fleet.workers] for kind in ("grpc", "http"))
+    with running_envoy(tmp_path_factory.mktemp("envoy"), picker.grpc_port, grpc, http) as running:
+        yield running
+
+
+def tensor(client: Any, x: Any, **options: Any) -> Any:
+    made = client.InferInput("X", list(x.shape), "INT32")
+    made.set_data_from_numpy(x, **options)
+    return made
+
+
+def echoed(client: Any, x: Any) -> bool:
+    return np.array_equal(client.infer("echo", [tensor(tritonclient.grpc, x)]).as_numpy("Y"), x)
+
+
+def picked(picker: RunningGateway, model: str) -> int:
+    """Return the requests that the picker has given a server."""
+    lines = [
+        line for line in picker.get("/metrics")[1].splitlines() if "rsrv_gateway_requests_total{" in line
+    ]
+    return sum(
+        int(float(line.split()[-1])) for line in lines if f'model="{model}"' in line and "PICKED" in line
+    )
+
+
+def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: RunningGateway) -> None:
+    """Answers to requests of 1 kB to 10 MB are right over gRPC, compressed or not, and over HTTP, binary or JSON."""
+    asked = picked(picker, "echo")
+    with (
+        closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as grpc,
+        closing(tritonclient.http.InferenceServerClient(envoy.url)) as http,
+    ):
+        assert grpc.is_server_ready()
+        assert http.is_server_live()
+        assert {one["name"] for one in http.get_model_repository_index()} >= {"echo", "several"}
+        for size in SIZES:
+            x = np.arange(size // 4, dtype=np.int32)
+            assert echoed(grpc, x)
+            for binary in (True, False) if size < SIZES[-1] else (True,):
+                given = tensor(tritonclient.http, x, binary_data=binary)
+                assert np.array_equal(http.infer("echo", [given]).as_numpy("Y"), x)
+        compressed = grpc.infer("echo", [tensor(tritonclient.grpc, x)], compression_algorithm="gzip")
+        assert np.array_equal(compressed.as_numpy("Y"), x)
+    wait_until(lambda: picked(picker, "echo") == asked + 9, what="all requests end")
+
+
+def test_a_stream_has_its_answers_in_order(envoy: RunningEnvoy) -> None:
+    """A decoupled model's answers come one by one through Envoy, for several messages."""
+    answers: SimpleQueue[Any] = SimpleQueue()
+    with closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as client:
+        client.start_stream(lambda result, error: answers.put(error or result.as_numpy("Y")[0]))
+        for number in (1, 3, 2):
+            x = np.array([number, 0], np.int32)
+            client.async_stream_infer("several", [tensor(tritonclient.grpc, x)])
+        assert [answers.get(timeout=20) for _ in range(6)] == [1, 3, 3, 3, 2, 2]
+
+
+def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:
+    """A wrong model is NOT_FOUND, loading is UNIMPLEMENTED, and a server's own refusal stays."""
+    x = np.arange(4, dtype=np.int32)
+    with (
+        closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as grpc,
+        closing(tritonclient.http.InferenceServerClient(envoy.url)) as http,
+    ):
+        with pytest.raises(InferenceServerException, match="unknown model: 'wrong' is not found") as error:
+            grpc.infer("wrong", [tensor(tritonclient.grpc, x)])
+        assert error.value.status() == "StatusCode.NOT_FOUND"
+        with pytest.raises(InferenceServerException, match="unknown model: 'wrong' is not found"):
+            http.infer("wrong", [tensor(tritonclient.http, x)])
+        with pytest.raises(InferenceServerException, match="several servers") as error:
+            grpc.load_model("echo")
+        assert error.value.status() == "StatusCode.UNIMPLEMENTED"
+        with pytest.raises(InferenceServerException, match="QUEUE_FULL"):
+            grpc.infer("refusing", [tensor(tritonclient.grpc, x)])
+
+
+def test_requests_survive_the_death_of_the_picker(fleet: Fleet, tmp_path: Path) -> None:
+    """Under load, a picker is killed and another one started: no request fails, and the new one is asked."""
+    grpc, http = ([getattr(one, f"{kind}_port") for one in fleet.workers] for kind in ("grpc", "http"))
+    x, stop, outcomes = np.arange(1000, dtype=np.int32), threading.Event(), Counter[str]()
+
+    def ask(url: str) -> None:
+        with closing(tritonclient.grpc.InferenceServerClient(url)) as client:
+            while not stop.is_set():
+                try:
+                    outcomes["right" if echoed(client, x) else "wrong"] += 1
+                except InferenceServerException as error:
+                    outcomes[str(error)] += 1
+
+    def more() -> None:
+        already = outcomes["right"]
+        wait_until(lambda: outcomes["right"] >= already + 50, what="50 answers")
+
+    with running_picker(tmp_path, fleet.workers) as first:
+        port = first.grpc_port
+        with running_envoy(tmp_path, port, grpc, http) as envoy, ThreadPoolExecutor() as threads:
+            for _ in range(4):
+                threads.submit(ask, envoy.url)
+            try:
+                more()
+                first.process.kill()
+                more()
+                with running_picker(tmp_path, fleet.workers, grpc=first.url) as second:
+                    wait_until(lambda: picked(second, "echo") > 0, what="the new picker is asked")
+                    more()
+            finally:
+                stop.set()
+    assert set(outcomes) == {"right"}

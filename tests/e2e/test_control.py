@@ -191,7 +191,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
     assert [model.name for model in status.models] == ["changing", "exact", "steady"]
     assert not status.failures
     assert status.server.pid == control.server.pid
-    assert is_alive(status.runtime.pid)
+    assert is_alive(status.devices[0].runtime.pid)
     for model in status.models:
         (only,) = model.versions
         assert only.state == pb.STATE_READY
@@ -419,7 +419,7 @@ def test_a_changed_bundle_is_served_when_its_reload_returns(
 
 def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
     """The control service sees a stopped runtime and its return within a second; calls in between fail."""
-    runtime = control.status().runtime
+    runtime = control.status().devices[0].runtime
     os.kill(runtime.pid, signal.SIGSTOP)
     try:
         took = _until(lambda: control.health() == NOT_SERVING)
@@ -428,7 +428,7 @@ def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
         os.kill(runtime.pid, signal.SIGCONT)
 
     wait_until(lambda: control.health() == SERVING, what="the runtime")
-    assert control.status().runtime.instance == runtime.instance
+    assert control.status().devices[0].runtime.instance == runtime.instance
     assert took < SEEN_S
 
 
@@ -453,7 +453,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     control.rsrv("policy", "steady", "--weight", "3")
     control.rsrv("pause", "steady")
     control.rsrv("scheduler", "launch_ahead_ms=1.5")
-    runtime = control.status().runtime
+    runtime = control.status().devices[0].runtime
     with control.watch() as updates:
         assert updates.get(timeout=20).HasField("snapshot")
         os.kill(runtime.pid, signal.SIGKILL)

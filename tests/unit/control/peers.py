@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.card_memory import Cards
 from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
@@ -293,6 +294,8 @@ class Served:
     """The services of one fake runtime, with the interfaces that clients and the control process use."""
 
     runtime: FakeRuntime
+    #: The runtimes of all devices, `runtime` first.
+    all: list[FakeRuntime]
     runtimes: Runtimes
     link: RuntimeLink
     lifecycle: FakeLifecycle
@@ -312,17 +315,23 @@ async def served(
     settings: str = "",
     silence: float = 10.0,
     decides: bool = True,
+    devices: int = 1,
 ) -> AsyncIterator[Served]:
-    """Serve on a Unix socket, over a repository of these models, which are ready in a runtime that is up."""
+    """Serve on a Unix socket, over a repository of these models, which are ready in runtimes that are up."""
     repository = tmp_path / "repository"
     repository.mkdir()
-    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    folders = [tmp_path, *(tmp_path / f"device{number}" for number in range(1, devices))]
+    found = []
+    for number, folder in enumerate(folders, 1):
+        folder.mkdir(exist_ok=True)
+        found.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
     for name in models:
         add_model(repository, name)
-        runtime.entries[f"{name}@1"] = entry(name)
-        runtime.models[name] = model_status()
+        for one in found:
+            one.entries[f"{name}@1"] = entry(name)
+            one.models[name] = model_status()
     lifecycle = FakeLifecycle()
-    async with linked(tmp_path, silence=silence) as runtimes:
+    async with linked(*folders, silence=silence) as runtimes:
         link = runtimes.links[0]
         readiness = Readiness(
             runtimes, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
@@ -336,6 +345,7 @@ async def served(
             lifecycle,
             Metrics(link, lambda: lifecycle.failures.keys(), {}),
             live := Live(link, dict, every=0.1),
+            Cards(["cpu"] * len(runtimes.links)),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())
@@ -343,9 +353,10 @@ async def served(
         server = await listen_locally(tmp_path / "control.sock", service, health)
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
-                await until(runtimes, lambda: runtimes.up)
+                await until(runtimes, lambda: len(runtimes.live) == devices)
                 yield Served(
-                    runtime,
+                    found[0],
+                    found,
                     runtimes,
                     link,
                     lifecycle,
@@ -360,7 +371,8 @@ async def served(
             noticing.cancel()
             living.cancel()
             await server.stop(0)
-            runtime.die()
+            for one in found:
+                one.die()
 
 
 def add_model(repository: Path, name: str) -> None:

@@ -187,11 +187,11 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         async with shell(tmp_path, capsys) as rsrv:
             status = (await rsrv("status", "--json")).json
 
-            assert set(status) == {
-                *("server", "runtime", "host", "device", "scheduler", "models", "metas", "failures")
-            }
+            assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures")}
             assert set(status["server"]) == {"pid", "controlPid", "version", "mode", "repository"}
-            assert set(status["runtime"]) == {
+            (device,) = status["devices"]
+            assert set(device) == {"number", "runtime", "host", "memory"}
+            assert set(device["runtime"]) == {
                 *(
                     "pid",
                     "instance",
@@ -204,7 +204,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                     "computes",
                 )
             }
-            assert set(status["device"]) == {
+            assert set(device["memory"]) == {
                 *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
             }
             assert set(status["scheduler"]) == {
@@ -216,6 +216,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
                 *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
                 *("misses", "loads", "evictions", "loadSeconds", "executables", "policy", "weightsState"),
+                "devices",
             }
             assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
                 "RESIDENCY_SYSTEM",
@@ -241,8 +242,12 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_json_is_protobufs_json() -> None:
     """JSON output is protobuf's: its own parser restores the message."""
     message = pb.GetStatusResponse(
-        runtime=pb.Runtime(revision=2**53, uptime_s=float("inf")),
-        device=pb.DeviceMemory(limit_bytes=0),
+        devices=[
+            pb.DeviceStatus(
+                runtime=pb.Runtime(revision=2**53, uptime_s=float("inf")),
+                memory=pb.DeviceMemory(limit_bytes=0),
+            )
+        ],
         models=[
             pb.ModelStatus(
                 name="a",
@@ -279,6 +284,7 @@ def test_json_is_protobufs_json() -> None:
         ),
         (["prefetch", "a"], {"command": "prefetch", "model": "a"}, "a: the weights will be loaded"),
         (["evict", "--all"], {"command": "evict", "model": None}, "freed: a, b"),
+        (["evict", "a", "--device", "0"], {"command": "evict", "model": "a"}, "freed: a, b"),
         (["compact"], {"command": "compact"}, "the weights that are not pinned are evicted and loaded again"),
         (["pause", "a"], {"command": "pause", "model": "a", "mode": "hold"}, "a: paused (hold)"),
         (

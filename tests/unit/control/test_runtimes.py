@@ -9,7 +9,7 @@ import pytest
 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
-from rsrv.control.runtimes import Runtimes, device_directories
+from rsrv.control.runtimes import Runtimes, device_directories, server_devices
 from rsrv.wire import paths
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.waiting import looped
@@ -168,8 +168,9 @@ async def test_changes_come_with_their_device(tmp_path: Path) -> None:
 def test_the_directories_are_those_of_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first directory is the given one, the others are named for their device."""
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
-    assert device_directories(1, tmp_path) == [tmp_path]
-    (tmp_path / paths.DEVICES).write_text('["cpu", "cpu"]')
-    first, second = device_directories(1, tmp_path)
+    assert server_devices(tmp_path) == ["cpu"]
+    (tmp_path / paths.DEVICES).write_text('["GPU-1", "cpu"]')
+    assert server_devices(tmp_path) == ["GPU-1", "cpu"]
+    first, second = device_directories(1, tmp_path, 2)
     assert first == tmp_path
     assert second.name.endswith("-gpu1")

@@ -69,7 +69,7 @@ async def pid(channel: Any, token: str | None = None) -> int:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(
             pb.GetStatusRequest(), metadata=bearing(token), timeout=20
         )
-        return int(status.runtime.pid)
+        return int(status.devices[0].runtime.pid)
 
 
 def bearing(token: str | None) -> tuple[tuple[str, str], ...]:

@@ -77,10 +77,13 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         assert status.failures[0] == pb.Failure(
             name="c", text="manifest.yaml: not YAML", since_unix_s=1000.0, tries=2
         )
-        assert (status.runtime.instance, status.runtime.pid) == ("11" * 8, 4711)
-        assert (status.runtime.numerics, status.runtime.computes) == (pb.NUMERICS_AUTO, "")
-        assert status.device.budget_bytes == 5000
-        assert not status.device.HasField("limit_bytes")
+        (device,) = status.devices
+        assert (device.runtime.instance, device.runtime.pid) == ("11" * 8, 4711)
+        assert (device.runtime.numerics, device.runtime.computes) == (pb.NUMERICS_AUTO, "")
+        assert device.memory.budget_bytes == 5000
+        assert not device.memory.HasField("limit_bytes")
+        assert not device.HasField("card")
+        assert not device.HasField("down_since_unix_s")
         assert (status.scheduler.discipline, status.scheduler.depth) == (pb.DISCIPLINE_FAIR, 2)
         assert status.server.mode == pb.MODE_DYNAMIC
 
@@ -187,10 +190,15 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.answers = told
         ask = server.control.GetTimeline
-        assert (await ask(pb.GetTimelineRequest(instance="new", since=5))).next == 6
-        assert (await ask(pb.GetTimelineRequest(instance="old"))).next == 1
-        answer = await ask(pb.GetTimelineRequest(instance="old", since=5))
-        assert (answer.instance, answer.first, answer.next, answer.end) == ("new", 0, 1, 9)
+
+        def after(instance: str, number: int) -> pb.GetTimelineRequest:
+            position = pb.TimelinePosition(instance=instance, next=number)
+            return pb.GetTimelineRequest(positions=[position])
+
+        assert (await ask(after("new", 5))).positions[0].next == 6
+        assert (await ask(pb.GetTimelineRequest())).positions[0].next == 1
+        answer = await ask(after("old", 5))
+        assert list(answer.positions) == [pb.TimelinePosition(instance="new", first=0, next=1, end=9)]
         (found,) = answer.spans
         assert found == pb.Span(
             kind=pb.SPAN_KIND_EXECUTE,

@@ -15,30 +15,43 @@ _GROUPS = {
     pb.SPAN_KIND_LOAD: "weights",
     pb.SPAN_KIND_EVICT: "weights",
 }
-_PROCESSES = {"device": 1, "weights": 2}
 
 
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
     """Return the trace as an object for json.dumps; its times are microseconds of Unix time.
 
-    A group has as many lanes as events at the same time: the format has no overlapping events in one lane.
+    A group of a device has as many lanes as events at the same time: the format has no overlapping events in one lane.
     """
     events: list[dict[str, Any]] = []
+    known = sorted(
+        (span for span in spans if span.kind in _GROUPS), key=lambda span: (span.start_unix_s, span.seconds)
+    )
+    devices = sorted({0, *(span.device for span in known)})
+    groups = [(device, group) for device in devices for group in ("device", "weights")]
     #: Group -> time at which each of its lanes is free.
-    lanes: dict[str, list[float]] = {group: [] for group in _PROCESSES}
-    for span in sorted(spans, key=lambda span: (span.start_unix_s, span.seconds)):
-        group = _GROUPS.get(span.kind)
-        if group is None:
-            continue
+    lanes: dict[tuple[int, str], list[float]] = {group: [] for group in groups}
+    for span in known:
+        group = span.device, _GROUPS[span.kind]
         free = lanes[group]
         lane = next((at for at, end in enumerate(free) if end <= span.start_unix_s + 1e-6), len(free))
         free[lane : lane + 1] = [span.start_unix_s + span.seconds]
-        events.append(_event(span, _PROCESSES[group], lane + 1))
+        events.append(_event(span, groups.index(group) + 1, lane + 1))
     names = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}}
-        for group, pid in _PROCESSES.items()
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": pid,
+            "args": {"name": _name(*group, alone=len(devices) == 1)},
+        }
+        for pid, group in enumerate(groups, 1)
     ]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+
+
+def _name(device: int, group: str, *, alone: bool) -> str:
+    if alone:
+        return group
+    return f"device {device}" if group == "device" else f"{group} of device {device}"
 
 
 def _event(span: pb.Span, process: int, lane: int) -> dict[str, Any]:

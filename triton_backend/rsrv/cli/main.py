@@ -118,7 +118,16 @@ def parser() -> CommandParser:
     )
     prefetch.add_argument("model", metavar="MODEL")
     prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
-    _target(command("evict", "evict weights that are not pinned"))
+    evict = command("evict", "evict weights that are not pinned")
+    _target(evict)
+    for one, default in ((prefetch, "those where placement has the model"), (evict, "all")):
+        one.add_argument(
+            "--device",
+            type=int,
+            action="append",
+            metavar="N",
+            help=f"a device's number; may be repeated (default: {default})",
+        )
     command("compact", "evict all weights that are not pinned, and load them again without gaps")
 
     policy = command("policy", "set a model's share of the device, and its queue")

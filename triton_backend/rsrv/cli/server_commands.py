@@ -69,17 +69,18 @@ def _timeline(server: Server) -> int:
 
 
 def _spans(server: Server) -> list[pb.Span]:
-    """Return all spans that the runtime keeps."""
+    """Return all spans that the runtimes keep."""
     spans: list[pb.Span] = []
+    before: dict[int, str] = {}
     answer = pb.GetTimelineResponse()
-    while not spans or answer.next < answer.end:
-        wanted = pb.GetTimelineRequest(instance=answer.instance, since=answer.next)
-        later = server.ask("GetTimeline", wanted)
-        if later.instance != answer.instance:
-            spans = []
-        spans += later.spans
-        answer = later
-        if not later.spans:
+    while not before or any(one.next < one.end for one in answer.positions):
+        answer = server.ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
+        new = {one.device: one.instance for one in answer.positions}
+        # Of a runtime that has ended meanwhile, nothing is left.
+        spans = [span for span in spans if new.get(span.device) == before.get(span.device)]
+        spans += answer.spans
+        before = new
+        if not answer.spans:
             break
     return spans
 
@@ -117,13 +118,20 @@ def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
 
 def _prefetch(server: Server) -> int:
     model, wait = server.options.model, server.options.wait
-    call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait)
+    call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait, devices=_devices(server))
     answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
     return server.done(answer, f"{model}: the weights {'are on the device' if wait else 'will be loaded'}")
 
 
+def _devices(server: Server) -> list[int]:
+    devices: list[int] = server.options.device or []
+    if min(devices, default=0) < 0:
+        raise CommandLineError("--device is a number from 0")
+    return devices
+
+
 def _evict(server: Server) -> int:
-    answer = server.ask("Evict", pb.EvictRequest(target=_target(server.options)))
+    answer = server.ask("Evict", pb.EvictRequest(target=_target(server.options), devices=_devices(server)))
     return server.done(answer, f"freed: {', '.join(answer.models) or 'nothing'}")
 
 

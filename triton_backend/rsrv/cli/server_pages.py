@@ -1,5 +1,6 @@
 """Prints the control service's answers for people."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rsrv.text import amount, duration, one_line, printable
 def status_page(answer: pb.GetStatusResponse) -> None:
     """Print the server, a line for each model and meta model, and the failures."""
     _print_server(answer)
+    several = len(answer.devices) > 1
     if answer.models:
         print()
         print_table(
@@ -19,6 +21,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "STATE",
                 "PAUSED",
                 "WEIGHTS",
+                *(("ON",) if several else ()),
                 "SIZE",
                 "QUEUED",
                 "RUNNING",
@@ -29,7 +32,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "RESIDENCY",
                 "STUBS",
             ),
-            (_model_row(model) for model in answer.models),
+            (_model_row(model, several=several) for model in answer.models),
         )
     if answer.metas:
         print()
@@ -57,7 +60,7 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         policy = model.policy
         pairs = [
             ("model", model.name),
-            ("weights", f"{_weights(model)}, {amount(model.device_bytes)}"),
+            ("weights", f"{_weights(model)}, {amount(model.device_bytes)}{_places(model)}"),
             ("residency", _word(pb.Residency, model.residency)),
             ("paused", _word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
@@ -85,6 +88,37 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         ]
         _print_pairs(pairs)
         _print_versions(model.versions)
+        if len(answer.devices) > 1:
+            print()
+            print_table(
+                (
+                    "DEVICE",
+                    "STATE",
+                    "WEIGHTS",
+                    "QUEUED",
+                    "RUNNING",
+                    "EXECUTIONS",
+                    "BUSY",
+                    "COLD REQUESTS",
+                    "LOADS",
+                    "ERROR",
+                ),
+                (
+                    (
+                        str(one.number),
+                        _word(pb.State, one.state),
+                        one.weights_state or _word(pb.Weights, one.weights),
+                        str(one.queued),
+                        str(one.executing),
+                        str(one.dispatches),
+                        duration(one.device_seconds),
+                        str(one.misses),
+                        str(one.loads),
+                        one_line(one.error),
+                    )
+                    for one in model.devices
+                ),
+            )
         if model.executables:
             print()
             print_table(
@@ -170,9 +204,10 @@ def _print_load(device: pb.DeviceLoad) -> None:
 
 
 def story_page(answer: pb.GetStoryResponse) -> None:
+    devices = {story.device for story in answer.stories}
     for story in answer.stories:
         if len(answer.stories) > 1:
-            print(f"{story.key}:")
+            print(f"{story.key}{f' on device {story.device}' if len(devices) > 1 else ''}:")
         for line in story.lines:
             print(printable(line))
 
@@ -190,19 +225,29 @@ def print_update(update: pb.WatchStateResponse) -> None:
     """Print a line for each model without delay."""
     match update.WhichOneof("update"):
         case "snapshot":
-            print(f"runtime {update.snapshot.instance}, revision {update.snapshot.revision}", flush=True)
-            for entry in update.snapshot.entries:
-                _print_entry(update.snapshot.revision, entry.version.key, entry)
+            snapshot = update.snapshot
+            print(
+                f"runtime {snapshot.instance}{_which(snapshot.device)}, revision {snapshot.revision}",
+                flush=True,
+            )
+            for entry in snapshot.entries:
+                _print_entry(snapshot, entry.version.key, entry)
         case "change":
             change = update.change
-            _print_entry(change.revision, change.key, change.entry if change.HasField("entry") else None)
+            _print_entry(change, change.key, change.entry if change.HasField("entry") else None)
         case "down":
-            print("the runtime does not answer", flush=True)
+            print(f"the runtime{_which(update.down.device)} does not answer", flush=True)
 
 
-def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
+def _which(device: int) -> str:
+    return f" of device {device}" if device else ""
+
+
+def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | None) -> None:
+    """Print a line that begins with the revision; behind it is the device, but for device 0."""
+    number = f"{where.revision}{_which(where.device)}"
     if entry is None:
-        print(f"{revision} {key} gone", flush=True)
+        print(f"{number} {key} gone", flush=True)
         return
     version = entry.version
     said = [
@@ -213,41 +258,72 @@ def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
         _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
         one_line(version.error),
     ]
-    print(f"{revision} {key} {', '.join(filter(None, said))}", flush=True)
+    print(f"{number} {key} {', '.join(filter(None, said))}", flush=True)
 
 
 def _print_server(answer: pb.GetStatusResponse) -> None:
-    server, runtime, device, scheduler = answer.server, answer.runtime, answer.device, answer.scheduler
+    server, scheduler = answer.server, answer.scheduler
+    live = [device for device in answer.devices if device.HasField("runtime")]
+    pairs = [("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}")]
+    for device in answer.devices:
+        if len(answer.devices) > 1:
+            pairs.append((f"device {device.number}", _device_name(device)))
+        if device.HasField("runtime"):
+            pairs += _device_pairs(device, alone=len(answer.devices) == 1)
+    runtime = live[0].runtime
+    pairs += [
+        (
+            "numerics",
+            _word(pb.Numerics, runtime.numerics)
+            + (f"; the device multiplies in {runtime.computes}" if runtime.computes else ""),
+        ),
+        ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
+    ]
+    _print_pairs(pairs)
+
+
+def _device_name(device: pb.DeviceStatus) -> str:
+    memory = device.memory
+    if not device.HasField("runtime"):
+        since = time.strftime("%H:%M:%S", time.localtime(device.down_since_unix_s))
+        return f"its runtime has not answered since {since}; see the server's log"
     limit = (
-        f", {amount(device.limit_bytes)} for weights and executions" if device.HasField("limit_bytes") else ""
+        f", {amount(memory.limit_bytes)} for weights and executions" if memory.HasField("limit_bytes") else ""
     )
-    budget = f" of {amount(device.budget_bytes)}" if device.HasField("budget_bytes") else ""
-    _print_pairs(
-        [
-            ("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}"),
+    card = device.card
+    used = f", {amount(card.used_bytes)} of {amount(card.total_bytes)} in use" if card.total_bytes else ""
+    return f"{memory.name or 'none yet'}{limit}{used}"
+
+
+def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, str]]:
+    """Return the lines about a device whose runtime answers; those of one of several are indented."""
+    runtime, memory = device.runtime, device.memory
+    budget = f" of {amount(memory.budget_bytes)}" if memory.HasField("budget_bytes") else ""
+    pairs = [
+        (
+            "runtime",
             (
-                "runtime",
-                (
-                    f"{runtime.pid}, up {duration(runtime.uptime_s)}, instance {runtime.instance}, "
-                    f"{runtime.compiled} compiled, {runtime.from_cache} from the cache"
-                ),
+                f"{runtime.pid}, up {duration(runtime.uptime_s)}, instance {runtime.instance}, "
+                f"{runtime.compiled} compiled, {runtime.from_cache} from the cache"
             ),
-            ("device", f"{device.name or 'none yet'}{limit}"),
+        ),
+        (
+            "weights",
             (
-                "weights",
-                (
-                    f"{amount(device.held_bytes)}{budget} on the device, {amount(device.pinned_bytes)} pinned; "
-                    f"{amount(answer.host.physical_bytes)} in host memory"
-                ),
+                f"{amount(memory.held_bytes)}{budget} on the device, {amount(memory.pinned_bytes)} pinned; "
+                f"{amount(device.host.physical_bytes)} in host memory"
             ),
-            (
-                "numerics",
-                _word(pb.Numerics, runtime.numerics)
-                + (f"; the device multiplies in {runtime.computes}" if runtime.computes else ""),
-            ),
-            ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
-        ]
-    )
+        ),
+    ]
+    if alone:
+        return [pairs[0], ("device", _device_name(device)), pairs[1]]
+    return [(f"  {name}", text) for name, text in pairs]
+
+
+def _places(model: pb.ModelStatus) -> str:
+    """Return the devices that have the weights of a model, if it is on several."""
+    found = [str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT]
+    return f" on device {', '.join(found)}" if found and len(model.devices) > 1 else ""
 
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
@@ -291,12 +367,14 @@ def _weights(model: pb.ModelStatus) -> str:
     return model.weights_state or _word(pb.Weights, model.weights)
 
 
-def _model_row(model: pb.ModelStatus) -> tuple[str, ...]:
+def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
+    on = " ".join(str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT)
     return (
         model.name,
         _state(model.versions),
         _word(pb.Pause, model.paused),
         _weights(model),
+        *((on,) if several else ()),
         amount(model.device_bytes),
         str(model.queued),
         str(model.executing),

@@ -78,12 +78,13 @@ async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
 async def _control(options: argparse.Namespace, server: int) -> None:
     """Run until the server ends, whose pidfd is `server`. Raises what ends a task before that."""
     # Imported after the claim: a superfluous control process loads nothing.
+    from rsrv.control.card_memory import Cards
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health, Readiness
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.reconciler import Reconciler
-    from rsrv.control.runtimes import Runtimes, device_directories
+    from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlService
     from rsrv.control.triton import Triton
     from rsrv.settings import read_settings
@@ -95,7 +96,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(server, gone.set)
 
-    runtimes = Runtimes(device_directories(options.server_pid, options.directory))
+    devices = server_devices(options.directory)
+    runtimes = Runtimes(device_directories(options.server_pid, options.directory, len(devices)))
+    cards = Cards(devices)
     link = runtimes.links[0]
     reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid))
     readiness = Readiness(
@@ -109,7 +112,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     exporting = _exporting(settings, link)
     metrics = Metrics(link, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts)
     live = Live(link, lambda: {name: one.text for name, one in reconciler.failures.items()})
-    service = ControlService(runtimes, settings, repository, options.server_pid, reconciler, metrics, live)
+    service = ControlService(
+        runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards
+    )
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:

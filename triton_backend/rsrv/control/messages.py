@@ -1,13 +1,16 @@
 """Translates the runtime's JSON into the service's messages, and messages into settings. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
 
+from rsrv.control.card_memory import CardMemory
 from rsrv.control.grpc_service import member, member_name
 from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
+from rsrv.control.runtimes import merge
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings
 
@@ -15,6 +18,25 @@ Json = Mapping[str, Any]
 #: Versions of one model by key, in the order of their registration.
 Versions = Mapping[str, ModelVersion]
 
+#: Figures of a model that are summed over its devices; the others are those of the first device.
+_SUMS = frozenset(
+    (
+        *(
+            "queued",
+            "executing",
+            "dispatches",
+            "useful_rows",
+            "padded_rows",
+            "device_seconds",
+            "misses",
+            "loads",
+        ),
+        *("evictions", "waiting", "running", "calls", "kept_bytes"),
+    )
+)
+_COUNTS = frozenset({"outcomes", "sizes"})
+#: Precedence among the states of a model's weights on several devices.
+_WEIGHT_STATES = ("resident", "evicting", "reserved", "loading", "queued", "backoff", "absent")
 #: Fields with the same name and another form in both.
 _TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
@@ -43,7 +65,7 @@ def version_list(versions: Versions) -> list[pb.Version]:
     return [version(key, entry) for key, entry in versions.items()]
 
 
-def entry_message(key: str, entry: ModelVersion) -> pb.Entry:
+def _entry(key: str, entry: ModelVersion) -> pb.Entry:
     return pb.Entry(
         name=entry["name"],
         meta=entry["kind"] == "meta",
@@ -52,18 +74,27 @@ def entry_message(key: str, entry: ModelVersion) -> pb.Entry:
     )
 
 
-def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy) -> pb.ModelStatus:
-    """`status`: the model's part of the runtime's status; empty if the model is not built, or could not be built."""
-    found = list(versions.values())
-    # The version that is served, or else the one to be served next.
-    ready = [entry for entry in found if entry["state"] == "ready"] or found
+def model_status(
+    name: str, statuses: Mapping[int, Json], devices: Mapping[int, Versions], policy: pb.Policy
+) -> pb.ModelStatus:
+    """Return the status of a model over all devices.
+
+    Args:
+        name: of the model.
+        statuses: the model's part of each runtime's status; none of a runtime where it is not built.
+        devices: its versions on each device that answers; none where it is not known.
+        policy: as in `policy`.
+    """
+    status = _sum(list(statuses.values()))
+    versions = merge(list(devices.values()))
+    served = _served(versions)
     costs, precisions = status.get("costs", {}), status.get("precisions", {})
     return pb.ModelStatus(
         name=name,
         versions=version_list(versions),
-        residency=member(pb.Residency, ready[-1]["residency"] if ready else status.get("residency")),
-        weights=member(pb.Weights, ready[-1]["weights"] if ready else status.get("weights")),
-        paused=member(pb.Pause, ready[-1]["paused"] if ready else None),
+        residency=member(pb.Residency, served["residency"] if served else status.get("residency")),
+        weights=member(pb.Weights, served["weights"] if served else status.get("weights")),
+        paused=member(pb.Pause, served["paused"] if served else None),
         executables=[
             _executable(
                 which, status.get("sizes", {}).get(which, 0), costs.get(which), precisions.get(which, {})
@@ -71,19 +102,60 @@ def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy)
             for which in sorted({*costs, *status.get("sizes", {})}, key=_variant_and_size)
         ],
         policy=policy,
+        devices=[
+            _on_device(number, statuses.get(number, {}), found)
+            for number, versions_there in sorted(devices.items())
+            if (found := _served(versions_there)) is not None
+        ],
         **_same(pb.ModelStatus, status, _TRANSLATED),
     )
 
 
-def meta_status(name: str, status: Json, versions: Versions) -> pb.MetaStatus:
-    """`status`: the meta model's part of the runtime's status; empty if no stub serves it."""
+def meta_status(name: str, statuses: Iterable[Json], versions: Versions) -> pb.MetaStatus:
+    """Return the status of a meta model; `statuses`: its parts of the runtimes' statuses, those that a stub serves."""
     found = list(versions.values())
     return pb.MetaStatus(
         name=name,
         versions=version_list(versions),
         paused=member(pb.Pause, found[-1]["paused"] if found else None),
-        **_same(pb.MetaStatus, status),
+        **_same(pb.MetaStatus, _sum(list(statuses))),
     )
+
+
+def _served(versions: Versions) -> ModelVersion | None:
+    """Return the version that is served, or else the one to be served next."""
+    found = list(versions.values())
+    ready = [entry for entry in found if entry["state"] == "ready"] or found
+    return ready[-1] if ready else None
+
+
+def _on_device(number: int, status: Json, served: ModelVersion) -> pb.ModelOnDevice:
+    return pb.ModelOnDevice(
+        number=number,
+        state=member(pb.State, served["state"]),
+        error=served["error"] or "",
+        weights=member(pb.Weights, served["weights"]),
+        **_same(pb.ModelOnDevice, status, _TRANSLATED | {"state"}),
+    )
+
+
+def _sum(statuses: Sequence[Json]) -> dict[str, Any]:
+    """Return the statuses of one model on several devices as that of one device."""
+    total: dict[str, Any] = {}
+    for status in statuses:
+        for key, value in status.items():
+            before = total.get(key)
+            if before is None:
+                total[key] = value
+            elif key in _SUMS:
+                total[key] = before + value
+            elif key in _COUNTS:
+                total[key] = {one: before.get(one, 0) + value.get(one, 0) for one in {**before, **value}}
+            elif key == "costs":
+                total[key] = {**value, **before}
+            elif key == "weights_state":
+                total[key] = min(before, value, key=_WEIGHT_STATES.index)
+    return total
 
 
 def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
@@ -98,12 +170,36 @@ def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
     )
 
 
-def host_memory(status: Json) -> pb.HostMemory:
-    return pb.HostMemory(**_same(pb.HostMemory, status))
-
-
-def device_memory(status: Json) -> pb.DeviceMemory:
-    return pb.DeviceMemory(**_same(pb.DeviceMemory, status))
+def device_status(
+    number: int, link: RuntimeLink, status: Json | None, card: CardMemory | None, now: float
+) -> pb.DeviceStatus:
+    """Return the status of a device; `status`: that of its runtime, if it answers; `now`: Unix time, in seconds."""
+    shown = pb.DeviceStatus(
+        number=number,
+        card=None
+        if card is None
+        else pb.CardMemory(used_bytes=card.used_bytes, total_bytes=card.total_bytes),
+    )
+    if status is None:
+        shown.down_since_unix_s = now - link.down_s
+        return shown
+    shown.runtime.MergeFrom(
+        pb.Runtime(
+            pid=status["pid"],
+            instance=link.instance,
+            revision=link.revision,
+            uptime_s=status["uptime_s"],
+            connections=status["connections"],
+            compiled=status["compiled"],
+            from_cache=status["from_cache"],
+            numerics=member(pb.Numerics, status["numerics"]),
+            computes=status["computes"] or "",
+        )
+    )
+    memory = status["memory"]
+    shown.host.MergeFrom(pb.HostMemory(**_same(pb.HostMemory, memory["host"])))
+    shown.memory.MergeFrom(pb.DeviceMemory(**_same(pb.DeviceMemory, memory["device"])))
+    return shown
 
 
 def scheduler(section: Json) -> pb.Scheduler:
@@ -179,13 +275,19 @@ def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
     return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
-def timeline(said: Json, now: float) -> pb.GetTimelineResponse:
-    """`now`: Unix time of the runtime's answer, in seconds."""
+def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
+    """`said`: the answers of the devices; `now`: Unix time of these, in seconds."""
     return pb.GetTimelineResponse(
-        instance=said["instance"],
-        first=said["first"],
-        next=said["next"],
-        end=said["end"],
+        positions=[
+            pb.TimelinePosition(
+                device=number,
+                instance=one["instance"],
+                first=one["first"],
+                next=one["next"],
+                end=one["end"],
+            )
+            for number, one in said.items()
+        ],
         spans=[
             pb.Span(
                 kind=member(pb.SpanKind, kind),
@@ -197,17 +299,34 @@ def timeline(said: Json, now: float) -> pb.GetTimelineResponse:
                 size=size,
                 requests=requests,
                 failed=failed,
+                device=number,
             )
-            for kind, key, ago, seconds, rows, size, requests, failed in said["spans"]
+            for number, one in said.items()
+            for kind, key, ago, seconds, rows, size, requests, failed in one["spans"]
         ],
     )
 
 
-def snapshot(instance: str, revision: int, entries: Mapping[str, ModelVersion]) -> pb.Snapshot:
+def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
+    """Return an update of a device's state."""
+    match update:
+        case None:
+            return pb.WatchStateResponse(down=pb.RuntimeDown(device=device))
+        case StateSnapshot(instance, revision, entries):
+            return pb.WatchStateResponse(snapshot=_snapshot(device, instance, revision, entries))
+        case StateChange(instance, revision, key, entry):
+            changed = None if entry is None else _entry(key, entry)
+            return pb.WatchStateResponse(
+                change=pb.Change(device=device, instance=instance, revision=revision, key=key, entry=changed)
+            )
+
+
+def _snapshot(device: int, instance: str, revision: int, entries: Mapping[str, ModelVersion]) -> pb.Snapshot:
     return pb.Snapshot(
+        device=device,
         instance=instance,
         revision=revision,
-        entries=[entry_message(key, entries[key]) for key in sorted(entries)],
+        entries=[_entry(key, entries[key]) for key in sorted(entries)],
     )
 
 

@@ -213,6 +213,7 @@ class RuntimeLink:
         self._up = False
         self._down = self._loop.create_future()
         self._since = 0.0
+        self._down_at = self._loop.time()
         self._entries: dict[str, ModelVersion] = {}
         self.instance = ""
         #: Number of runtimes so far.
@@ -234,6 +235,11 @@ class RuntimeLink:
     @property
     def since(self) -> float:
         return self._since
+
+    @property
+    def down_s(self) -> float:
+        """Seconds since the runtime answered last, or since the link's beginning; 0.0 while it does."""
+        return 0.0 if self._up else self._loop.time() - self._down_at
 
     @property
     def entries(self) -> Mapping[str, ModelVersion]:
@@ -399,6 +405,7 @@ class RuntimeLink:
 
     def _go_down(self) -> None:
         self._up = False
+        self._down_at = self._loop.time()
         self._down.set_result(None)
         self._changes.note()
         self._publish(None)

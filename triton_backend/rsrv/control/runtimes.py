@@ -31,12 +31,16 @@ _STATES = ("ready", "loading", "leaving", "failed")
 _WEIGHTS = ("resident", "loading", "absent", None)
 
 
-def device_directories(server_pid: int, first: Path) -> list[Path]:
-    """Return the directories of a server's runtimes, by the number of their device. `first`: that of device 0."""
+def server_devices(directory: Path) -> list[str]:
+    """Return the devices of the server whose device 0 has this directory: values of CUDA_VISIBLE_DEVICES, or cpu."""
     try:
-        count = len(paths.read_devices(first))
+        return paths.read_devices(directory)
     except FileNotFoundError:
-        count = 1
+        return ["cpu"]  # no runtime has found out yet
+
+
+def device_directories(server_pid: int, first: Path, count: int) -> list[Path]:
+    """Return the directories of a server's runtimes, by the number of their device. `first`: that of device 0."""
     return [first, *(paths.runtime_directory(server_pid, str(number)) for number in range(1, count))]
 
 
@@ -57,6 +61,8 @@ class Runtimes:
             )
             for number, directory in enumerate(directories)
         )
+        #: Devices that placement allows a model, by its name; others may be on any device.
+        self.placement: Mapping[str, Collection[int]] = {}
         self._merged: Mapping[str, ModelVersion] = {}
         self._merged_at = -1
 
@@ -173,6 +179,23 @@ class Runtimes:
             else:
                 answers[number] = one
         return answers, refusals
+
+    async def timeline(self, since: Mapping[int, tuple[str, int]]) -> Answers:
+        """Return the latest spans of all devices, as the command `timeline` does.
+
+        `since`: the runtime's instance, and the number of the first span that is wanted, by device; of another runtime and
+        of other devices, all are. Raises RuntimeDown, StatusError if none answers.
+        """
+
+        async def ask(number: int, link: RuntimeLink) -> Answer:
+            instance, first = since.get(number, ("", 0))
+            said = await link.command({"command": "timeline", "since": first})
+            if first and instance != said["instance"]:
+                said = await link.command({"command": "timeline", "since": 0})
+            return said
+
+        answers, refusals = await self._ask(self.live, ask)
+        return answers or _raise(refusals)
 
     # --- changes --------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NoReturn
 
 import rsrv
 from rsrv.control import messages
+from rsrv.control.card_memory import Cards
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
@@ -38,37 +39,45 @@ class ControlService(control_pb2_grpc.ControlServicer):
         lifecycle: Reloading,
         metrics: Metrics,
         live: Live,
+        cards: Cards,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._runtimes = runtimes
-        self._link = runtimes.links[0]
         self._settings = settings
         self._repository = repository
         self._server_pid = server_pid
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._live = live
+        self._cards = cards
         self._clock = clock
 
     # --- the state ------------------------------------------------------------------------------------------
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
-        link = self._link
-        status = await link.status()
-        section = await link.configure({})
-        versions = messages.by_name(link.entries)
-        # A model that is not built yet, or could not be built, has no status.
-        kinds = {e["name"]: e["kind"] for e in link.entries.values()}
-        models = {**{name: {} for name, kind in kinds.items() if kind == "model"}, **status["models"]}
-        metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
+        runtimes = self._runtimes
+        statuses = await runtimes.status()
+        section = await runtimes.configure({})
+        entries = runtimes.entries
+        by_device = {number: messages.by_name(link.entries) for number, link in runtimes.live.items()}
         failures = self._lifecycle.failures
-        if request.model and request.model not in {*models, *metas, *failures}:
+        # A model that is not built yet, or could not be built, has no status.
+        names = {
+            kind: {name for said in statuses.values() for name in said[f"{kind}s"]}
+            | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
+            for kind in ("model", "meta")
+        }
+        if request.model and not any(request.model in known for known in (*names.values(), failures)):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 
-        def wanted(names: Any) -> list[str]:
+        def wanted(names: Iterable[str]) -> list[str]:
             return sorted(name for name in names if request.model in ("", name))
 
+        def told(kind: str, name: str) -> dict[int, Any]:
+            return {number: said[kind][name] for number, said in statuses.items() if name in said[kind]}
+
+        cards, now, versions = await self._cards.memory(), self._clock(), messages.by_name(entries)
         return pb.GetStatusResponse(
             server=pb.Server(
                 pid=self._server_pid,
@@ -77,30 +86,24 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 mode=member(pb.Mode, self._settings.lifecycle.mode),
                 repository=str(self._repository),
             ),
-            runtime=pb.Runtime(
-                pid=status["pid"],
-                instance=link.instance,
-                revision=link.revision,
-                uptime_s=status["uptime_s"],
-                connections=status["connections"],
-                compiled=status["compiled"],
-                from_cache=status["from_cache"],
-                numerics=member(pb.Numerics, status["numerics"]),
-                computes=status["computes"] or "",
-            ),
-            host=messages.host_memory(status["memory"]["host"]),
-            device=messages.device_memory(status["memory"]["device"]),
+            devices=[
+                messages.device_status(number, link, statuses.get(number), cards.get(number), now)
+                for number, link in enumerate(runtimes.links)
+            ],
             scheduler=messages.scheduler(section),
             models=[
                 messages.model_status(
                     name,
-                    models[name],
-                    versions.get(name, {}),
-                    messages.policy(self._settings, name, self._runtimes.overrides.policy(name)),
+                    told("models", name),
+                    {number: found[name] for number, found in by_device.items() if name in found},
+                    messages.policy(self._settings, name, runtimes.overrides.policy(name)),
                 )
-                for name in wanted(models)
+                for name in wanted(names["model"])
             ],
-            metas=[messages.meta_status(name, metas[name], versions.get(name, {})) for name in wanted(metas)],
+            metas=[
+                messages.meta_status(name, told("metas", name).values(), versions.get(name, {}))
+                for name in wanted(names["meta"])
+            ],
             failures=[
                 pb.Failure(
                     name=name,
@@ -123,16 +126,19 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:
-        said = await self._link.command({"command": "story", "model": _model(request.model)})
+        said = await self._runtimes.query({"command": "story", "model": _model(request.model)})
         return pb.GetStoryResponse(
-            stories=[pb.Story(key=key, lines=lines) for key, lines in said["stories"].items()]
+            stories=[
+                pb.Story(key=key, lines=lines, device=number)
+                for number, one in said.items()
+                for key, lines in one["stories"].items()
+            ]
         )
 
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
-        said = await self._link.command({"command": "timeline", "since": request.since})
-        if request.since and request.instance not in ("", said["instance"]):
-            said = await self._link.command({"command": "timeline", "since": 0})
+        since = {one.device: (one.instance, one.next) for one in request.positions}
+        said = await self._runtimes.timeline(since)
         return messages.timeline(said, self._clock())
 
     async def WatchPage(
@@ -145,21 +151,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any
     ) -> AsyncIterator[pb.WatchStateResponse]:
-        subscription = self._link.subscribe()
+        feed = self._runtimes.subscribe()
         try:
             while True:
-                match await subscription.next():
-                    case None:
-                        yield pb.WatchStateResponse(down=pb.RuntimeDown())
-                    case StateSnapshot(instance, revision, entries):
-                        yield pb.WatchStateResponse(snapshot=messages.snapshot(instance, revision, entries))
-                    case StateChange(instance, revision, key, entry):
-                        changed = None if entry is None else messages.entry_message(key, entry)
-                        yield pb.WatchStateResponse(
-                            change=pb.Change(instance=instance, revision=revision, key=key, entry=changed)
-                        )
+                yield messages.update(*await feed.next())
         finally:
-            subscription.close()
+            feed.close()
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -179,27 +176,39 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         model = _model(request.model)
-        await self._load_weights({"command": "prefetch", "model": model}, model, request.wait)
+        devices = request.devices or self._runtimes.placement.get(model)
+        await self._load_weights({"command": "prefetch", "model": model}, model, request.wait, devices)
         return pb.PrefetchResponse()
 
-    async def _load_weights(self, command: dict[str, Any], model: str, wait: bool) -> None:
-        subscription = self._link.subscribe()
+    async def _load_weights(
+        self, command: dict[str, Any], model: str, wait: bool, devices: Collection[int] | None = None
+    ) -> None:
+        subscriptions = [link.subscribe() for link in self._runtimes.links]
         try:
-            before = await subscription.next()
-            await self._link.command(command)
+            # The state before the command: the load may begin, and fail, before the answer.
+            before = [one.take() for one in subscriptions]
+            sent = await self._runtimes.command(command, devices)
             if wait:
-                await _until_resident(before, subscription, model)
+                serving = [number for number in sent if _serves(before[number], model)] or [*sent]
+                waits = (_until_resident(before[one], subscriptions[one], model) for one in serving)
+                ended = await asyncio.gather(*waits, return_exceptions=True)
+                failed = [one for one in ended if one is not None]
+                # A device that died meanwhile loads the weights when it is back.
+                if failed and (len(failed) == len(ended) or not isinstance(failed[0], RuntimeDown)):
+                    raise failed[0]
         finally:
-            subscription.close()
+            for one in subscriptions:
+                one.close()
 
     @steers
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
-        said = await self._link.command({"command": "evict", "model": _target(request.target)})
-        return pb.EvictResponse(models=sorted(said["models"]))
+        command = {"command": "evict", "model": _target(request.target)}
+        said = await self._runtimes.command(command, request.devices)
+        return pb.EvictResponse(models=sorted({name for one in said.values() for name in one["models"]}))
 
     @steers
     async def Compact(self, request: pb.CompactRequest) -> pb.CompactResponse:
-        await self._link.command({"command": "compact"})
+        await self._runtimes.command({"command": "compact"})
         return pb.CompactResponse()
 
     # --- scheduling --------------------------------------------------------------------------------------
@@ -209,7 +218,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         policy = messages.given(request.policy)
         if not policy:
             raise InvalidArgument("policy must have at least one of weight, max_delay_us, max_queue_depth")
-        await self._link.command({"command": "policy", "model": _model(request.model), **policy})
+        await self._runtimes.command({"command": "policy", "model": _model(request.model), **policy})
         return pb.SetPolicyResponse()
 
     @steers
@@ -223,7 +232,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 raise InvalidArgument(
                     f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
                 )
-        return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._link.configure(changes)))
+        return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._runtimes.configure(changes)))
 
     @steers
     async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
@@ -231,20 +240,23 @@ class ControlService(control_pb2_grpc.ControlServicer):
             mode = member_name(pb.Pause, request.mode)
         except ValueError as error:
             raise InvalidArgument(f"mode {error}") from None
-        await self._link.command({"command": "pause", "model": _target(request.target), "mode": mode})
+        await self._runtimes.command({"command": "pause", "model": _target(request.target), "mode": mode})
         return pb.PauseResponse()
 
     @steers
     async def Continue(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
-        await self._link.command({"command": "continue", "model": _target(request.target)})
+        await self._runtimes.command({"command": "continue", "model": _target(request.target)})
         return pb.ContinueResponse()
 
     @steers
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id is empty")
-        said = await self._link.command({"command": "abort", "request": request.request_id})
-        return pb.AbortResponse(aborted=said["aborted"], executing=said["executing"])
+        said = await self._runtimes.command({"command": "abort", "request": request.request_id})
+        return pb.AbortResponse(
+            aborted=sum(one["aborted"] for one in said.values()),
+            executing=sum(one["executing"] for one in said.values()),
+        )
 
     # --- bundles and profiles -----------------------------------------------------------------------------
 
@@ -263,7 +275,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if error.code != "UNAVAILABLE" or loop.time() > deadline:
                     raise
             await asyncio.sleep(section.look_s)
-        versions = messages.by_name(self._link.entries).get(model, {})
+        versions = messages.by_name(self._runtimes.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
 
     @steers
@@ -278,12 +290,21 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise StatusError(
                 "FAILED_PRECONDITION", f"the profile cannot be written: {error}; see control.profile_dir"
             ) from None
-        await self._link.slow_command({"command": "profile", "directory": str(directory)})
+        live = self._runtimes.live
+        folders = (
+            {number: directory / str(number) for number in live} if len(self._runtimes.links) > 1 else {}
+        )
+        await self._runtimes.slow_command(
+            {
+                number: {"command": "profile", "directory": str(folders.get(number, directory))}
+                for number in live
+            }
+        )
         return pb.StartProfileResponse(directory=str(directory))
 
     @steers
     async def StopProfile(self, request: pb.StopProfileRequest) -> pb.StopProfileResponse:
-        await self._link.slow_command({"command": "profile"})
+        await self._runtimes.slow_command({number: {"command": "profile"} for number in self._runtimes.live})
         found = sorted(self._profiles().glob(f"*-{self._server_pid}"))
         return pb.StopProfileResponse(directory=str(found[-1]) if found else "")
 
@@ -304,6 +325,13 @@ def _target(target: pb.Target) -> str | None:
 
 def _refuse(text: str) -> NoReturn:
     raise InvalidArgument(text)
+
+
+def _serves(update: StateUpdate, model: str) -> bool:
+    """Return True if the model has not failed there."""
+    return isinstance(update, StateSnapshot) and any(
+        entry["name"] == model and entry["state"] != "failed" for entry in update.entries.values()
+    )
 
 
 async def _until_resident(update: StateUpdate, subscription: Subscription, model: str) -> None:

@@ -115,24 +115,36 @@ class GetStatusRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server", "runtime", "host", "device", "scheduler", "models", "metas", "failures")
+    __slots__ = ("server", "devices", "scheduler", "models", "metas", "failures")
     SERVER_FIELD_NUMBER: _ClassVar[int]
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     server: Server
-    runtime: Runtime
-    host: HostMemory
-    device: DeviceMemory
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
     scheduler: Scheduler
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     metas: _containers.RepeatedCompositeFieldContainer[MetaStatus]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., device: _Optional[_Union[DeviceMemory, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+
+class DeviceStatus(_message.Message):
+    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    DOWN_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    runtime: Runtime
+    host: HostMemory
+    memory: DeviceMemory
+    card: CardMemory
+    down_since_unix_s: float
+    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
     __slots__ = ("pid", "control_pid", "version", "mode", "repository")
@@ -198,6 +210,14 @@ class DeviceMemory(_message.Message):
     name: str
     def __init__(self, limit_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
+class CardMemory(_message.Message):
+    __slots__ = ("used_bytes", "total_bytes")
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    used_bytes: int
+    total_bytes: int
+    def __init__(self, used_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
 class Scheduler(_message.Message):
     __slots__ = ("discipline", "depth", "launch_ahead_ms", "meta_concurrency", "residency_factor", "eviction", "compaction_interval", "cost_ema_alpha", "max_queue_depth")
     DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
@@ -221,7 +241,7 @@ class Scheduler(_message.Message):
     def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state")
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +270,7 @@ class ModelStatus(_message.Message):
     EXECUTABLES_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     residency: Residency
@@ -271,7 +292,36 @@ class ModelStatus(_message.Message):
     executables: _containers.RepeatedCompositeFieldContainer[Executable]
     policy: Policy
     weights_state: str
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[ModelOnDevice]
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ...) -> None: ...
+
+class ModelOnDevice(_message.Message):
+    __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    state: State
+    error: str
+    weights: Weights
+    weights_state: str
+    queued: int
+    executing: int
+    dispatches: int
+    device_seconds: float
+    misses: int
+    loads: int
+    evictions: int
+    def __init__(self, number: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., error: _Optional[str] = ..., weights: _Optional[_Union[Weights, str]] = ..., weights_state: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., dispatches: _Optional[int] = ..., device_seconds: _Optional[float] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
     __slots__ = ("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
@@ -426,12 +476,14 @@ class SetSchedulerResponse(_message.Message):
     def __init__(self, scheduler: _Optional[_Union[Scheduler, _Mapping]] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("model", "wait")
+    __slots__ = ("model", "wait", "devices")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     model: str
     wait: bool
-    def __init__(self, model: _Optional[str] = ..., wait: bool = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., wait: bool = ..., devices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
     __slots__ = ()
@@ -446,10 +498,12 @@ class Target(_message.Message):
     def __init__(self, model: _Optional[str] = ..., all: bool = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("target",)
+    __slots__ = ("target", "devices")
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     target: Target
-    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., devices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EvictResponse(_message.Message):
     __slots__ = ("models",)
@@ -630,37 +684,45 @@ class GetStoryResponse(_message.Message):
     def __init__(self, stories: _Optional[_Iterable[_Union[Story, _Mapping]]] = ...) -> None: ...
 
 class Story(_message.Message):
-    __slots__ = ("key", "lines")
+    __slots__ = ("key", "lines", "device")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LINES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     key: str
     lines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+    device: int
+    def __init__(self, key: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ..., device: _Optional[int] = ...) -> None: ...
 
 class GetTimelineRequest(_message.Message):
-    __slots__ = ("instance", "since")
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    instance: str
-    since: int
-    def __init__(self, instance: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[TimelinePosition]
+    def __init__(self, positions: _Optional[_Iterable[_Union[TimelinePosition, _Mapping]]] = ...) -> None: ...
 
 class GetTimelineResponse(_message.Message):
-    __slots__ = ("instance", "spans", "first", "next", "end")
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("spans", "positions")
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    positions: _containers.RepeatedCompositeFieldContainer[TimelinePosition]
+    def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., positions: _Optional[_Iterable[_Union[TimelinePosition, _Mapping]]] = ...) -> None: ...
+
+class TimelinePosition(_message.Message):
+    __slots__ = ("device", "instance", "first", "next", "end")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    device: int
     instance: str
-    spans: _containers.RepeatedCompositeFieldContainer[Span]
     first: int
     next: int
     end: int
-    def __init__(self, instance: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., first: _Optional[int] = ..., next: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    def __init__(self, device: _Optional[int] = ..., instance: _Optional[str] = ..., first: _Optional[int] = ..., next: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
-    __slots__ = ("kind", "model", "key", "start_unix_s", "seconds", "rows", "size", "requests", "failed")
+    __slots__ = ("kind", "model", "key", "start_unix_s", "seconds", "rows", "size", "requests", "failed", "device")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -670,6 +732,7 @@ class Span(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     kind: SpanKind
     model: str
     key: str
@@ -679,7 +742,8 @@ class Span(_message.Message):
     size: int
     requests: int
     failed: bool
-    def __init__(self, kind: _Optional[_Union[SpanKind, str]] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., start_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., failed: bool = ...) -> None: ...
+    device: int
+    def __init__(self, kind: _Optional[_Union[SpanKind, str]] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., start_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., failed: bool = ..., device: _Optional[int] = ...) -> None: ...
 
 class WatchPageRequest(_message.Message):
     __slots__ = ()
@@ -708,30 +772,36 @@ class WatchStateResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., change: _Optional[_Union[Change, _Mapping]] = ..., down: _Optional[_Union[RuntimeDown, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("instance", "revision", "entries")
+    __slots__ = ("instance", "revision", "entries", "device")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     revision: int
     entries: _containers.RepeatedCompositeFieldContainer[Entry]
-    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+    device: int
+    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., device: _Optional[int] = ...) -> None: ...
 
 class Change(_message.Message):
-    __slots__ = ("instance", "revision", "key", "entry")
+    __slots__ = ("instance", "revision", "key", "entry", "device")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     instance: str
     revision: int
     key: str
     entry: Entry
-    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., key: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ...) -> None: ...
+    device: int
+    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., key: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., device: _Optional[int] = ...) -> None: ...
 
 class RuntimeDown(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    def __init__(self, device: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("name", "meta", "residency", "version")

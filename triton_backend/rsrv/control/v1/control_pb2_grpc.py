@@ -246,7 +246,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """The device's recent work: executions, loads of weights, evictions.
+        """The devices' recent work: executions, loads of weights, evictions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,8 +260,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """A snapshot of the models' states, then each change, in order; never ends by itself. After a restart or a silence of the
-        runtime, there is a new snapshot.
+        """Of each device a snapshot of the models' states, then each change, in order; never ends by itself. After a restart or a
+        silence of its runtime, there is a new snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

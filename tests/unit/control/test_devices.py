@@ -1,0 +1,231 @@
+"""The control service of a server with two devices."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.cli.server_pages import model_page, print_update, status_page, story_page
+from rsrv.control.card_memory import CardMemory, Cards, NoFigures
+from rsrv.control.v1 import control_pb2 as pb
+from tests.unit.control.peers import entry, model_status, served, until
+from tests.waiting import looped
+
+
+@looped
+async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
+    """Counters are sums, states the best; each device has its own, also of a version that failed there."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        first, second = server.all
+        first.change("a@1", entry("a", weights="absent"))
+        first.models["a"] = model_status(weights="absent", weights_state="queued", costs={"0/8": 0.004})
+        second.change("b@1", entry("b", state="failed", error="no room", weights="absent"))
+        await until(server.runtimes, lambda: "b@1" in server.runtimes.entries)
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+
+        assert [(one.number, one.runtime.instance) for one in status.devices] == [
+            (0, "11" * 8),
+            (1, "22" * 8),
+        ]
+        a, b = status.models
+        assert (a.queued, a.executing, a.outcomes["answered"], a.loads, a.device_seconds) == (
+            2,
+            4,
+            14,
+            4,
+            0.5,
+        )
+        assert (a.weights, a.weights_state, a.device_bytes) == (pb.WEIGHTS_RESIDENT, "evicting", 1000)
+        assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
+            (1, 0, 0.001),
+            (8, 8, 0.004),
+            (16, 0, 0.003),
+        ]
+        assert [(one.number, one.weights, one.queued) for one in a.devices] == [
+            (0, pb.WEIGHTS_ABSENT, 1),
+            (1, pb.WEIGHTS_RESIDENT, 1),
+        ]
+        assert [(one.number, one.state, one.error) for one in b.devices] == [(1, pb.STATE_FAILED, "no room")]
+
+
+@looped
+async def test_a_dead_runtime_of_two_leaves_the_server_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Readiness stays, and the status says which device is down and since when."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        server.all[0].die()
+        await until(server.runtimes, lambda: not server.link.up)
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+
+        assert server.health.serving("") is True
+        assert server.health.serving("a") is True
+        down, up = status.devices
+        assert down.HasField("down_since_unix_s")
+        assert down.down_since_unix_s <= 0  # the service's clock stands at 0
+        assert not down.HasField("runtime")
+        assert up.runtime.instance == "22" * 8
+        status_page(status)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith("device 0   its runtime has not answered since ")
+        assert lines[2] == "device 1   cpu"
+
+        server.all[1].die()
+        await until(server.runtimes, lambda: not server.runtimes.up)
+        assert server.health.serving("") is False
+
+
+@looped
+async def test_pages_name_devices_where_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pages have a line per device, the devices of each model's weights, and a story per device."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        server.all[1].change("a@1", entry("a", weights="absent"))
+        await until(server.runtimes, lambda: server.runtimes.links[1].revision == 6)
+        for one in server.all:
+            one.answers = lambda command: {"stories": {"a@1": ["loaded"]}}
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+        status_page(status)
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
+        assert row.split()[:5] == ["a", "ready", "evicting", "0", "1"]
+        model_page(status)
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["weights", "evicting,", "1", "kB", "on", "device", "0"] in rows
+        assert ["1", "ready", "evicting", "1", "2", "4", "250", "ms", "3", "2"] in rows
+        story_page(await server.control.GetStory(pb.GetStoryRequest(model="a")))
+        assert capsys.readouterr().out.splitlines() == [
+            *("a@1 on device 0:", "loaded", "a@1 on device 1:", "loaded")
+        ]
+
+
+@looped
+async def test_a_prefetch_reaches_the_devices_that_placement_has(tmp_path: Path) -> None:
+    """A prefetch goes to the named devices, else to those of placement, else to all; an eviction to all or the named."""
+    prefetch, evict = {"command": "prefetch", "model": "a"}, {"command": "evict", "model": "a"}
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        for one in server.all:
+            one.answers = lambda command: {"models": ["a"]} if command["command"] == "evict" else {}
+
+        async def sent(call: Any, request: Any) -> list[list[dict[str, Any]]]:
+            for one in server.all:
+                one.commands.clear()
+            await call(request)
+            return [list(one.commands) for one in server.all]
+
+        control, target = server.control, pb.Target(model="a")
+        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a")) == [[prefetch], [prefetch]]
+        server.runtimes.placement = {"a": [1]}
+        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a")) == [[], [prefetch]]
+        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a", devices=[0])) == [[prefetch], []]
+        assert await sent(control.Evict, pb.EvictRequest(target=target)) == [[evict], [evict]]
+        assert await sent(control.Evict, pb.EvictRequest(target=target, devices=[1])) == [[], [evict]]
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="there is no device 2: the server's devices are 0 to 1"
+        ):
+            await control.Prefetch(pb.PrefetchRequest(model="a", devices=[2]))
+
+
+@looped
+async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) -> None:
+    """A pin that waits returns when the weights are on every live device where the model has not failed."""
+    async with served(tmp_path, models=["a"], devices=3) as server:
+        first, second, third = server.all
+        for one in (first, second):
+            one.change("a@1", entry("a", weights="absent"))
+        third.change("a@1", entry("a", state="failed", error="no room", weights="absent"))
+        await until(server.runtimes, lambda: all(link.revision == 6 for link in server.runtimes.links))
+        request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
+        call = asyncio.ensure_future(server.control.SetResidency(request))
+        await second.came(lambda: bool(second.commands))
+        first.change("a@1", entry("a"))
+        await until(server.runtimes, lambda: server.link.revision == 7)
+        await server.link.status()
+        assert not call.done()
+        second.change("a@1", entry("a"))
+        await call
+
+
+@looped
+async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
+    """Each device's spans are read on from its own position; a new runtime's from the start."""
+
+    def told(instance: str, seconds: float) -> Any:
+        span = ["execute", "a@1", 1.5, seconds, 3, 4, 2, False]
+
+        def answer(said: dict[str, Any]) -> dict[str, Any]:
+            since = said["since"]
+            return {"instance": instance, "first": since, "next": since + 1, "end": 9, "spans": [span]}
+
+        return answer
+
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        server.all[0].answers, server.all[1].answers = told("x", 1.0), told("y", 2.0)
+        first = await server.control.GetTimeline(pb.GetTimelineRequest())
+        assert [(span.device, span.seconds) for span in first.spans] == [(0, 1.0), (1, 2.0)]
+        server.all[1].answers = told("z", 3.0)
+        second = await server.control.GetTimeline(pb.GetTimelineRequest(positions=first.positions))
+        assert [(one.device, one.instance, one.next) for one in second.positions] == [
+            (0, "x", 2),
+            (1, "z", 1),
+        ]
+
+
+@looped
+async def test_a_profile_of_two_devices_has_a_folder_for_each(tmp_path: Path) -> None:
+    """StartProfile records on all live devices, and StopProfile ends all."""
+    async with served(tmp_path, devices=2) as server:
+        started = await server.control.StartProfile(pb.StartProfileRequest())
+        for number, one in enumerate(server.all):
+            folder = Path(started.directory) / str(number)
+            assert one.commands == [{"command": "profile", "directory": str(folder)}]
+            folder.mkdir(parents=True)
+        assert (await server.control.StopProfile(pb.StopProfileRequest())).directory == started.directory
+        assert [len(one.commands) for one in server.all] == [2, 2]
+
+
+@looped
+async def test_a_watcher_sees_the_states_of_each_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """WatchState has a snapshot and the changes of each device, and says when one is down."""
+    async with served(tmp_path, devices=2) as server:
+        updates = server.control.WatchState(pb.WatchStateRequest())
+        snapshots = [(await updates.read()).snapshot for _ in range(2)]
+        assert [(one.device, one.instance) for one in snapshots] == [(0, "11" * 8), (1, "22" * 8)]
+        server.all[1].change("a@1", entry("a"))
+        change = await updates.read()
+        server.all[1].die()
+        down = await updates.read()
+
+        for update in (change, down):
+            print_update(update)
+        assert capsys.readouterr().out.splitlines() == [
+            "6 of device 1 a@1 ready, resident, residency system, 1 stubs",
+            "the runtime of device 1 does not answer",
+        ]
+
+
+@looped
+async def test_the_drivers_figures_are_read_once_a_second(tmp_path: Path) -> None:
+    """GPUs among the devices are asked for by their names; without the driver, there are no figures and no questions."""
+    asked = []
+
+    def read(devices: Any) -> dict[int, CardMemory]:
+        asked.append(dict(devices))
+        return {1: CardMemory(3, 8)}
+
+    cards = Cards(["cpu", "GPU-1"], read)
+    assert [await cards.memory() for _ in range(3)] == [{1: CardMemory(3, 8)}] * 3
+    assert asked == [{1: "GPU-1"}]
+
+    def fail(devices: Any) -> dict[int, CardMemory]:
+        raise NoFigures("NVML says no driver")
+
+    without = Cards(["GPU-1"], fail)
+    assert await without.memory() == {}

@@ -34,7 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     sources = [str(bundles.ensure() / name) for name in ("steady", "exact")]
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([*sources, *options]) == 0
-    with running_triton(folder / "gen", folder / "server.log") as server:
+    cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(folder / "cache")}
+    with running_triton(folder / "gen", folder / "server.log", env=cache) as server:
         yield server
 
 
@@ -48,6 +49,14 @@ def ask(server: RunningTriton, seed: int) -> None:
     with caller(server) as call:
         got = call("steady", {"x": x})
     assert_same(got, {"y": bundles.stepped(x, bundles.STEADY_STEPS)})
+
+
+def test_the_second_runtime_compiles_nothing(server: RunningTriton) -> None:
+    """With an empty cache, each module is compiled once."""
+    first, second = (read_status(server.pid, str(device)) for device in (0, 1))
+
+    assert first["compiled"] == second["from_cache"] > 0
+    assert first["from_cache"] == second["compiled"] == 0
 
 
 def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> None:

@@ -132,10 +132,11 @@ class RuntimeSection(Section):
         description="Device bytes that weights may take; other weights stay on the host and are loaded on demand, and "
         "scheduler.eviction decides which are evicted. null: what the device's memory leaves; no limit on a CPU.",
     )
-    shared_host_weights: bool = Field(
-        False,
-        description="Share one host copy of the weights among the runtimes of several GPUs of a machine, in /dev/shm, "
-        "which must hold all of them (a container's --shm-size). The runtimes must run as the same user.",
+    shared_host_weights: bool | None = Field(
+        None,
+        description="Share one host copy of the weights among the runtimes of a machine, in /dev/shm, which must hold all of "
+        "them (a container's --shm-size). The runtimes must run as the same user. null: if the server has several devices, and "
+        "in at most half of /dev/shm; further weights have a copy per device.",
     )
     watchdog_s: float | None = Field(
         60.0,

@@ -338,7 +338,7 @@ def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None
     [
         (
             errno.ENOSPC,
-            "is full: no room for a tensor of 65536 bytes; make it larger (a container's --shm-size)",
+            "has no room for a tensor of 65536 bytes; make it larger (a container's --shm-size)",
         ),
         (errno.EMFILE, "ulimit -n"),
         (errno.ENOMEM, "vm.max_map_count"),
@@ -441,3 +441,46 @@ def test_a_file_that_rsrv_did_not_make_is_refused(shm: Path, tmp_path: Path, wro
 
     assert open_files() <= before
     assert memory.sweep() == (wrong != "link")
+
+
+def test_shared_memory_by_default_leaves_half_of_it_to_triton(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tensors that find no room are private, and one line says so; those that another runtime has placed are shared."""
+    generous, modest = SharedMemory(shm), SharedMemory(shm, modest=True)
+    first = place(generous, 1)
+    real = os.statvfs
+
+    def half_full(path: int) -> os.statvfs_result:
+        found = list(real(path))
+        found[2], found[3], found[4] = 100, 50, 50  # blocks, free, available
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", half_full)
+    shared, *private = (place(modest, value) for value in (1, 2, 3))
+
+    assert names(shm) == [filled(1)[0]]
+    assert "rsrv-weights" in mapping_of(shared.bytes)
+    assert all("rsrv-weights" not in mapping_of(one.bytes) for one in private)
+    assert caplog.text.count("has no room for a tensor") == 1
+    for one in (first, shared, *private):
+        one.release()
+    generous.close()
+    modest.close()
+
+
+def test_shared_memory_by_default_is_private_if_its_directory_is_not_safe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A setting that asks for it fails instead."""
+
+    def refuse(*, modest: bool) -> SharedMemory:
+        raise HostMemoryError("remove it")
+
+    monkeypatch.setattr(host_weights, "SharedMemory", refuse)
+
+    assert isinstance(host_weights.open_host_memory(None), PrivateMemory)
+    assert "remove it. Until then" in caplog.text
+    assert isinstance(host_weights.open_host_memory(False), PrivateMemory)
+    with pytest.raises(HostMemoryError):
+        host_weights.open_host_memory(True)

@@ -168,12 +168,13 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     """A fault of shared memory refuses models with its reason, until it is repaired and the next one loads."""
     failures = iter([True, True, False])
 
-    def shared() -> PrivateMemory:
+    def shared(setting: bool | None) -> PrivateMemory:
+        assert setting
         if next(failures):
             raise HostMemoryError("/dev/shm/ours must be closed to others")
         return PrivateMemory()
 
-    monkeypatch.setattr("rsrv.runtime.weight_mover.SharedMemory", shared)
+    monkeypatch.setattr("rsrv.runtime.weight_mover.open_host_memory", shared)
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nruntime: {shared_host_weights: true}"))
     with pytest.raises(Rejected, match="must be closed to others"):
         make_engine(runtime, doublings["a"], name="a")

@@ -23,6 +23,8 @@ from rsrv.runtime.allocation import LARGE, Bytes, PageLock, PageLocks, aligned
 from rsrv_bundle import Bundle
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
+log = logging.getLogger("rsrv.host")
+
 _NAME = re.compile(r"[0-9a-f]{64}")
 #: read-only: a file is not written after it is linked
 _FILE_MODE = 0o400
@@ -91,9 +93,16 @@ class SharedMemory:
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """
 
-    def __init__(self, parent: Path = Path("/dev/shm")) -> None:
-        """Create or open the directory. Raises HostMemoryError if other users own it or may enter it."""
+    def __init__(self, parent: Path = Path("/dev/shm"), *, modest: bool = False) -> None:
+        """Create or open the directory. Raises HostMemoryError if other users own it or may enter it.
+
+        If `modest`, files take at most half of the file system, because Triton needs room there, too, and tensors that
+        cannot be shared are private.
+        """
         self._owner = os.getuid()
+        self._modest = modest
+        #: whether a tensor that cannot be shared was logged
+        self._said_private = False
         self.path = parent / f"rsrv-weights-u{self._owner}"
         with _explained(self.path):
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -111,9 +120,23 @@ class SharedMemory:
         nbytes = filled.nbytes
         if nbytes < LARGE:
             return TensorBytes(_read_only(filled), _nothing)
+        try:
+            return self._share(digest, filled)
+        except HostMemoryError as error:
+            if not self._modest:
+                raise
+            if not self._said_private:
+                self._said_private = True
+                log.warning("%s. Until then, each runtime of the server keeps copies of its own", error)
+            return TensorBytes(_read_only(filled), _nothing)
+
+    def _share(self, digest: str, filled: Bytes) -> TensorBytes:
+        nbytes = filled.nbytes
         with _explained(self.path, nbytes):
             while True:
                 fd = self._attach(digest, nbytes)
+                if fd is None and self._modest:
+                    self._leave_room(nbytes)
                 if fd is None:
                     fd = self._publish(digest, filled)
                 # None again: another process created or removed the file between the two calls.
@@ -143,6 +166,12 @@ class SharedMemory:
 
     def close(self) -> None:
         os.close(self._directory)
+
+    def _leave_room(self, nbytes: int) -> None:
+        """Raise OSError if a file of this size would leave less than half of the file system."""
+        found = os.statvfs(self._directory)
+        if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize // 2:
+            raise OSError(errno.ENOSPC, "half of it is taken")
 
     def _open(self, name: str) -> int:
         # Do not block if it is a pipe.
@@ -209,6 +238,19 @@ class SharedMemory:
         return removed
 
 
+def open_host_memory(shared: bool | None) -> HostMemory:
+    """Return the memory for `runtime.shared_host_weights`; None: shared as far as possible. Raises HostMemoryError."""
+    if shared is False:
+        return PrivateMemory()
+    try:
+        return SharedMemory(modest=shared is None)
+    except HostMemoryError as error:
+        if shared:
+            raise
+        log.warning("%s. Until then, each runtime of the server keeps host copies of its own", error)
+        return PrivateMemory()
+
+
 def _nothing() -> None:
     """Do nothing: private memory is freed with its last view."""
 
@@ -233,7 +275,7 @@ def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
         reason = f"{path}: {error.strerror}"
         remedy = "turn runtime.shared_host_weights off"
         if error.errno == errno.ENOSPC:
-            reason = f"{path.parent} is full: no room for a tensor of {nbytes} bytes"
+            reason = f"{path.parent} has no room for a tensor of {nbytes} bytes"
             remedy = f"make it larger (a container's --shm-size), or {remedy}"
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = f"allow the process more open files (ulimit -n), or {remedy}"
@@ -241,8 +283,6 @@ def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
             remedy = f"allow the process more mappings (vm.max_map_count), or {remedy}"
         raise HostMemoryError(f"shared host weights: {reason}; {remedy}") from error
 
-
-log = logging.getLogger("rsrv.host")
 
 Array = npt.NDArray[Any]
 

@@ -77,6 +77,9 @@ class Loop:
         self._started = self._clock()
         self._server_pid = server_pid
         self._devices = devices
+        if devices == 1 and settings.runtime.shared_host_weights is None:
+            alone = settings.runtime.model_copy(update={"shared_host_weights": False})
+            settings = settings.model_copy(update={"runtime": alone})
         self._traced = settings.traced
         self._serving = True
         #: live stubs that have connected: pid -> pidfd

@@ -13,7 +13,7 @@ from functools import partial
 
 from rsrv.runtime.activity import ActivitySlot, Phase
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
-from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, PrivateMemory, SharedMemory
+from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, open_host_memory
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
@@ -184,9 +184,7 @@ class WeightMover:
 
         Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
         """
-        runtime = settings.runtime
-        shared = runtime.shared_host_weights
-        memory = SharedMemory() if shared else PrivateMemory()
+        memory = open_host_memory(settings.runtime.shared_host_weights)
         self.host = HostStore(memory, device.page_lock)
         self.device = DeviceWeights(device)
         self._inbox = inbox

@@ -34,7 +34,7 @@ CORE = ("runtime", "scheduler", "stub", "wire", "control")
 LAYERS = {
     "rsrv.wire": (),
     "rsrv.scheduler": ("rsrv.histogram", "rsrv.text"),
-    "rsrv.placement": ("rsrv.settings_fleet",),
+    "rsrv.placement": ("rsrv.settings_fleet", "rsrv.text"),
 }
 #: packages at the top: who else may import them
 TOPS = {

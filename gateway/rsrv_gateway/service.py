@@ -208,11 +208,11 @@ def changed_policy(
 def placement_values(request: pb.SetPlacementRequest) -> dict[str, Any]:
     """Return the settings of one model. Raises InvalidArgument."""
     values = {name: _given(request, name) for name in ("replicas", "fill", "fill_factor")}
-    return _checked(ModelOptions, values, values).model_dump()
+    return _checked(ModelOptions, values, values).model_dump(include=set(values))
 
 
 def replicas_message(count: Count) -> pb.Replicas:
-    return pb.Replicas(all=True) if count == "all" else pb.Replicas(count=count)
+    return pb.Replicas(count=count) if isinstance(count, int) else pb.Replicas(**{count: True})
 
 
 def repacks_message(status: Repacks, now: float) -> pb.Repacks:
@@ -275,9 +275,10 @@ def _given(message: Any, name: str) -> Any:
         return None
     if name != "replicas":
         return value
-    if value.WhichOneof("replicas") is None or (value.WhichOneof("replicas") == "all" and not value.all):
-        raise InvalidArgument("replicas must be a count, or all")
-    return "all" if value.all else value.count
+    kind = value.WhichOneof("replicas")
+    if kind is None or (kind != "count" and not getattr(value, kind)):
+        raise InvalidArgument("replicas must be a count, auto or all")
+    return value.count if kind == "count" else kind
 
 
 def _checked(kind: type[S], values: Mapping[str, Any], shown: Mapping[str, Any]) -> S:

@@ -14,7 +14,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
+Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["auto", "all"]
 
 
 def _as_text(value: Any) -> Any:

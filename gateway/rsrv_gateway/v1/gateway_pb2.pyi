@@ -49,12 +49,14 @@ ROUTE_RUN: Route
 ROUTE_SPREAD: Route
 
 class Replicas(_message.Message):
-    __slots__ = ("count", "all")
+    __slots__ = ("count", "all", "auto")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
     count: int
     all: bool
-    def __init__(self, count: _Optional[int] = ..., all: bool = ...) -> None: ...
+    auto: bool
+    def __init__(self, count: _Optional[int] = ..., all: bool = ..., auto: bool = ...) -> None: ...
 
 class Policy(_message.Message):
     __slots__ = ("work_basis", "replicas", "fill", "route", "fill_factor", "rebalance_device_s", "first_rebalance_device_s", "halflife_device_s", "hysteresis", "forbid_memory_oversubscription")

@@ -129,7 +129,7 @@ async def test_a_policy_changes_as_the_mask_says(tmp_path: Path) -> None:
         (pb.Policy(hysteresis=0.5, fill_factor=-1), ["hysteresis", "fill_factor"], "fill_factor: "),
         (pb.Policy(hysteresis=float("nan")), ["hysteresis"], "hysteresis: "),
         (pb.Policy(replicas=pb.Replicas(count=0)), ["replicas"], "replicas"),
-        (pb.Policy(replicas=pb.Replicas(all=False)), ["replicas"], "a count, or all"),
+        (pb.Policy(replicas=pb.Replicas(all=False)), ["replicas"], "a count, auto or all"),
         (pb.Policy(fill=7), ["fill"], "must be one of least, rr"),  # type: ignore[arg-type]
     ],
 )

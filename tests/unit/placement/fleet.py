@@ -47,6 +47,7 @@ class Server:
     instance: str | None = "1"
     calls: dict[str, frozenset[str]] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
+    device: int = 0
 
 
 class Fleet:
@@ -103,6 +104,7 @@ class Fleet:
             alive=True,
             ready=frozenset(server.ready),
             instance=server.instance,
+            device=server.device,
             budget_bytes=server.budget,
             models=models,
             calls=server.calls,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Table, WeightsView
+from rsrv.placement.moves import MOVES_AT_ONCE
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Router
@@ -175,6 +176,53 @@ def test_gateways_that_disagree_come_together() -> None:
 
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
+def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
+    """Whatever the loads do and however often all is packed again, no request of a fleet with memory to spare waits for weights.
+
+    No worker loads more models at a time than moves may be under way.
+    """
+    random = Random(seed)
+    models = mixed(seed, 12)
+    #: more than a third and the largest model: all models fit once
+    budget = sum(model.bytes for model in models.values()) // 3 + 12
+    fleet = Fleet(["u", "v", "w"], models, budget=budget, load_s=random.choice([0.5, 2.0]))
+    replicas, hysteresis = random.choice([1, "auto"]), random.choice([0.0, 0.1])
+    gateway = Gateway(fleet, replicas=replicas, halflife_device_s=5, hysteresis=hysteresis)
+    play(fleet, [gateway], 15.0)
+    fleet.misses.clear()
+    for step in range(100):
+        if step % 20 == 0:
+            gateway.planner.repack()
+        if random.random() < 0.2:
+            fleet.models[random.choice(sorted(models))].rate = random.choice([0, 1, 10, 40])
+        play(fleet, [gateway], LOOK_S)
+        for worker, server in fleet.servers.items():
+            loading = [name for name, copy in server.copies.items() if copy.weights is WeightsView.LOADING]
+            assert len(loading) <= MOVES_AT_ONCE, (worker, loading)
+    assert fleet.misses == []
+
+
+def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
+    """A device that was away for seconds, and lost its weights, gets its models back without a miss and without a storm."""
+    fleet = Fleet(["u", "v", "w"], mixed(5, 12), load_s=0.5)
+    gateway = Gateway(fleet)
+    play(fleet, [gateway], 60.0)
+    before = homes(gateway.table)
+    fleet.servers["u"].alive = False
+    play(fleet, [gateway], 2.0)
+    fleet.restart("u")
+    fleet.misses.clear()
+    for _ in range(40):
+        play(fleet, [gateway], LOOK_S)
+        loading = [copy for copy in fleet.servers["u"].copies.values() if copy.weights is WeightsView.LOADING]
+        assert len(loading) <= MOVES_AT_ONCE
+
+    assert homes(gateway.table) == before
+    assert [miss for miss in fleet.misses if miss[1] == "u"] == []
+
+
+@FEW_EXAMPLES
+@given(st.integers(0, 2**32))
 def test_models_are_served_through_any_events(seed: int) -> None:
     """Workers crash, return empty, join and leave; control services vanish; models come and go; loads shift.
 
@@ -184,7 +232,7 @@ def test_models_are_served_through_any_events(seed: int) -> None:
     random = Random(seed)
     fleet = Fleet(["u", "v", "w"], mixed(seed, 8), load_s=random.choice([0.5, 3.0]))
     gateway = Gateway(
-        fleet, replicas=random.choice([1, 1, 2, "all"]), halflife_device_s=random.choice([5, 50])
+        fleet, replicas=random.choice([1, "auto", 2, "all"]), halflife_device_s=random.choice([5, 50])
     )
     for step in range(120):
         if random.random() < 0.15:

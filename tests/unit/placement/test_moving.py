@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rsrv.placement.contract import Act, WeightAction, WeightsView
-from rsrv.placement.moves import MOVE_LIMIT_S
+from rsrv.placement.moves import MOVE_LIMIT_S, MOVES_AT_ONCE
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes
 
 
@@ -35,17 +35,81 @@ def test_a_moved_model_is_warm_before_traffic_moves() -> None:
     assert scene.fleet.resident("v") == set()
 
 
-def test_weights_that_do_not_come_are_asked_for_again_and_then_not_waited_for() -> None:
-    """Prefetches are repeated, and after the limit the requests move to a cold worker."""
+def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> None:
+    """Prefetches are repeated, and after the limit the model stays at its home, where it is warm."""
     scene = moving()
     asked = 0
-    for _ in range(round(MOVE_LIMIT_S / LOOK_S)):
+    for _ in range(round(MOVE_LIMIT_S / LOOK_S) + 2):
         plan = scene.look(do=False)
         asked += len(plan.steps)
         assert plan.table["a"].placed == ("v",)
 
     assert 3 <= asked <= 10
-    assert scene.look(do=False).table["a"].placed == ("w",)
+    assert scene.status().models[0].moving_to == ()
+
+
+def test_moves_to_one_worker_are_few_at_a_time() -> None:
+    """A worker that gets many models loads two at a time, the busiest first, and all of them are there in the end."""
+    models = {name: Model() for name in "abcdef"}
+    scene = Scene(Fleet(["v", "w"], models, load_s=2.0), Script(**dict.fromkeys("abcdef", ("v",))))
+    scene.settle()
+    for n in range(8):
+        scene.fleet.copy("v", "e").device_s = 0.1 * n
+        scene.look()
+    scene.script.placed.update(dict.fromkeys("abcdef", ("w",)))
+    scene.planner.repack()
+    first = scene.look()
+    assert [step.model for step in first.steps] == ["e", "a"]
+
+    for _ in range(40):
+        loading = [n for n in models if scene.fleet.copy("w", n).weights is WeightsView.LOADING]
+        assert len(loading) <= MOVES_AT_ONCE
+        plan = scene.look()
+    assert set(homes(plan.table).values()) == {("w",)}
+
+
+def test_a_move_waits_for_room() -> None:
+    """A move to a full worker begins when another model has left it, and nothing is evicted before."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    scene.script.placed.update(a=("w",), b=("u",))
+    scene.planner.repack()
+    seen = []
+    for _ in range(20):
+        plan = scene.look()
+        seen.append((homes(plan.table)["b"], fleet.copy("w", "a").weights is WeightsView.ABSENT))
+
+    assert homes(plan.table) == {"a": ("w",), "b": ("u",)}
+    assert {absent for home, absent in seen if home == ("w",)} == {True}
+
+
+def test_two_full_workers_do_not_exchange_models() -> None:
+    """Neither of two moves that need the other's room first makes its model cold: both are given up."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    scene.script.placed.update(a=("w",), b=("v",))
+    scene.planner.repack()
+    for _ in range(round(MOVE_LIMIT_S / LOOK_S) + 2):
+        assert homes(scene.look().table) == {"a": ("v",), "b": ("w",)}
+        assert (fleet.resident("v"), fleet.resident("w")) == ({"a"}, {"b"})
+
+    assert [one.moving_to for one in scene.status().models] == [(), ()]
+
+
+def test_a_copy_that_is_not_placed_makes_room() -> None:
+    """A move evicts an idle copy of a model that is warm at its own home, and no other."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model(), "b": Model(), "c": Model()}, budget=20)
+    scene = Scene(fleet, Script(a=("v",), b=("u",), c=("w",)))
+    scene.settle()
+    fleet.copy("w", "b").weights = WeightsView.RESIDENT
+    scene.script.placed["a"] = ("w",)
+    scene.planner.repack()
+
+    assert scene.look().steps == (WeightAction(Act.EVICT, "w", "b"),)
+    assert homes(scene.settle().table) == {"a": ("w",), "b": ("u",), "c": ("w",)}
+    assert fleet.resident("w") == {"a", "c"}
 
 
 def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:

@@ -13,6 +13,14 @@ from rsrv.placement.routing import Router
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
 
 
+def devices(*names: str) -> Fleet:
+    """Return a server's devices, numbered, with two models."""
+    fleet = Fleet(names, {"a": Model(), "b": Model()})
+    for number, server in enumerate(fleet.servers.values()):
+        server.device = number
+    return fleet
+
+
 @pytest.mark.parametrize("mode", ["round_robin", "least_outstanding"])
 def test_other_modes_have_a_table_only(mode: str) -> None:
     """In modes without packing, each model goes wherever it is ready, and workers get no steps."""
@@ -347,6 +355,65 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
     assert scene.status().generation == 1
     scene.planner.change(options(route="spread"))
     assert scene.look().table["a"].quantum == 1
+
+
+def test_a_pinned_model_stays_on_its_devices() -> None:
+    """A model goes to the devices that its setting names, while one of them answers, and to any other one meanwhile."""
+    scene = Scene(devices("u", "v", "w"), Script(a=("u",)), models={"a": {"devices": [1, 2]}})
+    assert homes(scene.settle().table) == {"a": ("v",), "b": ("u",)}
+
+    scene.fleet.servers["v"].alive = False
+    assert homes(scene.look().table)["a"] == ("w",)
+    scene.fleet.servers["w"].alive = False
+    assert homes(scene.look().table)["a"] == ("u",)
+    scene.fleet.servers["w"].alive = True
+    assert homes(scene.settle(10.0).table)["a"] == ("w",)
+
+
+def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
+    """A meta model goes where its callee is pinned; pins that exclude each other are warned of and do not count."""
+
+    def scene(models: dict[str, object]) -> Scene:
+        fleet = devices("u", "v")
+        for server in fleet.servers.values():
+            server.ready |= {"m"}
+            server.calls = {"m": frozenset("ab")}
+        return Scene(fleet, Script(a=("u",)), models=models)
+
+    assert homes(scene({"b": {"devices": [1]}}).settle().table) == dict.fromkeys("abm", ("v",))
+
+    apart = scene({"a": {"devices": [0]}, "b": {"devices": [1]}})
+    assert homes(apart.settle().table) == dict.fromkeys("abm", ("u",))
+    assert any("of a, b have no device in common" in warning for warning in apart.status().warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"models": {"a": {"devices": [1, 5]}}}, "models.a.devices names 5, and the devices are 0 to 1"),
+        ({"models": {"a": {"replicas": 3}}}, "models.a.replicas is 3, but a can be on 2 devices"),
+        ({"replicas": 4}, "placement.replicas is 4, but a can be on 2 devices"),
+        ({"models": {"c": {"replicas": 1}}}, "no worker serves c, named in models"),
+    ],
+)
+def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object], warning: str) -> None:
+    """A warning names the key that asks for more than the devices have, and the models are served all the same."""
+    scene = Scene(devices("u", "v"), Script(), **changes)
+
+    assert all(home for home in homes(scene.settle().table).values())
+    assert any(one.startswith(warning) for one in scene.status().warnings), scene.status().warnings
+
+
+def test_a_model_larger_than_every_device_is_warned_of() -> None:
+    """The warning names the model, its bytes, and the most that a device has."""
+    fleet = Fleet(["u", "v"], {"a": Model(bytes=3000), "b": Model()}, budget=2000)
+    scene = Scene(fleet, Script())
+    scene.settle()
+
+    assert any(
+        one.startswith("a need 3 kB of one device, and the most that a device has for weights is 2 kB")
+        for one in scene.status().warnings
+    )
 
 
 @pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])

@@ -207,9 +207,8 @@ def _set(message: Any, key: str, value: str) -> None:
         raise CommandLineError(f"unknown key {key!r}{nearest(key, message.DESCRIPTOR.fields_by_name)}")
     try:
         if key == "replicas":
-            message.replicas.CopyFrom(
-                pb.Replicas(all=True) if value == "all" else pb.Replicas(count=int(value))
-            )
+            words = {"all": pb.Replicas(all=True), "auto": pb.Replicas(auto=True)}
+            message.replicas.CopyFrom(words[value] if value in words else pb.Replicas(count=int(value)))
         elif field.enum_type is not None:
             setattr(
                 message,
@@ -238,4 +237,5 @@ def _word(enum: Any, value: int) -> str:
 
 
 def _count(replicas: pb.Replicas) -> str:
-    return "all" if replicas.all else str(replicas.count)
+    kind = replicas.WhichOneof("replicas")
+    return str(replicas.count) if kind == "count" else str(kind)

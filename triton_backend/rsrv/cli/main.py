@@ -262,7 +262,7 @@ def _add_gateway(gateway: argparse.ArgumentParser) -> None:
     )
     place = command("place", "set the placement of one model, in place of earlier settings")
     place.add_argument("model", metavar="MODEL")
-    place.add_argument("--replicas", metavar="N", help="workers that share its requests, or `all`")
+    place.add_argument("--replicas", metavar="N", help="workers that share its requests, `auto` or `all`")
     place.add_argument("--fill", choices=("least", "rr"), help="which replica is filled next")
     place.add_argument("--fill-factor", type=float, metavar="F", help="the quantum, in largest executions")
     place.add_argument("--unknown", action="store_true", help="also if no worker serves the model yet")

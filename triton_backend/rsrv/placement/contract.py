@@ -1,6 +1,7 @@
-"""Types shared by the parts of the gateway: workers, their last views, routes, and actions on weights.
+"""Types of placement: workers, their last views, routes, and actions on weights.
 
-Workers are identified, ordered and labelled by name. Times are seconds, memory is bytes.
+A worker is what models are placed on: a device of a server, or for a gateway a whole server. Workers are identified,
+ordered and labelled by name. Times are seconds, memory is bytes.
 """
 
 from collections.abc import Mapping
@@ -73,6 +74,10 @@ class WorkerView:
     models: Mapping[str, ModelView] = field(default_factory=dict)
     #: meta models and the models that they call; called models are placed with the meta model
     calls: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    #: number among the devices of its server
+    device: int = 0
+    #: device bytes that no weights take; None: no limit, or unknown
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,19 @@ whole fleet consumed dt:
     a = 1 - 2^(-dt/h);   w <- (1 - a) w + a;   s <- (1 - a) s + a x;   utilisation = s / w
 
 w normalises a young average: it is the mean of the samples so far.
+
+A model's *demand* is x between views that are DEMAND_S apart, without any average: it tells within a second that a
+model has become hot. There a worker counts for at most one device second per second.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rsrv.placement.contract import WorkerView
 
 SAMPLE_S = 2.0
+DEMAND_S = 0.9
 #: time in which waiting requests should be done
 WAITING_S = 1.0
 
@@ -71,6 +76,11 @@ class Costs:
         #: the last view with counters of each worker, and its time
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
+        #: as `_views`, for the demand; and the demand by worker and model, without models that have none
+        self._seen: dict[str, tuple[WorkerView, float]] = {}
+        self._demand: dict[str, dict[str, float]] = {}
+        #: its sums by model
+        self._hot: defaultdict[str, float] = defaultdict(float)
         #: device seconds per item that the workers expect, by model; used before the first measurement
         self._expected: dict[str, float] = {}
 
@@ -84,10 +94,13 @@ class Costs:
         self._views = {worker: seen for worker, seen in self._views.items() if worker in views}
         fresh = len(self._views) < known
         self._samples = {w: s for w, s in self._samples.items() if w in views and views[w].alive}
+        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in views}
+        self._demand = {w: d for w, d in self._demand.items() if w in views and views[w].alive}
         consumed = 0.0
         for worker, view in views.items():
             if not view.alive or view.instance is None:
                 continue
+            self._look(worker, view, now)
             before = self._views.get(worker)
             if before is None or before[0].instance != view.instance:
                 self._samples.pop(worker, None)
@@ -97,6 +110,10 @@ class Costs:
                 consumed += self._compare(worker, before[0], view, now - before[1])
             self._views[worker] = (view, now)
             fresh = True
+        self._hot = defaultdict(float)
+        for models in self._demand.values():
+            for name, demand in models.items():
+                self._hot[name] += demand
         if fresh:
             self._expect()
             self._fold(consumed)
@@ -114,9 +131,33 @@ class Costs:
             else self._expected.get(model),
         )
 
+    def demand(self, model: str) -> float:
+        """Return the present demand of a model, in device seconds per second, all workers together."""
+        return self._hot.get(model, 0.0)
+
+    def pressure(self, worker: str) -> float:
+        """Return the present demand of all models at a worker, in device seconds per second."""
+        return sum(self._demand.get(worker, {}).values())
+
     def busy(self, worker: str) -> float:
         """Return the device seconds per second that a worker spent between its last two views."""
         return sum(sample.utilisation for sample in self._samples.get(worker, {}).values())
+
+    def _look(self, worker: str, view: WorkerView, now: float) -> None:
+        """Measure the demand at a worker, if its last measurement is old enough."""
+        before, since = self._seen.setdefault(worker, (view, now))
+        if before.instance != view.instance:
+            self._seen[worker] = view, now
+        elif before is not view and now - since >= DEMAND_S:
+            self._seen[worker] = view, now
+            demand = {}
+            for name, model in view.models.items():
+                old = before.models.get(name)
+                used = 0.0 if old is None else model.device_seconds - old.device_seconds
+                if used > 0.0 or model.queued:
+                    waiting = model.queued * self._request_s(name) / WAITING_S if model.queued else 0.0
+                    demand[name] = min(max(used, 0.0) / (now - since), 1.0) + waiting
+            self._demand[worker] = demand
 
     def _compare(self, worker: str, before: WorkerView, view: WorkerView, seconds: float) -> float:
         """Sample all models of a worker between two views. Return the device seconds consumed."""

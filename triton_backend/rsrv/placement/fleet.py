@@ -1,7 +1,7 @@
 """All workers' views as one: size and place of each model, and the models that belong together."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rsrv.placement.contract import ModelView, WeightsView, WorkerView
@@ -60,6 +60,14 @@ class Fleet:
             if view is not None
         )
 
+    def room(self, worker: str) -> int | None:
+        """Return the device bytes that no weights take. None: no limit."""
+        view = self.views[worker]
+        if view.free_bytes is not None or view.budget_bytes is None:
+            return view.free_bytes
+        held = sum(m.bytes for m in view.models.values() if m.weights is not WeightsView.ABSENT)
+        return max(view.budget_bytes - held, 0)
+
     def free_bytes(self, worker: str) -> int | None:
         """Return the device bytes for packed models: the budget without pinned weights. None: no limit."""
         view = self.views[worker]
@@ -68,14 +76,22 @@ class Fleet:
         return max(view.budget_bytes - sum(m.bytes for m in view.models.values() if m.pinned), 0)
 
 
-def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fleet:
-    """Combine all views. `absent`: the last views of workers that do not answer."""
+def survey(
+    alive: Mapping[str, WorkerView], absent: Iterable[WorkerView], pins: Mapping[str, Collection[int]] = {}
+) -> Fleet:
+    """Combine all views.
+
+    Args:
+        alive: the views of the workers that answer, by name.
+        absent: the last views of the others.
+        pins: numbers of the devices that a model may use, by model. Devices that do not answer leave it to all others.
+    """
     views = {worker: alive[worker] for worker in sorted(alive)}
     models = _models(views)
     for view in absent:
         for name in view.ready:
             models.setdefault(name, FleetModel(ready=()))
-    units, torn = _units(views, models)
+    units, torn = _units(views, models, pins)
     return Fleet(views, models, units, torn)
 
 
@@ -126,9 +142,14 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
 
 
 def _units(
-    views: Mapping[str, WorkerView], models: Mapping[str, FleetModel]
+    views: Mapping[str, WorkerView], models: Mapping[str, FleetModel], pins: Mapping[str, Collection[int]]
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
     told = {worker for worker, view in views.items() if view.instance is not None}
+
+    def pinned(group: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
+        named = [pins[name] for name in group if name in pins]
+        return tuple([w for w in allowed if all(views[w].device in one for one in named)]) or allowed
+
     units = []
     torn: list[str] = []
     for group in _together(models):
@@ -138,7 +159,8 @@ def _units(
         for members in [group] if allowed else [(name,) for name in group]:
             where = allowed or _allowed(members, models, told)
             if where:
-                units.append(Unit(members, where, sum(models[name].bytes for name in members)))
+                size = sum(models[name].bytes for name in members)
+                units.append(Unit(members, pinned(members, where) if pins else where, size))
     return tuple(sorted(units, key=lambda unit: unit.models)), tuple(sorted(torn))
 
 

@@ -3,17 +3,26 @@
 The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the
 device of a new home; then the table changes. The old home evicts the weights when it has no request of the
 model left. On a worker with more weights than its budget, weights without requests are evicted at once: there
-traffic does not wait. Each wait has a limit, because weights may never arrive, and another gateway may still
-use the old home.
+traffic does not wait.
+
+A move makes no warm model cold. It begins when the new home has room for the weights, beside those that are
+placed there, and when fewer than MOVES_AT_ONCE other moves to it are under way, so that a worker that returns
+gets its models back one after the other, the busiest first. Room is made by evicting weights that are
+warm at their own home elsewhere. A move that cannot begin, or whose weights do not arrive, is given up after
+MOVE_LIMIT_S: the model stays. A model that is warm nowhere does not wait for others.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView
+from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, Unit
 
-#: after this time traffic moves to a new home without weights, and the old home is no longer awaited
+#: moves to one worker that are under way at a time; its link transfers the weights one after the other
+MOVES_AT_ONCE = 2
+#: after this time a move is given up, and an old home is no longer awaited
 MOVE_LIMIT_S = 60.0
 #: pause between two prefetch requests for the same weights
 ASK_AGAIN_S = 10.0
@@ -39,6 +48,8 @@ class Moves:
         self._since: dict[str, float] = {}
         #: time of the last prefetch request by (model, worker), for the current target
         self._asked: dict[tuple[str, str], float] = {}
+        #: time at which a unit's move to a worker began, until it is warm there
+        self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
 
     def home(self, unit: Unit) -> tuple[str, ...]:
@@ -65,6 +76,7 @@ class Moves:
     def advance(
         self,
         fleet: Fleet,
+        costs: Costs,
         crowded: Collection[tuple[str, str]],
         swapping: Collection[str],
         now: float,
@@ -73,6 +85,7 @@ class Moves:
 
         Args:
             fleet: the workers' last views.
+            costs: measured loads; the moves of the busiest models begin first.
             crowded: (unit, worker) whose weights would be evicted there again; they are not prefetched.
             swapping: workers whose weights are not awaited, because they stay only while requests come.
             now: the planner's time, seconds.
@@ -80,20 +93,24 @@ class Moves:
         Returns:
             The actions to request from the workers, and the models whose workers have changed.
         """
-        steps: list[WeightAction] = []
         changed: list[str] = []
+        absent: list[tuple[Unit, str]] = []
         for unit in fleet.units:
             target = self.home(unit)
             if not target:
                 continue
-            steps += self._fetch(unit, target, fleet, crowded, now)
+            absent += [(unit, worker) for worker in self._cold(unit, target, fleet, crowded)]
             for name in unit.models:
                 old = self.placed.get(name, ())
-                new = self._place(unit, name, target, fleet, crowded, swapping, now)
+                new = self._place(unit, name, target, fleet, crowded, swapping)
                 if new != old:
                     self.placed[name] = new
                     self._left(name, old, new, fleet, now)
                     changed.append(name)
+        absent.sort(
+            key=lambda one: (-sum(costs.measured(n).utilisation for n in one[0].models), one[0].models)
+        )
+        steps = self._fetch(absent, fleet, swapping, now)
         steps += self._free(fleet, now)
         self._forget(fleet.models)
         return steps, changed
@@ -112,14 +129,13 @@ class Moves:
         fleet: Fleet,
         crowded: Collection[tuple[str, str]],
         swapping: Collection[str],
-        now: float,
     ) -> tuple[str, ...]:
         """Return the workers for a model's requests now."""
         here = [worker for worker in self.placed.get(name, ()) if worker in unit.allowed]
         gained = [worker for worker in target if worker not in here]
         waited_for = [worker for worker in gained if worker not in swapping]
         cold = self._cold(unit, waited_for, fleet, crowded)
-        if not cold or now - self._since[name] >= MOVE_LIMIT_S:
+        if not cold:
             return target
         if not here:
             # Its home is gone and weights take a while to load: workers that have them serve meanwhile.
@@ -127,26 +143,74 @@ class Moves:
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
     def _fetch(
-        self,
-        unit: Unit,
-        target: tuple[str, ...],
-        fleet: Fleet,
-        crowded: Collection[tuple[str, str]],
-        now: float,
+        self, absent: list[tuple[Unit, str]], fleet: Fleet, swapping: Collection[str], now: float
     ) -> list[WeightAction]:
-        """Return the prefetches that make the unit warm at its target."""
-        steps = []
-        for worker in self._cold(unit, target, fleet, crowded):
-            for name in unit.models:
-                view = fleet.views[worker].models.get(name)
-                if view is None or view.weights is not WeightsView.ABSENT or view.bytes == 0:
+        """Return the actions that bring absent weights to the units' targets, as far as they may begin now."""
+        keys = {(unit.name, worker) for unit, worker in absent}
+        # A move whose target has changed takes the link until its weights have arrived.
+        self._begun = {key: at for key, at in self._begun.items() if key in keys or _loads(*key, fleet)}
+        under_way = Counter(worker for _, worker in self._begun)
+        #: bytes that are requested and that the worker does not count yet
+        coming = Counter[str]()
+        for unit, worker in absent:
+            if (unit.name, worker) in self._begun:
+                coming[worker] += sum(size for _, size in _missing(unit, worker, fleet))
+        steps: list[WeightAction] = []
+        for unit, worker in absent:
+            missing = _missing(unit, worker, fleet)
+            begun = self._begun.get((unit.name, worker))
+            if begun is not None:
+                if now - begun >= MOVE_LIMIT_S:
+                    self._give_up(unit, now)
                     continue
+            elif worker not in swapping:
+                moves = any(w in fleet.views and fleet.warm(unit, w) for w in self.placed.get(unit.name, ()))
+                if moves and under_way[worker] >= MOVES_AT_ONCE:
+                    continue
+                needed, room = sum(size for _, size in missing), fleet.room(worker)
+                short = 0 if room is None else needed + coming[worker] - room
+                steps += self._make_room(worker, short, fleet)
+                if moves and short > 0:
+                    if not under_way[worker] and now - self._since[unit.name] >= MOVE_LIMIT_S:
+                        self._give_up(unit, now)
+                    continue
+                coming[worker] += needed
+                if moves:
+                    self._begun[unit.name, worker] = now
+                    under_way[worker] += 1
+            for name, _ in missing:
                 asked = self._asked.get((name, worker))
                 # Weights that are evicted at a home later come back with the next request.
                 if asked is None or (now - asked >= ASK_AGAIN_S and worker not in self.placed.get(name, ())):
                     self._asked[name, worker] = now
                     steps.append(WeightAction(Act.PREFETCH, worker, name))
         return steps
+
+    def _make_room(self, worker: str, short: int, fleet: Fleet) -> Iterator[WeightAction]:
+        """Evict idle weights that are warm at their own homes, the largest first, until `short` bytes are free."""
+        strange = [
+            (view.bytes, name)
+            for name, view in fleet.views[worker].models.items()
+            if view.weights is WeightsView.RESIDENT
+            and view.bytes
+            and not (view.pinned or view.queued or view.executing)
+            and self.placed.get(name)
+            and worker not in (*self.placed[name], *self.targets.get(name, ()))
+            and (name, worker) not in self._leaving
+        ]
+        for size, name in sorted(strange, reverse=True):
+            if short <= 0:
+                return
+            homes = [fleet.views[w].models.get(name) for w in self.placed[name] if w in fleet.views]
+            if any(view is not None and view.weights is WeightsView.RESIDENT for view in homes):
+                short -= size
+                yield WeightAction(Act.EVICT, worker, name)
+
+    def _give_up(self, unit: Unit, now: float) -> None:
+        """Leave a unit where it is."""
+        places = {self.placed.get(name, ()) for name in unit.models}
+        if len(places) == 1 and (place := places.pop()):
+            self.aim(unit, place, now)
 
     def _left(self, name: str, old: tuple[str, ...], new: tuple[str, ...], fleet: Fleet, now: float) -> None:
         for worker in new:
@@ -184,3 +248,19 @@ class Moves:
             self.placed.pop(name, None)
         self._asked = {key: at for key, at in self._asked.items() if key[0] in models}
         self._leaving = {key: leaving for key, leaving in self._leaving.items() if key[0] in models}
+
+
+def _missing(unit: Unit, worker: str, fleet: Fleet) -> list[tuple[str, int]]:
+    """Return the models of a unit whose weights a worker neither has nor loads, with their bytes."""
+    models = fleet.views[worker].models
+    views = [(name, models.get(name)) for name in unit.models]
+    return [
+        (name, view.bytes)
+        for name, view in views
+        if view is not None and view.weights is WeightsView.ABSENT and view.bytes
+    ]
+
+
+def _loads(name: str, worker: str, fleet: Fleet) -> bool:
+    model = fleet.views[worker].models.get(name) if worker in fleet.views else None
+    return model is not None and model.weights is WeightsView.LOADING

@@ -3,7 +3,7 @@
 Each default of the policy suits most fleets; the control service and the simulator may set other values.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -13,6 +13,9 @@ from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 class ModelOptions(GatewayModelSection):
     """Options of one model; absent keys take the general value."""
 
+    devices: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="Numbers of the devices that may have it; null: all."
+    )
     fill: Literal["least", "rr"] | None = Field(None, description="As `fill`, for this model.")
     fill_factor: float | None = Field(None, gt=0, le=1024, description="As `fill_factor`, for this model.")
 

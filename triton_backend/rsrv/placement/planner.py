@@ -20,7 +20,7 @@ next repack alike.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from rsrv.placement import packing
@@ -30,6 +30,7 @@ from rsrv.placement.fleet import Fleet, Unit, survey
 from rsrv.placement.moves import Moves
 from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
+from rsrv.placement.replication import Replication
 from rsrv.placement.status import PlannerStatus, Repacks, Trigger, show_models, show_workers, warn
 from rsrv.placement.tables import make_table, replicas
 from rsrv.settings_fleet import Replicas
@@ -71,6 +72,7 @@ class Planner:
         self._generation = 0
         self._costs = Costs(_halflife(options))
         self._moves = Moves()
+        self._replication = Replication()
         #: last views of the workers while they answered
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
@@ -117,8 +119,9 @@ class Planner:
         fill: Literal["least", "rr"] | None = None,
         fill_factor: float | None = None,
     ) -> None:
-        """Replace the settings of one model, which no worker needs to serve yet; None: the general value."""
-        section = ModelOptions(replicas=replicas, fill=fill, fill_factor=fill_factor)
+        """Replace the settings of one model, which no worker needs to serve yet, except its devices; None: the general value."""
+        own = self._options.models.get(model, ModelOptions())
+        section = own.model_copy(update={"replicas": replicas, "fill": fill, "fill_factor": fill_factor})
         self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
 
     def repack(self) -> int:
@@ -134,7 +137,8 @@ class Planner:
         self._remember(views)
         consumed = self._costs.observe(views, now)
         alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
-        fleet = survey(alive, [view for worker, view in self._latest.items() if worker not in alive])
+        absent = [view for worker, view in self._latest.items() if worker not in alive]
+        fleet = survey(alive, absent, _pins(self._options))
         steps: list[WeightAction] = []
         if self._options.mode == "lpt_packing":
             self._device_s += consumed
@@ -143,7 +147,8 @@ class Planner:
             if trigger is not None:
                 self._repack(fleet, trigger, now)
             if self._started:
-                steps, changed = self._moves.advance(fleet, self._crowded, self._swapping, now)
+                self._resize(fleet, now)
+                steps, changed = self._moves.advance(fleet, self._costs, self._crowded, self._swapping, now)
                 for name in changed:
                     self._costs.where.pop(name, None)
         table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
@@ -205,7 +210,6 @@ class Planner:
 
     def _repack(self, fleet: Fleet, trigger: Trigger, now: float) -> None:
         """Give every unit its target."""
-        options = self._options
         whole = trigger not in ("start", "homes")
         loads: list[UnitLoad] = []
         previous: dict[str, tuple[str, ...]] = {}
@@ -229,13 +233,12 @@ class Planner:
                 )
             )
             previous[unit.name] = before
-        result = self._pack(
-            loads,
-            [WorkerBudget(worker, fleet.free_bytes(worker)) for worker in fleet.views],
-            previous=previous,
-            hysteresis=options.hysteresis,
-            forbid_oversubscription=options.forbid_memory_oversubscription,
-        )
+        result = self._packed_onto(fleet, loads, previous)
+        if result.oversubscribed and any(load.replicas > 1 for load in loads):
+            # Further replicas are for memory that is left: `_resize` adds them again where it is.
+            auto = {unit.name for unit in self._automatic(fleet)}
+            loads = [replace(load, replicas=1) if load.name in auto else load for load in loads]
+            result = self._packed_onto(fleet, loads, previous)
         moved = 0
         for unit in fleet.units:
             home = self._moves.home(unit)
@@ -259,10 +262,32 @@ class Planner:
         if trigger in ("start", "membership"):
             self._changed_at = None
 
+    def _packed_onto(
+        self, fleet: Fleet, loads: Sequence[UnitLoad], previous: Mapping[str, tuple[str, ...]]
+    ) -> Packing:
+        return self._pack(
+            loads,
+            [WorkerBudget(worker, fleet.free_bytes(worker)) for worker in fleet.views],
+            previous=previous,
+            hysteresis=self._options.hysteresis,
+            forbid_oversubscription=self._options.forbid_memory_oversubscription,
+        )
+
+    def _resize(self, fleet: Fleet, now: float) -> None:
+        """Give units with automatic replicas more or fewer of them; all other units stay."""
+        units = [unit for unit in self._automatic(fleet) if self._moves.settled(unit)]
+        for unit, workers in self._replication.resize(units, self._moves.home, fleet, self._costs, now):
+            self._moves.aim(unit, workers, now)
+
+    def _automatic(self, fleet: Fleet) -> list[Unit]:
+        return [u for u in fleet.units if all(replicas(self._options, name) == "auto" for name in u.models)]
+
     def _replicas(self, unit: Unit) -> int:
-        """Return the greatest number of replicas configured for a model of the unit, limited by the allowed workers."""
+        """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""
+        present = len(self._moves.targets.get(unit.name, ())) or 1
+        counts: dict[Replicas, int] = {"auto": present, "all": len(unit.allowed)}
         wanted = [replicas(self._options, name) for name in unit.models]
-        return min(len(unit.allowed), max(len(unit.allowed) if n == "all" else n for n in wanted))
+        return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in wanted))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
         """Return the unit's place while only others are packed: its earlier home, if that is back, else its home."""
@@ -327,6 +352,10 @@ class Planner:
 
 def _halflife(options: PlannerOptions) -> float:
     return options.rebalance_device_s if options.halflife_device_s is None else options.halflife_device_s
+
+
+def _pins(options: PlannerOptions) -> dict[str, list[int]]:
+    return {name: own.devices for name, own in options.models.items() if own.devices is not None}
 
 
 def _crowded(

@@ -10,6 +10,7 @@ from rsrv.placement.fleet import Fleet
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.tables import replicas
 from rsrv.settings_fleet import Replicas
+from rsrv.text import amount
 
 Trigger = Literal["start", "homes", "membership", "work", "operator"]
 
@@ -193,7 +194,50 @@ def warn(
         )
     unknown = sorted(name for name in options.models if name not in fleet.models)
     if unknown:
-        yield f"no worker serves {_names(unknown)}, named in gateway.models"
+        yield f"no worker serves {_names(unknown)}, named in models"
+    yield from _warn_of_sizes(fleet)
+    yield from _warn_of_wishes(options, views, fleet)
+
+
+def _warn_of_sizes(fleet: Fleet) -> Iterator[str]:
+    free = [fleet.free_bytes(worker) for worker in fleet.views]
+    most = max((size for size in free if size is not None), default=0)
+    for unit in fleet.units if free and None not in free else ():
+        if unit.bytes > most:
+            yield (
+                f"{_names(unit.models)} need {amount(unit.bytes)} of one device, and the most that a device has for weights is "
+                f"{amount(most)} (runtime.weight_budget_bytes, less what is pinned)"
+            )
+
+
+def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fleet: Fleet) -> Iterator[str]:
+    """Yield warnings about settings of models that these devices cannot fulfil."""
+    numbers = {view.device for view in views.values()}
+    last = max(numbers, default=0)
+    for name in sorted(options.models.keys() & fleet.models.keys()):
+        own = options.models[name]
+        missing = [number for number in own.devices or () if number not in numbers]
+        if missing:
+            yield (
+                f"models.{name}.devices names {_names([str(number) for number in missing])}, and the devices are 0 to {last}: "
+                "correct the key; the others of the list count, or all devices if there are none"
+            )
+    for unit in fleet.units:
+        pins = [(name, options.models[name].devices) for name in unit.models if name in options.models]
+        pinned = {name: set(devices) for name, devices in pins if devices is not None}
+        if len(pinned) > 1 and not set.intersection(*pinned.values()):
+            yield (
+                f"models.NAME.devices of {_names(sorted(pinned))} have no device in common, but these models are called by one "
+                "another: they are placed together, on any device; name a common one"
+            )
+        for name in unit.models:
+            wanted = replicas(options, name)
+            if isinstance(wanted, int) and wanted > len(unit.allowed):
+                own_key = name in options.models and options.models[name].replicas is not None
+                yield (
+                    f"{f'models.{name}' if own_key else 'placement'}.replicas is {wanted}, but {name} can be on "
+                    f"{len(unit.allowed)} devices"
+                )
 
 
 def _names(names: Sequence[str]) -> str:

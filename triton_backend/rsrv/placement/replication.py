@@ -1,0 +1,100 @@
+"""Replicas of models with `replicas: auto`: how many by the demand of the last second, and where.
+
+A unit gets another replica when its demand exceeds GROW_AT of a device for each one that it has. That takes one
+sample of the load, so a hot model has a second device after a second or two. It loses one when the others could
+do its work at SHRINK_AT of a device each, and that has held for COOL_S: loading weights is dear, and a copy that
+nothing else needs costs nothing.
+
+A further replica goes only where there is room beside all placed weights, and to a worker that would then be less busy
+than the busiest one of the unit is now. So replicas never displace another model, and two busy models do not
+spread over each other's devices.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from math import ceil
+
+from rsrv.placement.costs import Costs
+from rsrv.placement.fleet import Fleet, Unit
+
+#: demand per replica, in device seconds per second, above which a unit gets another one
+GROW_AT = 0.8
+#: demand per remaining replica below which it loses one, and the time for which that must hold, seconds
+SHRINK_AT, COOL_S = 0.5, 60.0
+
+
+class Replication:
+    """Decides the replicas of units. Only the time since when a unit has had too many is kept."""
+
+    def __init__(self) -> None:
+        self._quiet: dict[str, float] = {}
+
+    def resize(
+        self,
+        units: list[Unit],
+        home: Callable[[Unit], tuple[str, ...]],
+        fleet: Fleet,
+        costs: Costs,
+        now: float,
+    ) -> Iterator[tuple[Unit, tuple[str, ...]]]:
+        """Yield the units whose replicas change, with their new workers.
+
+        Args:
+            units: the units with `replicas: auto`.
+            home: the present workers of any unit.
+            fleet: the workers' last views.
+            costs: measured loads.
+            now: the planner's time, seconds.
+        """
+        self._quiet = {name: at for name, at in self._quiet.items() if name in {unit.name for unit in units}}
+        spare: dict[str, float] | None = None
+        pressure: dict[str, float] = {}
+        for unit in units:
+            demand = sum(costs.demand(name) for name in unit.models)
+            here = list(home(unit))
+            wanted = min(self._wanted(unit.name, demand, len(here), now), len(unit.allowed))
+            if not here or wanted == len(here):
+                continue
+            if spare is None:
+                spare = _spare(fleet, home)
+                pressure = {worker: costs.pressure(worker) for worker in fleet.views}
+            before = tuple(here)
+            while len(here) < wanted:
+                share, peak = demand / (len(here) + 1), max(pressure[worker] for worker in here)
+                better = [
+                    (pressure[worker], worker)
+                    for worker in unit.allowed
+                    if worker not in here and spare[worker] >= unit.bytes and pressure[worker] + share < peak
+                ]
+                if not better:
+                    break
+                for worker in here:
+                    pressure[worker] += share - demand / len(here)
+                least = min(better)[1]
+                here.append(least)
+                pressure[least] += share
+                spare[least] -= unit.bytes
+            if len(here) > wanted:
+                here.remove(max(here, key=lambda worker: (pressure[worker], worker)))
+            if tuple(here) != before:
+                yield unit, tuple(sorted(here))
+
+    def _wanted(self, unit: str, demand: float, present: int, now: float) -> int:
+        wanted = max(1, ceil(demand / GROW_AT))
+        if present <= 1 or demand > SHRINK_AT * (present - 1):
+            self._quiet.pop(unit, None)
+            return max(wanted, present)
+        if now - self._quiet.setdefault(unit, now) < COOL_S:
+            return present
+        del self._quiet[unit]
+        return present - 1
+
+
+def _spare(fleet: Fleet, home: Callable[[Unit], tuple[str, ...]]) -> dict[str, float]:
+    """Return the device bytes of each worker that no placed unit needs."""
+    placed = Counter[str]()
+    for unit in fleet.units:
+        for worker in home(unit):
+            placed[worker] += unit.bytes
+    free = {worker: fleet.free_bytes(worker) for worker in fleet.views}
+    return {worker: float("inf") if size is None else size - placed[worker] for worker, size in free.items()}

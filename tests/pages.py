@@ -29,7 +29,6 @@ NOT_RUN = {
     "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
     "tritonserver": "the server that the other commands ask is started with the first page's; flags are checked",
     "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
-    "rsrv-node": "its own tests run it; flags are checked",
     "rsrv gpu": "needs a GPU to itself; its own tests run it on a fake one",
     "rsrv serve": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",

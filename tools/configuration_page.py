@@ -33,7 +33,6 @@ PAGES = {
     "lifecycle": "operating.md#when-bundles-change",
     "control": "operating.md#the-control-service",
     "gateway": "gateway.md",
-    "node": "gateway.md#a-node-all-devices-of-a-machine",
     "metrics": "monitoring.md#prometheus",
     "logs": "monitoring.md#the-log",
     "traces": "monitoring.md#traces",

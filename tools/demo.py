@@ -100,7 +100,7 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
     step(f"rsrv serve --demo (models and log in {folder})")
     process = subprocess.Popen(
         [
-            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""),
+            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())),
             *(*program, *flags, f"--tritonserver={INSTALLATION.launcher}"),
         ],
         env={**os.environ, "RSRV_METRICS__LISTEN": f"{LOOPBACK}:{page}"},

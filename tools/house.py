@@ -253,7 +253,7 @@ def main() -> int:
     print(
         f"source without tests: {lines_of(sources):,} lines, {len(sources)} files",
         f"core ({', '.join(CORE)}): {len(core)} files",
-        f"gateway with node: {sum(one.lines for one in gateway):,} lines, {len(gateway)} files",
+        f"gateway and serve: {sum(one.lines for one in gateway):,} lines, {len(gateway)} files",
         f"tests, benches, chaos and fuzz: {lines_of(tests):,} lines",
         f"pages: {len(pages)}, {sum(len(page.read_text().split()) for page in pages):,} words",
         f"make targets: {len(targets)}",

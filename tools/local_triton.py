@@ -184,7 +184,7 @@ class TritonServer:
         """
         if not self.installation.is_installed():
             raise InstallError("tritonserver is not installed here: run python tools/local_triton.py")
-        bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
+        bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
             # A session of its own, so that a Ctrl-C on this process does not reach the server.

@@ -142,10 +142,10 @@ def _try_as_a_user(python: str, wheel: Path, folder: Path, cache: Path) -> None:
 def _serve_and_ask(scripts: Path, folder: Path, env: dict[str, str]) -> None:
     """Ask the model in `folder` once over HTTP. Raises SystemExit if it does not serve, is wrong, or does not end well."""
     http, grpc, metrics, page = free_ports(4)
-    flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", "--cpu"]
+    flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", "--devices=cpu"]
     with subprocess.Popen(
         [
-            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""),
+            *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())),
             *(str(scripts / "rsrv"), "serve", "bundles", *flags),
         ],
         cwd=folder,

@@ -61,7 +61,7 @@ def parser() -> CommandParser:
 
 
 def add_compile_for(parser: argparse._ActionsContainer) -> None:
-    """Add --compile-for, which `rsrv serve` and rsrv-node have, too."""
+    """Add --compile-for, which `rsrv serve` has, too."""
     parser.add_argument(
         "--compile-for",
         metavar="CARD",

@@ -191,13 +191,13 @@ class KillStub(Fault):
 
 
 class StopStub(Fault):
-    """Triton 24.10 ends in four of five cases, with any model; the node starts it again."""
+    """Triton 24.10 ends in four of five cases, with any model; `rsrv serve` starts it again."""
 
-    name = "SIGSTOP a stub for 3 s, under rsrv-node"
+    name = "SIGSTOP a stub for 3 s, under rsrv serve"
     load = clients("elastic", grpc=6, http=2, pause=0)
     expected = Expected(None, excuse=NO_ANSWER, mixes_up={"elastic": LATE_ANSWERS})
     patience = 60
-    house = "node"
+    house = "serve"
 
     def prepare(self, house: House) -> None:
         self._server = house.server.pid
@@ -219,7 +219,7 @@ class StopStub(Fault):
         return ()
 
     def notes(self) -> Iterable[str]:
-        yield "tritonserver survived" if self._survived else "rsrv-node started tritonserver again"
+        yield "tritonserver survived" if self._survived else "rsrv serve started tritonserver again"
 
 
 class _MoodyHook(Fault):

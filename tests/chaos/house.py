@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
-from local_triton import LOOPBACK, TritonServer, free_ports
+from local_triton import TritonServer, free_ports
 from rsrv.control.stub_health import CONNECT_S
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed, read_status
@@ -29,11 +29,10 @@ from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
 from tests.chaos.questions import Question
 from tests.e2e.harness import RunningTriton, running_triton
-from tests.e2e.nodes import RunningNode, server_pid
 from tests.waiting import wait_until
 
-#: A server; one whose runtime reads a clock that can be set; one under rsrv-node.
-Kind = Literal["plain", "clock", "node"]
+#: A server; one whose runtime reads a clock that can be set; one under `rsrv serve`.
+Kind = Literal["plain", "clock", "serve"]
 #: The models that are served from the start.
 SERVED = (
     "exact",
@@ -101,31 +100,33 @@ class _HousedServer(TritonServer):
         return [*self._inside, *super().command()]
 
 
-class _NodeServer(_HousedServer):
-    """An `rsrv-node` in place of the server; its one worker has the server's ports."""
-
-    @property
-    def folder(self) -> Path:
-        return self.model_repository.parent
+class _SupervisedServer(_HousedServer):
+    """An `rsrv serve` in place of the server, on its ports."""
 
     @property
     def pid(self) -> int:
         """Return the pid of the present tritonserver."""
-        return server_pid(wait_until(RunningNode(self.process, self.folder).workers, what="a worker")[0])
+        return wait_until(self._pid, what="a server")
+
+    def _pid(self) -> int:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                if child.name() == "tritonserver":
+                    return int(child.pid)
+        return 0
 
     def command(self) -> list[str]:
+        folder = self.model_repository.parent
         return [
             *self._inside,
-            *(sys.executable, "-m", "rsrv.serve", str(self.folder / "bundles"), "--cpu-workers", "1"),
-            *("--config", str(self.folder / "settings.yaml"), "--directory", str(self.folder / "node")),
-            *("--tritonserver", str(self.installation.launcher)),
+            *(sys.executable, "-m", "rsrv.cli.main", "serve", str(folder / "bundles"), "--devices", "cpu"),
+            *("--config", str(folder / "settings.yaml"), "--directory", str(folder / "serve"), "--log", "-"),
+            *("--tritonserver", str(self.installation.launcher), "--http-port", str(self.http_port)),
+            *("--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port)),
         ]
 
     def environment(self) -> dict[str, str]:
-        ports = {"HTTP": self.http_port, "GRPC": self.grpc_port, "ADMIN": self.metrics_port}
-        gateway = {f"RSRV_GATEWAY__{door}": f"{LOOPBACK}:{port}" for door, port in ports.items()}
-        # Strikes come so fast that each restart would wait twice as long as the last.
-        return {**os.environ, **gateway, "RSRV_NODE__MAX_RESTARTS": "0", **self.env}
+        return {**os.environ, **self.env}
 
 
 class House:
@@ -134,7 +135,7 @@ class House:
     def __init__(self, folder: Path, kind: Kind = "plain") -> None:
         """With a clock, `set_clock` sets the time of day of the runtime and its children."""
         self._folder = folder
-        self._server = _NodeServer if kind == "node" else _HousedServer
+        self._server = _SupervisedServer if kind == "serve" else _HousedServer
         self.bundles = folder / "bundles"
         self.gen = folder / "gen"
         self._disk = folder / "cache"

@@ -152,7 +152,7 @@ async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") 
 
 def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
     """Start the browser, which also ends with this process."""
-    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
+    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
     with (profile / "log").open("wb") as output:
         return subprocess.Popen(
             [*bound, str(browser.program), *_FLAGS, f"--user-data-dir={profile}", "about:blank"],

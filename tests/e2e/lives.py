@@ -9,8 +9,11 @@ from typing import Any
 
 import grpc
 import numpy as np
+import tritonclient.grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.utils import InferenceServerException
 
+from local_triton import LOOPBACK
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
@@ -52,6 +55,25 @@ def _weights(version: int) -> dict[str, np.ndarray[Any, Any]]:
         "first": np.array(version, np.float32),
         "second": np.full(COLUMNS, version, np.float32),
     }
+
+
+def answer(port: int, model: str) -> int:
+    """Return the version of a `write_version` model that answers on this gRPC port; 0 for none."""
+    try:
+        return int(first_value(port, model))
+    except InferenceServerException:
+        return 0
+
+
+def first_value(port: int, model: str) -> float:
+    """Return the first value that a `write_version` model answers on this gRPC port. Raises InferenceServerException."""
+    client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
+    tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
+    tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
+    try:
+        return float(client.infer(model, [tensor], client_timeout=20).as_numpy("first")[0, 0])
+    finally:
+        client.close()
 
 
 def write_version(path: Path, version: int, *, module: int = 0) -> Path:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 
-from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK
+from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
+from rsrv.wire.paths import base_directory
 from rsrv_gen import cli as rsrv_gen
-from tests.e2e.harness import compilation_cache
-from tests.e2e.lives import COLUMNS, place, write_version
-from tests.e2e.nodes import answer, free_block
+from tests.e2e.harness import compilation_cache, is_alive
+from tests.e2e.lives import COLUMNS, answer, place, write_version
 from tests.waiting import wait_until
 
 QUICK = "lifecycle: {look_s: 0.1}\n"
@@ -29,10 +31,15 @@ QUICK = "lifecycle: {look_s: 0.1}\n"
 class Terminal:
     """A running `rsrv serve`, and its output."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output: Path, port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], output: Path, ports: Sequence[int]) -> None:
         self.process = process
         self._output = output
-        self.grpc_port = port + 1
+        self.http_port, self.grpc_port, self.metrics_port = ports
+
+    @property
+    def server_pid(self) -> int:
+        """Return the pid of the tritonserver that has announced itself last."""
+        return int(re.findall(r"tritonserver is process (\d+)", self.text)[-1])
 
     @property
     def text(self) -> str:
@@ -43,14 +50,17 @@ class Terminal:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None) -> Iterator[Terminal]:
+def serving(
+    folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None, settings: str = ""
+) -> Iterator[Terminal]:
     """Run `rsrv serve bundles` in this folder, on ports of its own.
 
     `gpu`: variables that name the machine's GPUs; without them it serves from the CPU.
     """
-    (folder / "rsrv.yaml").write_text(QUICK)
-    port = free_block(3)
-    ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
+    (folder / "rsrv.yaml").write_text(QUICK + settings)
+    numbers = free_ports(3)
+    kinds = ("http", "grpc", "metrics")
+    ports = [f"--{kind}-port={number}" for kind, number in zip(kinds, numbers, strict=True)]
     environment = {
         **os.environ,
         "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
@@ -60,10 +70,10 @@ def serving(folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None)
     }
     command = [sys.executable, "-m", "rsrv.cli.main", "serve", "bundles", "--config=rsrv.yaml"]
     if gpu is None:
-        command.append("--cpu")
+        command.append("--devices=cpu")
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), "", *command, *ports, *arguments],
+            [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), *command, *ports, *arguments],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -71,7 +81,7 @@ def serving(folder: Path, *arguments: str, gpu: Mapping[str, str] | None = None)
             stderr=output,
         )
     try:
-        yield Terminal(process, folder / "output", port)
+        yield Terminal(process, folder / "output", numbers)
     finally:
         process.kill()
         process.wait()
@@ -104,6 +114,56 @@ def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> Non
         assert terminal.text.endswith("Ctrl-C again stops at once.\n")
 
 
+def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
+    """In a container the log is the output, a server that dies is replaced, and nothing outlives the command."""
+    with serving(folder, "--log", "-", settings="logs: {format: json}\n") as service:
+        service.wait_for("Serving 1 of 1 models")
+        assert answer(service.grpc_port, "cats") == 1
+        first = service.server_pid
+        before = list(base_directory().glob(f"{first}-*"))
+        os.kill(first, signal.SIGKILL)
+        service.wait_for("starting it again in 1 s")
+        wait_until(lambda: service.server_pid != first, 30, what="another server")
+        wait_until(lambda: answer(service.grpc_port, "cats") == 1, 60, what="the model again")
+        # The dead one leaves its successor no obstacle.
+        assert before
+        assert not any(map(Path.exists, before))
+        lines = service.text.split("\n")[:-1]
+        loggers = {json.loads(line)["logger"] for line in lines if line.startswith("{")}
+        assert loggers >= {"rsrv.serve", "rsrv.runtime", "rsrv.control"}
+        assert [line for line in lines if re.search(r"^\d{4}-\d\d-\d\d .* rsrv", line)] == []
+        left = [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if any(f"{folder}/.rsrv/" in word for word in process.info["cmdline"] or ())
+        ]
+        assert len(left) > 3
+
+        service.process.kill()
+
+        wait_until(lambda: not any(map(is_alive, left)), 20, what="the end of all processes")
+        wait_until(
+            lambda: not list(base_directory().glob(f"{service.server_pid}-*")), 10, what="an empty place"
+        )
+
+
+@pytest.mark.long
+def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(folder: Path) -> None:
+    """A server without models is started again for the first bundle, and one that stops answering is replaced."""
+    shutil.rmtree(folder / "bundles" / "cats")
+    with serving(folder, "--log", "-") as service:
+        service.wait_for("Serving 0 of 0 models")
+        place(write_version(folder / "second", 2), folder / "bundles" / "cats")
+        service.wait_for("cats is ready")
+        assert answer(service.grpc_port, "cats") == 2
+        service.wait_for("Serving 1 of 1 models")
+        first = service.server_pid
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: service.server_pid != first, 100, what="another server")
+        wait_until(lambda: answer(service.grpc_port, "cats") == 2, 60, what="the model again")
+        assert "has not answered for 60 s and was killed" in service.text
+
+
 def test_a_broken_bundle_is_named_and_the_others_are_served(folder: Path) -> None:
     """A bundle without its weights is reported with what to do; it does not keep the server from starting."""
     broken = write_version(folder / "second", 2)
@@ -130,17 +190,17 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:
     """`tritonserver --model-repository=gen/` has no other flag, but for ports where the default ones are taken."""
     assert rsrv_gen.main([str(folder / "bundles"), "-o", str(folder / "gen")]) == 0
-    ports, flags = (8000, 8001, 8002), []
+    ports: tuple[int, ...] = (8000, 8001, 8002)
+    flags = []
     if not all(map(_is_free, ports)):
-        first = free_block(3)
-        ports = (first, first + 1, first + 2)
+        ports = tuple(free_ports(3))
         flags = [
             f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True)
         ]
     command = [str(INSTALLATION.launcher), "--model-repository=gen/", *flags]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), "", *command],
+            [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), *command],
             cwd=folder,
             env={
                 **os.environ,

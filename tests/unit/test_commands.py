@@ -12,12 +12,15 @@ import pytest
 
 import rsrv
 import rsrv_bundle
+from rsrv.cli.main import former_node
 from rsrv.cli.main import main as rsrv_main
 from rsrv.command import command
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
-    script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
+    script.name: script
+    for script in distribution("rsrv").entry_points
+    if script.group == "console_scripts" and script.name != "rsrv-node"
 }
 #: asyncio is a fifth of the modules that these may load.
 ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
@@ -36,7 +39,13 @@ print(*set(sys.modules) - before, file=sys.stderr)
 
 def test_these_are_the_commands() -> None:
     """The installed commands are those of pyproject.toml."""
-    assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim"}
+    assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim"}
+
+
+def test_the_former_command_names_the_one_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A unit file or a container that still starts rsrv-node fails with the command to write there."""
+    assert former_node() == 2
+    assert "`rsrv serve BUNDLES` starts one tritonserver with all devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())

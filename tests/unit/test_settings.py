@@ -109,8 +109,12 @@ def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
         ),
         ("RSRV_MODELS__CATS__WEIGHT=0", "RSRV_MODELS__CATS__WEIGHT: models.cats.weight: "),
         (
-            "RSRV_NODE__ARGUMENTS=--log-verbose=1",
-            "lists and mappings are JSON there, as in RSRV_NODE__ARGUMENTS=",
+            "RSRV_LIFECYCLE__BUNDLES=/bundles",
+            "lists and mappings are JSON there, as in RSRV_RUNTIME__DEVICES=",
+        ),
+        (
+            "RSRV_NODE__ARGUMENTS=[]",
+            "RSRV_NODE__ARGUMENTS: node.arguments is gone: put flags for tritonserver after --",
         ),
     ],
 )
@@ -125,6 +129,12 @@ def test_a_wrong_variable_is_refused_by_its_name(
 
     assert message in str(caught.value)
     assert "rsrv.yaml" not in str(caught.value)
+
+
+def test_a_former_key_names_what_replaces_it() -> None:
+    """A file that was written for an earlier version is refused with what to write instead."""
+    with pytest.raises(SettingsError, match=r"rsrv\.yaml: node\.gpus is gone: .*`rsrv serve --devices 0,1`"):
+        load_settings("node: {gpus: [0, 1]}", "rsrv.yaml")
 
 
 def test_other_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

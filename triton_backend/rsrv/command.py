@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO
 from rsrv.text import nearest
 
 #: all commands of the package, for the shell's completion
-COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim")
+COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim")
 #: of every command; docs/operating.md has the table
 EXIT_STATUS = (
     "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 130 Ctrl-C."

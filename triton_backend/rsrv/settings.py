@@ -18,7 +18,7 @@ from pydantic_settings import SettingsError as EnvironmentParseError
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
-from rsrv.settings_fleet import GatewaySection, NodeSection, Section
+from rsrv.settings_fleet import GatewaySection, Section
 from rsrv.text import nearest
 
 
@@ -356,6 +356,19 @@ class ModelSection(Section):
     )
 
 
+#: former keys, each with what to do instead
+_FORMER = {
+    "node.gpus": "name the devices of the one server in runtime.devices, as [0, 1], or with `rsrv serve --devices 0,1`",
+    "node.cpu_workers": "name the devices of the one server in runtime.devices, as [cpu, cpu]",
+    "node.directory": "use `rsrv serve --directory DIR`",
+    "node.arguments": "put flags for tritonserver after --, as `rsrv serve bundles/ -- --log-verbose=1`",
+    "node.first_port": "leave it out: there is one server, with the ports of `rsrv serve --http-port` and the like",
+    "node.max_restarts": "leave it out: it is 10 in a row",
+    "node.hang_s": "leave it out: it is 60 s",
+    "node.drain_s": "use `rsrv serve --drain SECONDS`",
+}
+
+
 class Settings(BaseSettings):
     """All of rsrv.yaml."""
 
@@ -378,7 +391,6 @@ class Settings(BaseSettings):
     logs: LogsSection = LogsSection()
     traces: TracesSection = TracesSection()
     gateway: GatewaySection = GatewaySection()
-    node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @model_validator(mode="after")
@@ -432,6 +444,12 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     except YamlError as error:
         raise SettingsError(f"{source}: {error}") from None
     variables = {name.lower(): name for name in os.environ if name.upper().startswith("RSRV_")}
+    for key, instead in _FORMER.items():
+        section, _, name = key.partition(".")
+        inner = raw.get(section)
+        variable = variables.get(f"rsrv_{section}__{name}")
+        if variable or (isinstance(inner, Mapping) and name in inner):
+            raise SettingsError(f"{variable or source}: {key} is gone: {instead}")
     for lower, name in variables.items():
         section, nested, _ = lower.removeprefix("rsrv_").partition("__")
         if nested and section not in Settings.model_fields:
@@ -448,7 +466,7 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     except EnvironmentParseError as error:
         raise SettingsError(
             f"the environment: {error}: lists and mappings are JSON there, as in "
-            """RSRV_NODE__ARGUMENTS='["--log-verbose=1"]'"""
+            """RSRV_RUNTIME__DEVICES='[0, 1]'"""
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The sections of rsrv.yaml about several devices: the gateway's and the node's."""
+"""The section of rsrv.yaml about several servers: the gateway's."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -176,44 +176,3 @@ class GatewaySection(Section):
                 "control_listen needs tls_client_ca or token_file: TLS alone admits every client"
             )
         return self
-
-
-class NodeSection(Section):
-    """One machine with a tritonserver per device."""
-
-    gpus: list[int | str] | int | None = Field(
-        None,
-        description="Indices or UUIDs of the GPUs to use, or their number; null: those of CUDA_VISIBLE_DEVICES, or all "
-        "that NVML finds.",
-    )
-    cpu_workers: int = Field(
-        0, ge=0, le=64, description="Number of tritonservers on the CPU, in place of those on GPUs."
-    )
-    directory: Path = Field(
-        Path("node"),
-        description="Folder of the workers' model repositories and of the list of workers. On the file system of the "
-        "bundles, their files are linked, not copied.",
-    )
-    arguments: list[str] = Field(
-        default_factory=list, description="More arguments for each tritonserver; they take precedence."
-    )
-    first_port: int = Field(
-        18000,
-        ge=1,
-        le=65000,
-        description="With a gateway, worker n listens for HTTP, gRPC and metrics on this port + 10 n and the next two, for "
-        "this machine only. A single worker has the public ports.",
-    )
-    max_restarts: int = Field(
-        10, ge=0, description="Restarts of a process in a row after which the node ends; 0: no limit."
-    )
-    hang_s: float = Field(
-        60.0,
-        ge=0,
-        le=3600,
-        description="A process that accepts connections and has not answered for this time is killed and restarted. 0: no "
-        "limit.",
-    )
-    drain_s: float = Field(
-        30.0, ge=0, le=3600, description="Limit of requests in flight when the workers stop."
-    )

@@ -121,7 +121,7 @@ def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
 @contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that ends with the block, and with this process in any case."""
-    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
+    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
     with log.open("wb") as output:
         process = subprocess.Popen([*bound, *command], cwd=ROOT, stdout=output, stderr=output)
     try:

@@ -175,7 +175,7 @@ class ChartError(Exception):
 
 
 def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
-    """Return what `helm install` would create with these values and, by default, some bundles.
+    """Return what `helm install` would create with these values and, by default, some bundles and four GPUs a pod.
 
     Raises ChartError.
     """
@@ -190,7 +190,8 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
 
 
 def _files(values: Mapping[str, Any] | None, release: str) -> Mapping[str, str]:
-    chosen = {"bundles": {"volume": BUNDLES}, **(values or {})}
+    values = values or {}
+    chosen = {"bundles": {"volume": BUNDLES}, **values, "gpu": {"perPod": 4, **values.get("gpu", {})}}
     request = {"chart": str(CHART), "values": chosen, "release": release}
     files: Mapping[str, str] = json.loads(_helm("render", json.dumps(request)))
     return files

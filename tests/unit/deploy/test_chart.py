@@ -13,7 +13,7 @@ import promql_parser
 import pytest
 from ruamel.yaml import YAML
 
-from rsrv.serve.plan import needs_gateway
+from rsrv.cli.main import parser
 from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import (
     CHART,
@@ -32,8 +32,7 @@ GATEWAY = {"gateway": {"enabled": True, "settings": {"mode": "lpt_packing"}}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cpu": {"gpu": {"perPod": 0}, "tolerations": []},
-    "four-gpus": {"gpu": {"perPod": 4}, "sharedMemory": "64Gi"},
-    "mig": {"gpu": {"resource": "nvidia.com/mig-1g.10gb"}},
+    "mig": {"gpu": {"perPod": 7, "resource": "nvidia.com/mig-1g.10gb"}},
     "gateway": GATEWAY,
     "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
     "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
@@ -89,6 +88,13 @@ def server(manifests: list[Manifest]) -> Manifest:
 def environment(manifests: list[Manifest]) -> dict[str, str]:
     env = server(manifests)["containers"][0]["env"]
     return {each["name"]: each["value"] for each in env if "value" in each}
+
+
+def command(manifests: list[Manifest]) -> tuple[list[str], list[str]]:
+    """Return the command of the servers' container, and the flags that it passes on to tritonserver."""
+    words = server(manifests)["containers"][0]["args"]
+    cut = words.index("--")
+    return words[:cut], words[cut + 1 :]
 
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
@@ -161,12 +167,18 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
             monkeypatch.setenv(name, value)
     text = one(manifests, "ConfigMap", "demo-rsrv-server")["data"]["rsrv.yaml"]
     settings = load_settings(text)
-    assert settings.node.drain_s == 30
-    assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
-    assert not needs_gateway(settings, 1)
+    assert settings.metrics.listen == "0.0.0.0:8004"
+    words, flags = command(manifests)
+    options = parser().parse(words[1:])
+    assert [str(one) for one in (*options.bundles, options.config, options.log)] == [
+        "/bundles",
+        "/etc/rsrv/rsrv.yaml",
+        "-",
+    ]
+    assert options.drain == 30
     if values is VARIANTS["everything"]:
         assert settings.runtime.memory_fraction == 0.8
-        assert settings.node.arguments[-1] == "--log-verbose=1"
+        assert flags[-1] == "--log-verbose=1"
 
 
 def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
@@ -197,29 +209,21 @@ def test_what_only_operators_may_ask_wants_a_key() -> None:
     """Triton's dangerous calls need the key of a Secret."""
     manifests = render()
     closed = "shared-memory,model-repository,logging,trace"
-    flags = json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])
-    assert flags == [
+    assert command(manifests)[1] == [
         f"--http-restricted-api={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
         f"--grpc-restricted-protocol={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
     ]
-    names = [each["name"] for each in server(manifests)["containers"][0]["env"]]
-    assert names.index("RSRV_RESTRICT_KEY") < names.index("RSRV_NODE__ARGUMENTS")
+    env = server(manifests)["containers"][0]["env"]
+    assert [each["name"] for each in env if "valueFrom" in each] == ["RSRV_RESTRICT_KEY"]
 
 
-@pytest.mark.parametrize("values", [GATEWAY, {"gpu": {"perPod": 2}}], ids=["gateway", "gateway-in-the-pod"])
-def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
+def test_a_gateway_has_the_key() -> None:
     """The gateway has the key's name, and its value in a private file from the Secret."""
-    manifests = render(values)
-    if values is GATEWAY:
-        text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
-        own = YAML(typ="safe").load(text)["gateway"]
-        pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
-    else:
-        own = {
-            key.removeprefix("RSRV_GATEWAY__").lower(): value for key, value in environment(manifests).items()
-        }
-        pod = server(manifests)
-    (flag,) = [f for f in json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"]) if "grpc" in f]
+    manifests = render(GATEWAY)
+    text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
+    own = YAML(typ="safe").load(text)["gateway"]
+    pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
+    (flag,) = [f for f in command(manifests)[1] if "grpc" in f]
     assert f":{own['worker_repository_key']}=" in flag
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     folder, _, entry = own["worker_repository_value_file"].rpartition("/")
@@ -229,13 +233,13 @@ def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
 
 
 def test_a_pod_has_time_to_drain() -> None:
-    """The grace period of a pod covers the pause for endpoints, both drains and ten seconds."""
-    manifests = render({"drain": {"endpoints": 7, "requests": 20, "servers": 40}})
+    """The grace period of a pod covers the pause for endpoints, the requests in flight and ten seconds."""
+    manifests = render({"drain": {"endpoints": 7, "requests": 20}})
     spec = server(manifests)
-    assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 40 + 10
+    assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 10
     assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
-    env = environment(manifests)
-    assert (env["RSRV_GATEWAY__DRAIN_S"], env["RSRV_NODE__DRAIN_S"]) == ("20", "40")
+    assert command(manifests)[0][-2:] == ["--drain", "20"]
+    assert command(render({"drain": {"requests": 0}}))[0][-2:] == ["--drain", "1"]
 
 
 def test_the_first_start_may_take_its_time() -> None:
@@ -263,19 +267,19 @@ def test_the_cache_is_left_to_its_owner() -> None:
     mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
     image = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"RSRV_RUNTIME__COMPILATION_CACHE_DIR={mounts['cache']}/" in image
-    assert f"RSRV_NODE__DIRECTORY={mounts['node']} " in image
+    assert f'"--directory", "{mounts["state"]}"' in image
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
-def test_gpus_are_asked_for_and_metrics_are_where_they_are(gpus: int) -> None:
-    """A pod requests its GPUs or serves on the CPU; with several GPUs, one port has all metrics."""
+def test_a_pod_asks_for_all_gpus_of_its_machine_and_serves_from_no_cpu_in_their_place(gpus: int) -> None:
+    """Without its GPUs a server would answer slowly for hours; on the CPU it serves only if the values say so."""
     manifests = render({"gpu": {"perPod": gpus}, "podMonitor": {"enabled": True}})
     limits = server(manifests)["containers"][0]["resources"]["limits"]
     assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
-    assert environment(manifests).get("RSRV_NODE__CPU_WORKERS") == (None if gpus else "1")
+    assert environment(manifests)["RSRV_RUNTIME__PLATFORM"] == ("cuda" if gpus else "cpu")
     monitor = one(manifests, "PodMonitor", "demo-rsrv-server")
     ports = [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]]
-    assert ports == (["metrics"] if gpus > 1 else ["metrics", "rsrv-metrics"])
+    assert ports == ["metrics", "rsrv-metrics"]
 
 
 @pytest.mark.parametrize("kind", ["none", "keda", "hpa"])
@@ -358,14 +362,33 @@ def test_bundles_have_to_be_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpu": {"perPod": None}}, r"gpu\.perPod: say how many GPUs each machine has"),
+        (
+            {"settings": {"gateway": {"admin": "0.0.0.0:8002"}}},
+            r"settings\.gateway: the servers have no such",
+        ),
+        ({"settings": {"node": {"drain_s": 5}}}, r"settings\.node: the servers have no such section"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_not_rendered(values: dict[str, Any], message: str) -> None:
+    """Values that a pod would fail on are an error of `helm install`, with what to write instead."""
+    with pytest.raises(ChartError, match=message):
+        render(values)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"gpus": {"perPod": 1}},
         {"gpu": {"perPod": -1}},
         {"autoscaling": {"kind": "vpa"}},
-        {"drain": {"servers": "30s"}},
+        {"drain": {"requests": "30s"}},
         {"bundles": {"volume": {"a": {}, "b": {}}}},
         {"tritonArguments": ["log-verbose=1"]},
+        {"drain": {"servers": 30}},
         {"rollout": {"maxSurge": 0}},
         {"rollout": {"maxSurge": "0%"}},
         {"rollout": {"maxSurge": "one"}},
@@ -411,7 +434,7 @@ def test_texts_stay_texts(value: str) -> None:
     ] * 3
     (key,) = [each for each in spec["containers"][0]["env"] if each["name"] == "RSRV_RESTRICT_KEY"]
     assert key["valueFrom"]["secretKeyRef"]["name"] == value
-    assert json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])[-1] == flag
+    assert command(manifests)[1][-1] == flag
 
 
 def test_a_release_may_be_called_like_a_number() -> None:

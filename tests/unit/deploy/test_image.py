@@ -157,11 +157,12 @@ def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
 
 def test_both_images_open_their_metrics() -> None:
     """Both images start with a settings file that opens metrics, live page and probes to other containers."""
-    settings = load_settings((ROOT / "docker" / "rsrv.yaml").read_text())
-    assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
-    for name in ("server", "gateway"):
+    for name, file in (("server", "rsrv.yaml"), ("gateway", "gateway.yaml")):
+        settings = load_settings((ROOT / "docker" / file).read_text())
+        opened = settings.metrics.listen if name == "server" else settings.gateway.admin
+        assert opened == ("0.0.0.0:8004" if name == "server" else "0.0.0.0:8002")
         stage = named(name)
-        assert "docker/rsrv.yaml /etc/rsrv/" in values(stage, "COPY")
+        assert any(copy.startswith(f"docker/{file} /etc/rsrv/") for copy in values(stage, "COPY"))
         (start,) = values(stage, "CMD") + values(stage, "ENTRYPOINT")
         assert json.loads(start)[-2:] == ["--config", "/etc/rsrv/rsrv.yaml"]
 

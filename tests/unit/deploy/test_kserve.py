@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.cli.main import parser
 from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import ROOT, Manifest, check, read
 
@@ -47,13 +48,14 @@ def test_the_service_is_for_the_runtime() -> None:
 
 def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     """The container listens on KServe's ports: 8080 for HTTP and probes, 9000 for gRPC, and Prometheus's."""
-    (container,) = manifest("clusterservingruntime")["spec"]["containers"]
+    spec = manifest("clusterservingruntime")["spec"]
+    (container,) = spec["containers"]
     for each in container["env"]:
         monkeypatch.setenv(each["name"], each["value"])
-    settings = load_settings()
-    gateway = settings.gateway
-    assert (gateway.http, gateway.grpc) == ("0.0.0.0:8080", "0.0.0.0:9000")
-    assert (gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
+    options = parser().parse(container["args"][1:])
+    assert (options.http_port, options.grpc_port, str(options.log)) == (8080, 9000, "-")
+    port = spec["annotations"]["prometheus.kserve.io/port"]
+    assert load_settings().metrics.listen == f"0.0.0.0:{port}"
     assert container["ports"][0]["containerPort"] == 8080
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == 8080

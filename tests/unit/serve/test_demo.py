@@ -77,6 +77,8 @@ def test_a_dry_run_of_the_demo_writes_nothing(
 ) -> None:
     """The command is printed; the directory is not made."""
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["serve", "--demo", "--cpu", "--dry-run", "--tritonserver=/bin/true"]) == 0
+    assert (
+        command_line.main(["serve", "--demo", "--devices=cpu", "--dry-run", "--tritonserver=/bin/true"]) == 0
+    )
     assert "/bin/true" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

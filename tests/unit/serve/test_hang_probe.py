@@ -25,7 +25,7 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as stopped:
-            await wait_for_hang(Address("127.0.0.1", stopped.getsockname()[1]), "/v2/health/live", SHORT)
+            await wait_for_hang(Address("127.0.0.1", stopped.getsockname()[1]), SHORT)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -50,12 +50,12 @@ def test_any_answer_is_one() -> None:
 
         server, address = await serving(answer)
         async with server:
-            waiting = asyncio.ensure_future(wait_for_hang(address, "/healthz", SHORT))
+            waiting = asyncio.ensure_future(wait_for_hang(address, SHORT))
             await enough.wait()
             assert not waiting.done()
             waiting.cancel()
         # A probe that the machine delays for its whole time ends before it asks.
-        assert set(asked) - {b""} == {b"GET /healthz HTTP/1.1\r\n"}
+        assert set(asked) - {b""} == {b"GET /v2/health/live HTTP/1.1\r\n"}
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -66,7 +66,7 @@ def test_a_server_that_takes_no_connections_does_not_hang() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-        waiting = asyncio.ensure_future(wait_for_hang(Address("127.0.0.1", port), "/healthz", 0.001))
+        waiting = asyncio.ensure_future(wait_for_hang(Address("127.0.0.1", port), 0.001))
         await asyncio.wait([waiting], timeout=0.1)
         assert not waiting.done()
         waiting.cancel()

@@ -1,4 +1,4 @@
-"""The workers' repositories equal those that rsrv-gen makes of the bundles."""
+"""The server's repository equals the one that rsrv-gen makes of the bundles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rsrv.serve import repositories
-from rsrv.serve.errors import NodeError
+from rsrv.serve.plan import ServeError
 from rsrv.serve.repositories import (
     call_through_triton,
     check,
@@ -31,7 +31,7 @@ def bundles(tmp_path: Path) -> Path:
 
 
 def made(repository: Path, *bundles: Path) -> list[str]:
-    """Make it as a starting node does, and return the models that could not be written."""
+    """Make it as a starting server does, and return the models that could not be written."""
     return generate(repository, find(bundles)[0], watched(load_settings(""), bundles))
 
 
@@ -67,8 +67,8 @@ def test_what_the_settings_say_is_watched(bundles: Path) -> None:
     assert watched(load_settings(""), [bundles]).lifecycle.bundles == [bundles]
 
 
-def test_a_bundle_removed_while_the_node_was_down_is_not_served(bundles: Path, tmp_path: Path) -> None:
-    """A bundle that was removed between two runs of the node is not served."""
+def test_a_bundle_removed_while_the_server_was_down_is_not_served(bundles: Path, tmp_path: Path) -> None:
+    """A bundle that was removed between two runs of the server is not served."""
     made(tmp_path / "models", bundles)
     shutil.rmtree(bundles / "one")
     made(tmp_path / "models", bundles)
@@ -110,7 +110,7 @@ def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) -> None:
-    """A node starts with a folder that has no bundles yet."""
+    """A server starts with a folder that has no bundles yet."""
     (tmp_path / "later").mkdir()
     check([tmp_path / "missing", tmp_path / "later"], load_settings(""))
     made(tmp_path / "models", tmp_path / "missing")
@@ -122,25 +122,22 @@ def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) ->
 
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     """A missing folder is an error."""
-    with pytest.raises(NodeError, match="missing: there is no such file or directory"):
+    with pytest.raises(ServeError, match="missing: there is no such file or directory"):
         check([tmp_path / "missing"], load_settings(""))
 
 
-def test_models_are_compiled_for_a_card_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All workers get the executables of the first; if the compiler is interrupted, so is the start."""
-    places = [tmp_path / name for name in ("a", "b", "c")]
-    for place in places:
-        place.mkdir()
+def test_models_are_compiled_for_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the compiler is interrupted, so is the start; models that it cannot compile are the server's."""
+    asked: list[tuple[object, ...]] = []
 
-    def compile(program: str, repository: Path, card: str) -> int:
-        assert (program, repository) == ("rsrv.runtime.compile_for", places[0])
-        (repository / f"{Path(card).stem}.executables").write_bytes(b"compiled")
-        return 0
+    def compile(*words: object) -> int:
+        asked.append(words)
+        return 1
 
     monkeypatch.setattr(repositories, "run_in_runtime", compile)
-    compile_for("cards/mine.profile", places)
-    assert all(tree(place) == {"mine.executables": b"compiled"} for place in places)
+    compile_for("l4", tmp_path)
+    assert asked == [("rsrv.runtime.compile_for", tmp_path, "l4")]
 
     monkeypatch.setattr(repositories, "run_in_runtime", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):
-        compile_for("l4", places)
+        compile_for("l4", tmp_path)

@@ -2,18 +2,18 @@
 
 import asyncio
 import os
+import socket
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from rsrv.address import Address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.serve import view
-from rsrv.serve.node import Serving
 from rsrv.serve.view import Changes, endpoints
-from rsrv.settings import load_settings
+from tests.unit.serve.test_plan import planned
 
 
 def status(*, failures: dict[str, str] | None = None, **models: tuple[str, int]) -> pb.GetStatusResponse:
@@ -59,15 +59,17 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
 
 
 def test_endpoints_are_what_a_client_here_connects_to() -> None:
-    """An address that listens everywhere is shown as localhost; a port that is closed is left out."""
-    settings = load_settings(
-        "gateway: {grpc: null, http: '0.0.0.0:9000', admin: '10.0.0.1:9002'}", "rsrv.yaml"
-    )
-    shown = endpoints(settings, ["http://127.0.0.1:8004/"], Path("serve.log")).split("\n")
+    """An address that listens everywhere is shown as localhost; a page that is not there is left out."""
+    ports = {
+        "http": Address("0.0.0.0", 9000),
+        "grpc": Address("127.0.0.1", 8001),
+        "metrics": Address("10.0.0.1", 9002),
+    }
+    shown = endpoints(ports, None, Path("serve.log")).split("\n")
     assert [line.split()[-1] for line in shown] == [
         "http://localhost:9000",
+        "localhost:8001",
         "http://10.0.0.1:9002/metrics",
-        "http://127.0.0.1:8004/",
         "serve.log",
     ]
 
@@ -79,53 +81,16 @@ def test_without_a_control_service_no_models_are_counted(
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "CONTROL_S", 0.0)
 
-    async def listens(_: object) -> bool:
-        return True
-
     async def no_service(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(view, "listens", listens)
     monkeypatch.setattr(view, "_changes", no_service)
-    worker: Any = SimpleNamespace(ports=SimpleNamespace(http=None), repository=tmp_path)
-    shown: list[str] = []
 
-    def say(line: str) -> None:
-        shown.append(line)
-        raise asyncio.CancelledError
+    async def first() -> view.Line:
+        with socket.create_server(("127.0.0.1", 0)) as http:
+            ports = {"http": Address("127.0.0.1", http.getsockname()[1])}
+            plan = replace(planned(), ports=ports, repository=tmp_path)
+            async with aclosing(view.follow(plan, os.getpid(), {})) as lines:
+                return await anext(lines)
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(view.follow(worker, os.getpid(), Serving(load_settings(), (), {}), tmp_path, say))
-    assert shown[0].startswith("\nServing; which models, only the log shows:\n")
-
-
-def test_a_gateway_is_served_from_when_it_has_found_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It listens before, and refuses requests. Its servers have the same models, so each line names one."""
-    monkeypatch.setattr(view, "LOOK_S", 0.0)
-    found = iter((False, True))
-    asked: list[object] = []
-
-    async def listens(_: object) -> bool:
-        return True
-
-    async def takes_requests(gateway: object) -> bool:
-        asked.append(gateway)
-        return next(found)
-
-    monkeypatch.setattr(view, "listens", listens)
-    monkeypatch.setattr(view, "takes_requests", takes_requests)
-    ports, child = SimpleNamespace(http=None), SimpleNamespace(name="worker1")
-    worker: Any = SimpleNamespace(ports=ports, child=child, repository=tmp_path)
-    admin = Address("127.0.0.1", 8002)
-    shown: list[str] = []
-
-    def say(line: str) -> None:
-        shown.append(line)
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(view.follow(worker, os.getpid(), Serving(load_settings(), (), {}, admin), tmp_path, say))
-    assert shown[0].startswith("\nServing 0 of 0 models on worker1:\n")
-    assert asked == [admin, admin]
+    assert asyncio.run(first()) == view.Line("Serving; which models, only the log shows", "serves")

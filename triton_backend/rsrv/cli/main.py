@@ -10,7 +10,6 @@ from typing import Any
 
 from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
 from rsrv.gpu.report import PARTS
-from rsrv.serve.node_cli import gpus
 from rsrv.text import nearest
 from rsrv_gen.cli import add_compile_for
 
@@ -18,7 +17,11 @@ from rsrv_gen.cli import add_compile_for
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    options = parser().parse(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Words after -- are tritonserver's.
+    cut = words.index("--") if words[:1] == ["serve"] and "--" in words else len(words)
+    options = parser().parse(words[:cut])
+    options.arguments = words[cut + 1 :]
     # gRPC logs failures of a connection, which the command explains.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if options.command == "gateway":
@@ -38,6 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rsrv.cli import server_commands
 
     return server_commands.run(options)
+
+
+def former_node() -> int:
+    """Name the replacement of the former command rsrv-node, and fail."""
+    print(
+        "rsrv-node is gone: `rsrv serve BUNDLES` starts one tritonserver with all devices. In a container: "
+        "rsrv serve BUNDLES --directory DIR --log -",
+        file=sys.stderr,
+    )
+    return 2
 
 
 def _install_triton(options: argparse.Namespace) -> int:
@@ -202,7 +215,7 @@ def parser() -> CommandParser:
 def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
-    serve.set_defaults(command="serve", cpu_workers=None)
+    serve.set_defaults(command="serve")
     what = serve.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "bundles",
@@ -218,14 +231,16 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         help="six small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
     )
     serve.add_argument("--config", metavar="FILE", type=Path, help="settings (rsrv.yaml); default: none")
-    devices = serve.add_mutually_exclusive_group()
-    devices.add_argument("--gpus", metavar="LIST", type=gpus, help="numbers or UUIDs; default: all")
-    devices.add_argument(
-        "--cpu", dest="cpu_workers", action="store_const", const=1, help="use the CPU; default without a GPU"
+    serve.add_argument(
+        "--devices",
+        metavar="LIST",
+        type=_devices,
+        help="numbers, UUIDs or cpu, with commas (runtime.devices)",
     )
-    serve.add_argument("--http-port", type=int, metavar="PORT", help="default: 8000")
-    serve.add_argument("--grpc-port", type=int, metavar="PORT", help="default: 8001")
-    serve.add_argument("--metrics-port", type=int, metavar="PORT", help="default: 8002")
+    for kind, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        serve.add_argument(
+            f"--{kind}-port", type=int, default=port, metavar="PORT", help="default: %(default)d"
+        )
     serve.add_argument(
         "--directory",
         metavar="DIR",
@@ -237,8 +252,18 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
     )
     add_compile_for(serve)
-    serve.add_argument("--verbose", action="store_true", help="show tritonserver's log, too")
-    serve.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
+    serve.add_argument(
+        "--drain",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="limit of requests in flight when the server stops; default: %(default)g",
+    )
+    serve.add_argument(
+        "--log", metavar="FILE", type=Path, help="default: DIR/serve.log; -: the output, for containers"
+    )
+    serve.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
+    serve.epilog = "Words after -- are flags for tritonserver, which take precedence: rsrv serve bundles/ -- --log-verbose=1"
 
 
 def _add_gateway(gateway: argparse.ArgumentParser) -> None:
@@ -304,6 +329,13 @@ def _parts(text: str) -> list[str]:
         if word not in PARTS:
             raise argparse.ArgumentTypeError(f"there is no part {word!r}{nearest(word, PARTS)}")
     return words
+
+
+def _devices(text: str) -> str | list[int | str]:
+    if text == "all":
+        return text
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    return [int(word) if word.isdecimal() else word for word in words]
 
 
 def _seconds(text: str) -> float:

@@ -19,8 +19,7 @@ from rsrv.gpu.report import Finding, PartInput, Tell, check
 from rsrv.gpu.runtimes import in_threads
 from rsrv.runtime.device import Array
 from rsrv.serve.command import find_tritonserver
-from rsrv.serve.errors import NodeError
-from rsrv.serve.plan import REPOSITORY
+from rsrv.serve.plan import REPOSITORY, ServeError
 from rsrv.text import duration, rate
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.numerics import TOLERANCE, difference
@@ -46,7 +45,7 @@ def comparison(given: PartInput, tell: Tell) -> None:
     """Ask both models with 1 and 16 clients, one side after the other."""
     try:
         tritonserver = find_tritonserver(None, lambda question: False)
-    except NodeError:
+    except ServeError:
         reason = "no tritonserver was found on PATH: `rsrv triton install` installs one, NVIDIA's container has one"
         tell(Finding("rsrv beside a plain model", "SKIPPED", reason=reason))
         return
@@ -58,7 +57,7 @@ def comparison(given: PartInput, tell: Tell) -> None:
         lambda params, x: {"y": x @ params["w"]}, params, {"x": x}, batch_sizes=_SIZES, out_dir=bundle
     )
     with _serving(given, tritonserver) as address:
-        plain = given.folder / "serve" / "worker0" / REPOSITORY / "plain"
+        plain = given.folder / "serve" / REPOSITORY / "plain"
         (plain / "1").mkdir(parents=True)
         shutil.copyfile(_PLAIN, plain / "1" / "model.py")
         platform = given.device.platform
@@ -140,7 +139,7 @@ def _serving(given: PartInput, tritonserver: str) -> Iterator[str]:
         [
             *(sys.executable, "-P", "-m", "rsrv.cli.main", "serve", str(given.folder / "bundles")),
             *("--config", str(config), "--directory", str(given.folder / "serve")),
-            *("--tritonserver", tritonserver, *(["--cpu"] if given.on_cpu else [])),
+            *("--tritonserver", tritonserver, "--devices", "cpu" if given.on_cpu else "0"),
             *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)),
         ],
         env=given.environment,

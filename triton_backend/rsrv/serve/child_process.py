@@ -1,9 +1,8 @@
-"""Child processes: their start, their log and their end, with the processes that they started themselves."""
+"""The server's process: its start, its log and its end, with the processes that it started itself."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -13,44 +12,43 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rsrv.serve.plan import ChildSpec
+from rsrv.serve.plan import ServerPlan
 
 _EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
+#: longest buffered line, bytes; longer ones are cut. rsrv's own lines are shorter
+_LONGEST = 1 << 20
 
 
 class Process:
-    """One child, from its start. Belongs to the event loop and to the thread that started it.
+    """One server, from its start. Belongs to the event loop and to the thread that started it.
 
     The kernel kills it with SIGKILL when that thread ends. Every process that writes to its log's pipe counts
     as started by it, which finds a server's stubs and its runtime in any process group.
     """
 
-    def __init__(
-        self, child: ChildSpec, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None]
-    ) -> None:
-        self.child = child
+    def __init__(self, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None]) -> None:
         self._popen = popen
         self._log = log
         self._pipe = os.readlink(f"/proc/self/fd/{log}")
         self._write = write
-        self._prefixer = LinePrefixer(child.name)
+        #: the beginning of a line
+        self._rest = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(log, self._read)
         self._over = asyncio.ensure_future(_over(popen.pid))
 
     @classmethod
-    def start(cls, child: ChildSpec, write: Callable[[bytes], None]) -> Self:
-        """Start a child; `write` gets its lines. Raises OSError."""
-        cores = ",".join(map(str, child.cores))
+    def start(cls, server: ServerPlan, write: Callable[[bytes], None]) -> Self:
+        """Start a server; `write` gets whole lines of its log. Raises OSError."""
         log, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), cores, *child.argv],
-                env={**os.environ, **child.environment},
+                [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *server.argv],
+                env={**os.environ, **server.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,
-                # Ctrl-C is for the node, which ends its children in order.
+                # Ctrl-C is for `rsrv serve`, which ends the server in order.
                 start_new_session=True,
             )
         except BaseException:
@@ -59,7 +57,7 @@ class Process:
         finally:
             os.close(theirs)
         os.set_blocking(log, False)
-        return cls(child, popen, log, write)
+        return cls(popen, log, write)
 
     @property
     def pid(self) -> int:
@@ -107,7 +105,13 @@ class Process:
             # End of the log; `bury` closes the descriptor.
             self._loop.remove_reader(self._log)
             return False
-        self._pass_on(self._prefixer.feed(data))
+        lines, end, rest = (self._rest + data).rpartition(b"\n")
+        if len(rest) > _LONGEST:
+            lines, end, rest = lines + end + rest, b"\n", b""
+        # A line of `rsrv serve` itself must not come amid another one.
+        self._rest = rest
+        if end:
+            self._write(lines + end)
         return True
 
     def _drain(self) -> None:
@@ -115,11 +119,8 @@ class Process:
             pass
         self._loop.remove_reader(self._log)
         os.close(self._log)
-        self._pass_on(self._prefixer.end())
-
-    def _pass_on(self, lines: bytes) -> None:
-        if lines:
-            self._write(lines)
+        if self._rest:
+            self._write(self._rest + b"\n")
 
 
 async def _over(pid: int) -> None:
@@ -156,47 +157,3 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
-
-
-#: longest buffered line, bytes; longer ones are cut. rsrv's own lines are shorter
-_LONGEST = 1 << 20
-
-
-class LinePrefixer:
-    """Puts a name before each line of one process.
-
-    It returns whole lines, so that writing them at once keeps lines of other processes out.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._prefix = f"[{name}] ".encode()
-        self._field = f'{{"process": {json.dumps(name)}, '.encode()
-        self._rest = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the lines completed by `data`, each with prefix and line break."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST:
-            lines.append(self._rest)
-            self._rest = b""
-        return b"".join(self._named(line) for line in lines)
-
-    def end(self) -> bytes:
-        """Return the incomplete last line."""
-        rest, self._rest = self._rest, b""
-        return self._named(rest) if rest else b""
-
-    def _named(self, line: bytes) -> bytes:
-        """Prefix a line; a JSON line stays JSON and gets a field with the name."""
-        if line.startswith(b'{"') and _is_json(line):
-            return self._field + line[1:] + b"\n"
-        return self._prefix + line + b"\n"
-
-
-def _is_json(line: bytes) -> bool:
-    """Return true for a whole JSON text."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True

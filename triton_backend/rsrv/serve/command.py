@@ -2,89 +2,139 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable
-from io import FileIO
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from rsrv.serve import demo, node, view
-from rsrv.serve.errors import NodeError
-from rsrv.serve.plan import NodeWorker
+import rsrv
+from rsrv import logs
+from rsrv.serve import demo, server, view
+from rsrv.serve.plan import ServeError, ServerPlan
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
+from rsrv.settings import SettingsError
 from rsrv.text import os_error
 
 LOG_FILE = "serve.log"
+#: value of --log for the standard output
+STDOUT = Path("-")
 #: where NVIDIA's container has its server
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
 def run(options: Namespace) -> int:
     """Serve until Ctrl-C. Return the exit status: 0, or 1 if the server cannot start or ended by itself."""
-    options.or_cpu = True
     try:
         options.tritonserver = find_tritonserver(options.tritonserver, _ask)
         if options.demo:
             data = demo.DATA if options.dry_run else options.directory
             options.bundles = [data / demo.BUNDLES]
             options.config = options.config or data / demo.SETTINGS
-        if options.dry_run:
-            return node.run(options)
-        path = options.directory / LOG_FILE
-        with _open_log(path) as file:
-            if options.demo:
+            if not options.dry_run:
                 demo.copy_to(options.directory)
-            handler = logging.StreamHandler()
-            handler.setLevel(logging.WARNING)
-            node.log.addHandler(handler)
-            request = options.directory / demo.REQUEST if options.demo else None
-            return node.run(options, _output(path, file.write, options.verbose, request))
-    except (NodeError, InstallError, OSError) as error:
+        settings = server.read(options)
+        planned = server.make_plan(options, settings)
+        if options.dry_run:
+            sys.stdout.write(planned.describe())
+            return 0
+        with _log_lines(options.log or options.directory / LOG_FILE) as put:
+            _set_up_log(settings.logs.format, put, on_terminal=options.log != STDOUT)
+            output = server.Output(put, _show_in_log)
+            if options.log != STDOUT:
+                output = server.Output(put, _Terminal(planned, options).show)
+                print(f"rsrv {rsrv.__version__}: starting {options.tritonserver}", flush=True)
+            return server.run(options, settings, planned, output)
+    except (ServeError, SettingsError, InstallError, OSError) as error:
         print(f"rsrv serve: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
 
 
-def _open_log(path: Path) -> FileIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
-    except OSError as error:
-        raise NodeError(
-            f"--directory: {path.parent} cannot take the log and the generated repository: {error}. Name another folder"
-        ) from None
+@contextmanager
+def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes whole lines to the log."""
+    with ExitStack() as stack:
+        # Its handlers write to a file that is closed here.
+        stack.callback(server.log.handlers.clear)
+        if path == STDOUT:
+            yield _put
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("ab", buffering=0))
+        except OSError as error:
+            raise ServeError(
+                f"{path} cannot be the log: {error}. Name another with --log, or another folder with --directory"
+            ) from None
+
+        def put(lines: bytes) -> None:
+            file.write(lines)
+
+        yield put
 
 
-def _output(
-    path: Path, write: Callable[[bytes], int | None], verbose: bool, request: Path | None
-) -> node.Output:
-    """Return an output that writes the log to a file, and lines for operators to the terminal.
-
-    If there is a `request` for the demo's model, the terminal shows the commands that send it and list the models, too.
-    """
-
-    def put(lines: bytes) -> None:
-        write(lines)
-        if verbose:
-            sys.stdout.buffer.write(lines)
-            sys.stdout.flush()
-
-    async def follow(worker: NodeWorker, pid: int, serving: node.Serving) -> None:
-        say = functools.partial(print, flush=True)
-        await view.follow(worker, pid, serving, path, say, _commands(serving, request) if request else "")
-
-    return node.Output(put, follow, lambda line: print(line, flush=True))
+def _put(lines: bytes) -> None:
+    """Write to standard output, which the reader may have closed."""
+    with suppress(OSError):
+        logs.write(sys.stdout.fileno(), lines)
 
 
-def _commands(serving: node.Serving, request: Path) -> str:
-    """Return commands for a newcomer to copy."""
-    commands = ["rsrv status" if shutil.which("rsrv") else f"{sys.argv[0]} status"]
-    if http := serving.settings.gateway.http:
-        commands.insert(0, f"curl -s http://{view.local(http)}/v2/models/{demo.MODEL}/infer -d @{request}")
-    return "".join(f"{line}\n" for line in ("Try:", *(f"  {command}" for command in commands)))
+class _LogHandler(logging.Handler):
+    """Writes the lines of `rsrv serve` itself among those of the server."""
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._put(f"{self.format(record)}\n".encode())
+
+
+def _set_up_log(format: logs.Format, put: Callable[[bytes], None], *, on_terminal: bool) -> None:
+    """Send the lines of `rsrv serve` to `put`, and its warnings to the terminal, too, if there is one."""
+    handlers: list[logging.Handler] = [_LogHandler(put)]
+    handlers[0].setFormatter(logs.formatter(format))
+    if on_terminal:
+        handlers.append(logging.StreamHandler())
+        handlers[1].setLevel(logging.WARNING)
+    server.log.handlers[:] = handlers
+    server.log.setLevel(logging.INFO)
+
+
+def _show_in_log(line: view.Line) -> None:
+    server.log.info("%s", line.text)
+
+
+class _Terminal:
+    """Lines of a terminal: each change with its time, and the endpoints when the server serves."""
+
+    def __init__(self, planned: ServerPlan, options: Namespace) -> None:
+        page = server.live_page(planned.page)
+        log = options.log or options.directory / LOG_FILE
+        self._endpoints = view.endpoints(planned.ports, page, log)
+        self._commands = ""
+        if options.demo:
+            url = f"http://{view.local(planned.ports['http'])}/v2/models/{demo.MODEL}/infer"
+            curl = f"curl -s {url} -d @{options.directory / demo.REQUEST}"
+            status = "rsrv status" if shutil.which("rsrv") else f"{sys.argv[0]} status"
+            self._commands = f"Try:\n  {curl}\n  {status}\n"
+        self._began = time.monotonic()
+        self._serves = False
+
+    def show(self, line: view.Line) -> None:
+        """Print a line."""
+        text = line.text
+        if line.kind == "serves":
+            self._serves = True
+            text = f"\n{text}:\n{self._endpoints}\n{self._commands}Stop with Ctrl-C.\n"
+        elif line.kind == "change":
+            passed = f"{time.monotonic() - self._began:6.1f} s"
+            text = f"{time.strftime('%H:%M:%S') if self._serves else passed}  {line.text}"
+        print(text, flush=True)
 
 
 def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
@@ -94,13 +144,13 @@ def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
     `ask` agrees.
 
     Raises:
-        NodeError: there is none; the message says what to do.
+        ServeError: there is none; the message says what to do.
         InstallError: the installation failed.
     """
     if named is not None:
         found = shutil.which(named)
         if found is None:
-            raise NodeError(f"--tritonserver: there is no program {named}")
+            raise ServeError(f"--tritonserver: there is no program {named}")
         return os.path.abspath(found)
     for candidate in ("tritonserver", str(CONTAINER)):
         if found := shutil.which(candidate):
@@ -108,7 +158,7 @@ def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
     installation = Installation.at(default_folder())
     if not installation.is_installed():
         if not ask("No tritonserver was found. Install release 24.10 for this user (100 MB)?"):
-            raise NodeError(
+            raise ServeError(
                 "no tritonserver was found on PATH: install one with `rsrv triton install`, name one with "
                 "--tritonserver, or run this in NVIDIA's container"
             )

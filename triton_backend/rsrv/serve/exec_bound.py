@@ -1,8 +1,6 @@
-"""Program that binds itself to its parent's life and to some cores, and then becomes another program.
+"""Program that binds itself to its parent's life, and then becomes another program.
 
-    python exec_bound.py PARENT_PID CORES PROGRAM ARGUMENTS...
-
-CORES are numbers with commas between them, the only cores that the program runs on; empty: all.
+    python exec_bound.py PARENT_PID PROGRAM ARGUMENTS...
 
 The kernel must be asked from within the child, before it becomes the other program; a hook in Popen would
 fork a process that may hold the locks of other threads.
@@ -18,12 +16,10 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     """Ask for SIGKILL at the parent's end, then run the program in this process."""
-    parent, cores, command = int(arguments[0]), arguments[1], arguments[2:]
+    parent, command = int(arguments[0]), arguments[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("exec_bound: the parent is already gone")
-    if cores:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
     try:
         os.execv(command[0], command)
     except OSError as error:

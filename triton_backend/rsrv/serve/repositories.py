@@ -1,13 +1,12 @@
-"""Model repositories of the workers, made from the same bundles."""
+"""The server's model repository, made from the bundles."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.serve.errors import NodeError
+from rsrv.serve.plan import ServeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.run import run_in_runtime
@@ -32,18 +31,18 @@ def call_through_triton(bundles: Sequence[Path], settings: Settings) -> bool:
 
 
 def check(bundles: Sequence[Path], settings: Settings) -> None:
-    """Raise NodeError if no bundle will ever be served."""
+    """Raise ServeError if no bundle will ever be served."""
     sources, problems = find(bundles)
     if sources.good:
         return
     if all(place in sources.unusable and mistaken(place) for place in bundles):
-        raise NodeError("\n".join(problems))
+        raise ServeError("\n".join(problems))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
             "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "
             "watches for one: put one there first"
         )
-        raise NodeError("\n".join(problems))
+        raise ServeError("\n".join(problems))
 
 
 def is_empty(repository: Path) -> bool:
@@ -52,7 +51,7 @@ def is_empty(repository: Path) -> bool:
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
-    """Return the settings with the bundles' folders, unless already set: the workers' control processes watch these."""
+    """Return the settings with the bundles' folders, unless already set: the control process watches these."""
     if settings.lifecycle.bundles:
         return settings
     places = [Path(os.path.abspath(place)) for place in bundles]
@@ -83,17 +82,13 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
     return [f"{repository / name}: {reason}" for name, reason in failed.items()]
 
 
-def compile_for(card: str, places: Sequence[Path]) -> None:
-    """Compile the models of equal repositories for a card, once, and print what was done.
+def compile_for(card: str, repository: Path) -> None:
+    """Compile the models of a repository for a card, and print what was done.
 
-    The server compiles those that could not be compiled here. Raises KeyboardInterrupt, OSError.
+    The server compiles those that could not be compiled here. Raises KeyboardInterrupt.
     """
-    first, *others = places
-    if run_in_runtime("rsrv.runtime.compile_for", first, card) == 130:
+    if run_in_runtime("rsrv.runtime.compile_for", repository, card) == 130:
         raise KeyboardInterrupt
-    for path in first.glob(f"{Path(card).stem}.executables"):
-        for other in others:
-            shutil.copy2(path, other)
 
 
 def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:

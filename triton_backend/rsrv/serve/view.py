@@ -1,22 +1,21 @@
-"""Output of `rsrv serve`: models as they become ready, the endpoints, and every later change."""
+"""Lines of `rsrv serve`: models as they become ready, the endpoints, and every later change."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import grpc
 
-from rsrv.address import Address, parse_address
+from rsrv.address import Address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.serve.child_probes import listens, takes_requests
-from rsrv.serve.node import Serving
-from rsrv.serve.plan import NodeWorker
+from rsrv.serve.child_probes import listens
+from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import is_empty
-from rsrv.settings import Settings
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
 #: seconds between two polls of the server, and limit of an answer
@@ -24,6 +23,15 @@ LOOK_S = 0.5
 PATIENCE_S = 5.0
 #: seconds for the control service to come up after the server
 CONTROL_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line for the operator."""
+
+    text: str
+    #: serves: the server takes requests from now on
+    kind: Literal["change", "serves", "note"] = "change"
 
 
 class Changes:
@@ -76,65 +84,50 @@ def _states(status: pb.GetStatusResponse) -> Iterator[tuple[str, tuple[str, str]
         yield failure.name, ("failed", failure.text)
 
 
-def endpoints(settings: Settings, pages: Sequence[str], log: Path) -> str:
+def endpoints(ports: Mapping[str, Address], page: str | None, log: Path) -> str:
     """Return the block of endpoints, with the path of the log."""
-    gateway = settings.gateway
     rows = [
-        ("HTTP", gateway.http and f"http://{local(gateway.http)}"),
-        ("gRPC", gateway.grpc and local(gateway.grpc)),
-        ("metrics", gateway.admin and f"http://{local(gateway.admin)}/metrics"),
-        *(("live page", page) for page in pages),
+        ("HTTP", f"http://{local(ports['http'])}"),
+        ("gRPC", local(ports["grpc"])),
+        ("metrics", f"http://{local(ports['metrics'])}/metrics"),
+        ("live page", page),
         ("log", str(log)),
     ]
     return "\n".join(f"  {name:<10} {text}" for name, text in rows if text)
 
 
-def local(listen: str) -> str:
+def local(address: Address) -> str:
     """Return the address for clients on this machine."""
-    address = parse_address(listen)
     host = "localhost" if address.local in ("127.0.0.1", "::1") else address.local
     return str(Address(host, address.port))
 
 
-async def follow(
-    worker: NodeWorker, pid: int, serving: Serving, log: Path, say: Callable[[str], None], commands: str = ""
-) -> None:
-    """Show the start of a tritonserver, and then every change, until cancelled.
-
-    `commands`, whole lines, are shown below the endpoints.
-    """
-    began = time.monotonic()
-    changes, serves, patience = Changes(serving.broken), False, CONTROL_S
-    gateway = serving.gateway
-    # Behind a gateway there are several servers with the same models.
-    on = "" if gateway is None else f" on {worker.child.name}"
+async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> AsyncGenerator[Line, None]:
+    """Yield a line for each change of a tritonserver's models, and one when it serves; never end."""
+    changes, serves, patience = Changes(broken), False, CONTROL_S
     socket = runtime_directory(pid, "0") / CONTROL_SOCKET
     async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
         control = control_pb2_grpc.ControlStub(channel)
         while True:
-            # Checked first, so that the models ready by then are shown above the endpoints.
-            listening = not serves and await listens(worker.ports.http)
-            if listening and gateway is not None:
-                listening = await takes_requests(gateway)
+            # Checked first, so that the models ready by then come before the line.
+            listening = not serves and await listens(planned.ports["http"])
             lines = await _changes(control, changes)
             for line in lines or ():
-                when = time.strftime("%H:%M:%S") if serves else f"{time.monotonic() - began:6.1f} s"
-                say(f"{when}  {line}{on}")
+                yield Line(line)
             if listening:
+                # Without its control service, what the server has loaded is not known here.
+                known = lines is not None or is_empty(planned.repository)
                 # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
-                if lines is not None or is_empty(worker.repository) or patience < 0:
+                if known or patience < 0:
                     serves = True
                     good, failed = changes.counts()
-                    # Without its control service, what the server has loaded is not known here.
-                    known = lines is not None or is_empty(worker.repository)
                     what = (
                         f" {good} of {good + failed} models"
                         if known
                         else "; which models, only the log shows"
                     )
-                    where = endpoints(serving.settings, serving.pages, log)
-                    say(f"\nServing{what}{on}:\n{where}\n{commands}Stop with Ctrl-C.\n")
+                    yield Line(f"Serving{what}", "serves")
             await asyncio.sleep(LOOK_S)
 
 

@@ -1,0 +1,164 @@
+"""What `rsrv serve` checks and reads before it starts a server."""
+
+from __future__ import annotations
+
+import os
+import socket
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.address import Address
+from rsrv.cli.main import main
+from rsrv.serve import server
+from rsrv.serve.plan import ServeError
+from rsrv.settings import SettingsError
+from tests.unit.gen.bundles_for_tests import write_bundle
+from tests.unit.serve.test_plan import planned
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    write_bundle(tmp_path / "bundles" / "one")
+    return tmp_path / "bundles"
+
+
+def run(folder: Path, *arguments: str | Path) -> int:
+    words = ["serve", folder / "bundles", "--directory", folder / "here", *arguments]
+    return main([str(word) for word in words])
+
+
+def read(**options: Any) -> Any:
+    return server.read(Namespace(**{"config": None, "devices": None, "bundles": [], **options}))
+
+
+def test_a_dry_run_says_what_it_would_run(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run prints the command with the operator's own flags, and makes no directory."""
+    options = ("--tritonserver", "/bin/true", "--devices", "cpu,cpu", "--grpc-port", "9001", "--dry-run")
+    assert run(tmp_path, *options, "--", "--log-verbose=1") == 0
+
+    said = capfd.readouterr().out
+    assert said.startswith("""env 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]' /bin/true --model-repository=""")
+    assert "--log-verbose=1\naddresses: http 0.0.0.0:8000, grpc 0.0.0.0:9001" in said
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tritonserver", "/no/such"), "--tritonserver: there is no program /no/such"),
+        (("--devices", "x"), "--devices: 'x' is not a device"),
+        (("--devices", "0,0"), "--devices: 0 is listed twice"),
+        (("--config", "/no/such"), "/no/such cannot be read: No such file or directory. Name a file"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    """A wrong option is refused in a line that names it."""
+    assert run(tmp_path, "--tritonserver", "/bin/true", *arguments) == 1
+
+    said = capfd.readouterr().err
+    assert said.startswith("rsrv serve: ")
+    assert message in said
+
+
+def test_bundles_that_will_never_be_there_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A missing folder is a mistake; an empty one is, if no process watches for a first bundle."""
+    options = ("--tritonserver", "/bin/true")
+    assert run(tmp_path, *options) == 1
+    assert capfd.readouterr().err.endswith(f"{tmp_path}/bundles: there is no such file or directory\n")
+
+    (tmp_path / "bundles").mkdir()
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("lifecycle: {mode: static}")
+    assert run(tmp_path, *options, "--config", config) == 1
+    assert (
+        "with these settings (lifecycle.mode, control.enabled) no process watches" in capfd.readouterr().err
+    )
+
+
+def test_two_servers_do_not_share_a_directory(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each would write the other's repository."""
+    with server.alone(tmp_path / "here"):
+        assert run(tmp_path, "--tritonserver", "/bin/true") == 1
+    assert f"another server uses {tmp_path}/here: end it, or name another folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not text"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
+    """A wrong file behind --config ends the command with a line, not with a traceback."""
+    config = tmp_path / "rsrv.yaml"
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"rsrv.yaml cannot be read"):
+        read(config=config)
+
+
+def test_settings_of_a_gateway_are_refused(tmp_path: Path) -> None:
+    """A server without the TLS or the token that its file asks for would be open to everyone."""
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("gateway: {token_file: secret}")
+    with pytest.raises(ServeError, match=r"gateway\.token_file: `rsrv serve` starts no gateway"):
+        read(config=config)
+    config.write_text("gateway: {probe_s: 0.5}")
+    assert read(config=config).gateway.probe_s == 0.5  # as in a file with all defaults
+
+
+def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """A second server on the machine says which address is taken, and does not send its user to the first one's page."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        page = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        said = server.live_page(page)
+    assert said is not None
+    assert said.startswith(f"none: {page} is another program's; set metrics.listen")
+    assert f"{page} is not served: Address already in use. Set metrics.listen" in caplog.text
+    assert server.live_page(page) == page
+    assert server.live_page(None) is None
+
+
+def test_a_port_is_checked_before_anything_is_loaded() -> None:
+    """The error names the port, its use and the option that chooses another."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wanted = replace(planned(), ports={"http": Address("127.0.0.1", port)})
+        with pytest.raises(ServeError, match=rf"{port} cannot be taken for http: .*rsrv serve --http-port"):
+            server._check_free(wanted)
+    server._check_free(wanted)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "99900000 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_cpu_limit_of_a_container_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], limit: int | None
+) -> None:
+    """Control groups of either version are read; a limit above the cores is none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    assert server.cpu_limit(tmp_path) == limit

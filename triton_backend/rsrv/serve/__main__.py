@@ -1,7 +1,0 @@
-"""`python -m rsrv.serve`: the command rsrv-node."""
-
-import sys
-
-from rsrv.serve.node_cli import main
-
-sys.exit(main())

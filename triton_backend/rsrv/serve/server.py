@@ -1,0 +1,257 @@
+"""Life of `rsrv serve`: its settings, the repository, and the supervised server."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rsrv.address import Address
+from rsrv.control.find import running
+from rsrv.serve import repositories, view
+from rsrv.serve.child_probes import wait_for_hang
+from rsrv.serve.plan import ServeError, ServerPlan, plan
+from rsrv.serve.supervise import RestartReason, StopSignals, SupervisorHooks, supervise
+from rsrv.settings import RuntimeSection, Settings, read_settings
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gen.sources import unknown_models
+
+log = logging.getLogger("rsrv.serve")
+
+#: seconds without an answer after which a server that accepts connections is killed and started again
+HANG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Destination of the log, and of what is shown to the operator."""
+
+    #: writes whole lines of the log
+    put: Callable[[bytes], None]
+    #: shows a line
+    show: Callable[[view.Line], None]
+
+
+def read(options: Namespace) -> Settings:
+    """Return the settings of the file, the environment and the command line. Raises ServeError, SettingsError."""
+    settings = read_settings(options.config)
+    gateway, usual = settings.gateway, GatewaySection()
+    if changed := [
+        key for key in GatewaySection.model_fields if getattr(gateway, key) != getattr(usual, key)
+    ]:
+        raise ServeError(
+            f"gateway.{changed[0]}: `rsrv serve` starts no gateway. Its ports are options (--http-port, --grpc-port, "
+            "--metrics-port); for TLS, tokens or several machines, start rsrv-gateway with a file of its own"
+        )
+    if options.devices is not None:
+        try:
+            runtime = RuntimeSection(**{**settings.runtime.model_dump(), "devices": options.devices})
+        except ValidationError as error:
+            raise ServeError(f"--devices: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        fields = settings.runtime.model_fields_set | {"devices"}
+        runtime = RuntimeSection.model_construct(fields, **dict(runtime))
+        settings = settings.model_copy(update={"runtime": runtime})
+    return repositories.watched(settings, options.bundles)
+
+
+def make_plan(options: Namespace, settings: Settings) -> ServerPlan:
+    """Return the plan for the options of the command line. Raises ServeError."""
+    return plan(
+        settings,
+        Path(os.path.abspath(options.directory.expanduser())),
+        options.tritonserver,
+        ports={"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port},
+        arguments=options.arguments,
+        drain_s=options.drain,
+        threads=_thread_counts(),
+        calling=repositories.call_through_triton(options.bundles, settings),
+    )
+
+
+def run(options: Namespace, settings: Settings, planned: ServerPlan, output: Output) -> int:
+    """Serve until a signal; return the exit status. Raises ServeError, OSError."""
+    with alone(planned.repository.parent):
+        repositories.check(options.bundles, settings)
+        _check_free(planned)
+        broken = _generate(planned, settings, options.bundles)
+        if options.compile_for:
+            repositories.compile_for(options.compile_for, planned.repository)
+        return asyncio.run(_serve(planned, settings, options.bundles, broken, output))
+
+
+#: thread counts of libraries that otherwise start a thread for each core of the machine
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
+
+
+def _thread_counts() -> dict[str, str]:
+    """Return variables for a container with a CPU limit; counts that the environment has stay."""
+    limit = cpu_limit()
+    return {} if limit is None else {name: str(limit) for name in _THREADS if name not in os.environ}
+
+
+def cpu_limit(root: Path = Path("/")) -> int | None:
+    """Return the CPU time per time that a container's limit leaves, in whole cores; None: no limit.
+
+    Inside a container, its control group is the root.
+    """
+    groups = root / "sys/fs/cgroup"
+    try:
+        quota, period = (groups / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((groups / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return None
+    if not quota.strip().isdecimal():
+        return None  # max, or -1
+    cores = int(quota) / int(period)
+    return max(1, int(cores)) if cores < len(os.sched_getaffinity(0)) else None
+
+
+def _check_free(planned: ServerPlan) -> None:
+    """Raise ServeError if another process has a port of the server; the models would be loaded in vain."""
+    for kind, address in planned.ports.items():
+        if taken := _bind_error(address):
+            holder = next((f", by rsrv's server {one}" for one in running() if address.port in one.ports), "")
+            raise ServeError(
+                f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
+                f"(rsrv serve --{kind}-port)"
+            )
+
+
+def live_page(page: str | None) -> str | None:
+    """Return the address of the live page, or, if another process answers there, why there is none."""
+    if page is None:
+        return None
+    host, _, port = page.removeprefix("http://").removesuffix("/").rpartition(":")
+    if taken := _bind_error(Address(host, int(port))):
+        log.warning("%s is not served: %s. Set metrics.listen to a free port, or to null", page, taken)
+        return f"none: {page} is another program's; set metrics.listen to a free port"
+    return page
+
+
+def _bind_error(address: Address) -> str:
+    """Return why this process cannot listen at the address; empty if it can."""
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address.host, address.port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Lock the directory for this process. Raises ServeError, OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ServeError(
+            f"another server uses {directory}: end it, or name another folder with --directory"
+        ) from None
+    finally:
+        os.close(fd)
+
+
+def _generate(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
+    """Write the repository. Return the names of broken bundles, each with the reason."""
+    sources, problems = repositories.find(bundles)
+    problems += unknown_models(settings, {*sources.good, *sources.broken})
+    problems += repositories.generate(planned.repository, sources, settings)
+    for problem in problems:
+        log.error("%s", problem)
+    log.info("%d models in %s", len(sources.good), planned.repository)
+    return {name: "; ".join(lines) for name, lines in sources.broken.items()}
+
+
+async def _serve(
+    planned: ServerPlan, settings: Settings, bundles: Sequence[Path], broken: dict[str, str], output: Output
+) -> int:
+    loop = asyncio.get_running_loop()
+    orders = StopSignals.none()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, orders.once_more)
+    tasks: dict[str, asyncio.Future[None]] = {}
+
+    async def show_changes(pid: int) -> None:
+        async for line in view.follow(planned, pid, broken):
+            output.show(line)
+
+    def started(pid: int) -> None:
+        log.info("tritonserver is process %d", pid)
+        if "changes" in tasks:
+            tasks["changes"].cancel()
+        tasks["changes"] = asyncio.ensure_future(show_changes(pid))
+
+    async def say_stopping() -> None:
+        await orders.end.wait()
+        tasks["changes"].cancel()
+        output.show(
+            view.Line("Stopping: requests in flight are answered first. Ctrl-C again stops at once.", "note")
+        )
+
+    tasks["stopping"] = asyncio.ensure_future(say_stopping())
+    first = None
+    if repositories.is_empty(planned.repository):
+        first = tasks["first"] = asyncio.ensure_future(_first_bundles(planned, settings, bundles))
+    try:
+        hooks = SupervisorHooks(output.put, started, watch=_watch(planned.ports["http"], first))
+        status = await supervise(planned, hooks, orders)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    log.info("all processes have ended")
+    return status
+
+
+async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> None:
+    """Return when the repository has models.
+
+    Then the control process watches for more; a server without a model has no control process.
+    """
+    pause = settings.lifecycle.poll_s
+    log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)
+    while repositories.is_empty(planned.repository):
+        await asyncio.sleep(pause)
+        if repositories.find(bundles)[0].good:
+            _generate(planned, settings, bundles)
+
+
+def _watch(http: Address, first: asyncio.Future[None] | None) -> Callable[[], Awaitable[RestartReason]]:
+    """Return a function that waits for a reason to restart the server: it hangs, or `first` is done."""
+
+    async def hung() -> RestartReason:
+        await wait_for_hang(http, HANG_S)
+        return RestartReason(f"has not answered for {HANG_S:g} s")
+
+    async def fed(coming: asyncio.Future[None]) -> RestartReason:
+        await asyncio.shield(coming)
+        # A server without models has nothing to drain, yet might use its whole drain time.
+        return RestartReason("has got models", works=True)
+
+    async def watch() -> RestartReason:
+        reasons = [asyncio.ensure_future(hung())]
+        if first is not None and not first.done():
+            reasons.append(asyncio.ensure_future(fed(first)))
+        try:
+            done, _ = await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for reason in reasons:
+                reason.cancel()
+
+    return watch

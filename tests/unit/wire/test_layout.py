@@ -1,10 +1,13 @@
 """Layout of tensors in shared memory, computed by both ends."""
 
+import struct
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.stub.tensors import _TYPES
-from rsrv.wire.layout import ALIGNMENT, ITEMSIZE, NUMPY, Block, Interface, Tensor, Variant
+from rsrv.wire.layout import ALIGNMENT, ITEMSIZE, NUMPY, Block, Interface, Tensor, Variant, pack_flat
 from rsrv_bundle import dtypes
 
 X = Tensor("x", "f32", (-1, 3), 0)
@@ -55,3 +58,26 @@ def test_every_dtype_that_clients_can_send_has_a_capsule_type() -> None:
 
     assert set(_TYPES) == sendable
     assert all(bits == 8 * ITEMSIZE[token] for token, (_, bits) in _TYPES.items())
+
+
+def test_the_flat_form_has_every_number_and_name() -> None:
+    """The bytes that the native front reads, as docs/protocol.md describes them."""
+    interface = Interface((Variant(Block((X,)), Block((MASK,)), (1, 4)),), exact=True)
+    client = {"inputs": [("x", "f32", (-1, 3))], "outputs": [("mask", "bool", (5, -1))]}
+
+    x = b"\1\0\0\0x" + struct.pack("<BBhqq", 11, 2, -1, -1, 3)
+    mask = b"\4\0\0\0mask" + struct.pack("<BBhqq", 0, 2, -1, 5, -1)
+    variant = (
+        struct.pack("<III", 2, 1, 4) + x.replace(b"\xff\xff", b"\0\0", 1) + mask[:10] + b"\1\0" + mask[12:]
+    )
+    assert pack_flat(client, interface, batched=True) == (
+        b"FLAT" + struct.pack("<IIII", 3, 1, 1, 1) + x + mask + variant
+    )
+
+
+def test_a_type_that_no_client_can_send_has_no_flat_form() -> None:
+    """Such a model has hooks, and so another front."""
+    interface = Interface((Variant(Block((Tensor("x", "f8_e4m3", (), None),)), Block(()), (1,)),), exact=True)
+
+    with pytest.raises(ValueError, match="not in tuple"):
+        pack_flat({"inputs": [], "outputs": []}, interface, batched=False)

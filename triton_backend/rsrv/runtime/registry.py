@@ -20,7 +20,8 @@ from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Tra
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.wire.frames import Kind, ProtocolError, pack_json
+from rsrv.wire.frames import Kind, ProtocolError, pack_json, pack_rejected
+from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
 
@@ -83,11 +84,12 @@ class Registry:
         if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
         connection.registering = True
+        connection.flat = wanted.get("flat") is True
         if "key" in wanted:
             key = str(wanted["key"])
             group = self._groups().get(key)
             if group is None or not self.catalog.ready(group):
-                connection.send(_rejected(f"{key} is not loaded"))
+                _reject(connection, f"{key} is not loaded")
             else:
                 self._join(connection, group)
             return
@@ -97,6 +99,8 @@ class Registry:
         if not name.isprintable() or len(name) > _MAX_NAME:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
+        if connection.flat and calls:
+            raise ProtocolError("REGISTER of a meta model in flat form")
         self._builder.read(connection, name, path, calls)
 
     def bundles_read(self, message: BundlesRead) -> None:
@@ -105,7 +109,7 @@ class Registry:
         if connection.closed:
             return
         if isinstance(wanted, str):
-            self._transport.guard(connection, connection.send, _rejected(wanted))
+            self._transport.guard(connection, _reject, connection, wanted)
             return
         group = self._registration(wanted)
         if message.verdicts:
@@ -138,7 +142,7 @@ class Registry:
         text = f"{key}: {why}"
         if group.counts is not None:
             self._tell(group, text)
-        self._transport.guard(connection, connection.send, _rejected(text, text))
+        self._transport.guard(connection, _reject, connection, text, text)
 
     def _registration(self, wanted: RequestedModels) -> Registration:
         """Return the registration that other connections have, or a new one."""
@@ -289,7 +293,7 @@ class Registry:
             if group.counts is not None:
                 text = f"model '{entry.name}', which it calls: {reason}"
                 self._tell(group, text)
-            self._transport.guard(connection, connection.send, _rejected(text))
+            self._transport.guard(connection, _reject, connection, text)
 
     def _advance(self, key: str, event: LifecycleEvent) -> None:
         """Move a model to its next state; after the last build, free what only building needs."""
@@ -302,6 +306,9 @@ class Registry:
 
     def _send_registered(self, connection: PeerConnection, group: Registration) -> None:
         """Tell a stub that its models are ready."""
+        if connection.flat:
+            self._send_flat(connection, group)
+            return
         models = [
             {**to_json(self.catalog.get(key)), "slot": self.catalog.entries[key].slot} for key in group.models
         ]
@@ -323,7 +330,23 @@ class Registry:
             },
         )
 
+    def _send_flat(self, connection: PeerConnection, group: Registration) -> None:
+        """Tell a front without a JSON parser that its model is ready."""
+        (key,) = group.models
+        model = self.catalog.get(key)
+        try:
+            described = pack_flat(group.client, model.interface, batched=model.bundle.manifest.rows_first)
+        except ValueError:
+            raise ProtocolError(
+                "REGISTER in flat form of a model with types that no client can send"
+            ) from None
+        connection.send_document(Kind.REGISTERED, described)
 
-def _rejected(reason: str, client: str = "") -> bytes:
-    """Pack a REJECTED frame; `client`: the text for clients that ask for the model all the same."""
-    return pack_json(Kind.REJECTED, {"reason": reason[:_MAX_REASON], "client": client[:_MAX_REASON]})
+
+def _reject(connection: PeerConnection, reason: str, client: str = "") -> None:
+    """Send REJECTED; `client`: the text for clients that ask for the model all the same."""
+    reason, client = reason[:_MAX_REASON], client[:_MAX_REASON]
+    if connection.flat:
+        connection.send(pack_rejected(reason, client))
+    else:
+        connection.send(pack_json(Kind.REJECTED, {"reason": reason, "client": client}))

@@ -75,6 +75,8 @@ class PeerConnection:
         self.watched_for_write = False
         self.closed = False
         self.registering = False
+        #: whether REGISTER is answered in flat form
+        self.flat = False
         self.group: Registration | None = None  # None: not registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
@@ -130,8 +132,8 @@ class PeerConnection:
         ):
             raise Closed(f"{len(self._backlog)} frames unread")
 
-    def send_document(self, kind: Kind, value: dict[str, Any]) -> None:
-        """Send a JSON object of any size, in a memfd."""
+    def send_document(self, kind: Kind, value: dict[str, Any] | bytes) -> None:
+        """Send a JSON object, or a document in flat form, of any size, in a memfd."""
         fd = create_document(value)
         try:
             self.send(pack_json(kind, {}), (fd,))

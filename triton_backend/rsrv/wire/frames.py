@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -211,6 +211,12 @@ def pack_json(kind: Kind, value: dict[str, Any]) -> bytes:
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"{kind.name} of {len(frame)} bytes exceeds a frame of {MAX_FRAME}")
     return frame
+
+
+def pack_rejected(reason: str, client: str) -> bytes:
+    """Return REJECTED in flat form: `count` bytes of the reason, then the text for clients."""
+    text = reason.encode(errors="replace")
+    return HEADER.pack(Kind.REJECTED, 0, len(text)) + text + client.encode(errors="replace")
 
 
 def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:

@@ -4,6 +4,8 @@ A request's inputs form one block, its outputs another: the tensors in the order
 row-major and at a multiple of ALIGNMENT. So a place and a number of rows suffice; nothing else is sent.
 """
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -126,3 +128,38 @@ def _tensor_json(tensor: Tensor) -> list[Any]:
 def _tensor_from_json(value: list[Any]) -> Tensor:
     name, dtype, dims, batch_axis = value
     return Tensor(name, dtype, tuple(dims), batch_axis)
+
+
+# --- the flat form, for a front without a JSON parser; docs/protocol.md is the specification ------------------
+
+#: "FLAT"
+_MAGIC = 0x54414C46
+#: magic, flags, and the numbers of inputs, outputs and variants; then of each tensor behind its name
+_HEAD, _TYPE = struct.Struct("<IIIII"), struct.Struct("<BBh")
+_BATCHED, _EXACT = 1, 2
+#: the types that clients send, by number
+_FLAT_TYPES = (
+    "bool", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64",
+)  # fmt: skip
+
+
+def pack_flat(client: dict[str, Any], interface: Interface, *, batched: bool) -> bytes:
+    """Return REGISTERED's document for a model without hooks; `client` and `batched` as there.
+
+    Raises ValueError for a type that no client can send.
+    """
+    inputs, outputs = client["inputs"], client["outputs"]
+    flags = _BATCHED * batched | _EXACT * interface.exact
+    parts = [_HEAD.pack(_MAGIC, flags, len(inputs), len(outputs), len(interface.variants))]
+    parts += (_flat(name, dtype, dims, None) for name, dtype, dims in (*inputs, *outputs))
+    for variant in interface.variants:
+        parts.append(struct.pack(f"<{len(variant.sizes) + 1}I", len(variant.sizes), *variant.sizes))
+        for tensor in (*variant.inputs.tensors, *variant.outputs.tensors):
+            parts.append(_flat(tensor.name, tensor.dtype, tensor.dims, tensor.batch_axis))
+    return b"".join(parts)
+
+
+def _flat(name: str, dtype: str, dims: Sequence[int], batch_axis: int | None) -> bytes:
+    text = name.encode()
+    head = _TYPE.pack(_FLAT_TYPES.index(dtype), len(dims), -1 if batch_axis is None else batch_axis)
+    return struct.pack("<I", len(text)) + text + head + struct.pack(f"<{len(dims)}q", *dims)

@@ -213,9 +213,9 @@ class Arena:
             self.announced()
 
 
-def create_document(value: dict[str, Any]) -> int:
-    """Return a memfd that holds a JSON object of any size; the caller owns it."""
-    text = json.dumps(value).encode()
+def create_document(value: dict[str, Any] | bytes) -> int:
+    """Return a memfd that holds a JSON object, or a document in flat form, of any size; the caller owns it."""
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
     fd = create_sealed(len(text), "rsrv-document")
     os.pwrite(fd, text, 0)
     return fd

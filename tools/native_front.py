@@ -1,0 +1,75 @@
+"""Build the native front, libtriton_rsrv.so, into the package.
+
+    python tools/native_front.py           # for x86-64, glibc 2.31 and later
+    python tools/native_front.py aarch64   # into build/, as a trial: no machine here runs it
+
+The compiler is Zig's, a wheel of 100 MB from PyPI, so that neither a compiler nor headers of the system count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsrv.native import LIBRARY
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = LIBRARY.parent
+#: compiler from PyPI, and the folder that it is installed in unless the environment has it
+ZIG, ZIG_VERSION, ZIG_FOLDER = "ziglang", "0.17.1", ROOT / ".zig"
+GLIBC = "2.31"
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Wvla", "-Werror")
+OPTIONS = (
+    *("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-fstack-protector-strong", "-ffile-prefix-map=" + str(ROOT) + "=."),
+    # A thread of the library runs until the process ends: its code must stay where it is.
+    "-Wl,-z,nodelete,-z,relro,-z,now",
+)
+
+
+def ensure() -> Path:
+    """Return the library, built again if a source or this file is younger."""
+    sources = [*SOURCES.glob("*.[ch]"), Path(__file__)]
+    if not LIBRARY.is_file() or LIBRARY.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+        build(LIBRARY)
+    return LIBRARY
+
+
+def build(
+    library: Path, machine: str = "x86_64", options: Sequence[str] = ("-O2", "-D_FORTIFY_SOURCE=2", "-s")
+) -> None:
+    """Build the library. Raises CalledProcessError if the compiler has anything to say."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    new = library.with_suffix(".new")
+    target = ("-target", f"{machine}-linux-gnu.{GLIBC}")
+    command: list[str | Path] = [*compiler(), *target, *OPTIONS, *WARNINGS, *options, "-o", new]
+    command += [*sorted(SOURCES.glob("*.c")), "-lm"]
+    subprocess.run(command, check=True)
+    # In one step: a server may have the old one mapped.
+    new.replace(library)
+
+
+def compiler() -> list[str]:
+    """Return the command of the C compiler, which is installed if it is missing."""
+    if importlib.util.find_spec(ZIG) is not None:
+        return [sys.executable, "-m", ZIG, "cc"]
+    program = ZIG_FOLDER / ZIG / "__main__.py"
+    if not program.is_file():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(ZIG_FOLDER), f"{ZIG}=={ZIG_VERSION}"], check=True)
+    return [sys.executable, str(program), "cc"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments:
+        (machine,) = arguments
+        build(ROOT / "build" / machine / LIBRARY.name, machine)
+    else:
+        build(LIBRARY)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,6 @@
+"""The native front: a library that Triton loads, in C; native.h has the map. tools/native_front.py builds it."""
+
+from pathlib import Path
+
+#: the library, if this installation has it
+LIBRARY = Path(__file__).with_name("libtriton_rsrv.so")

@@ -1,0 +1,258 @@
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "native.h"
+
+// For the first frames on a connection, and for the runtime's process to listen; it loads jax later.
+#define GREETING_MS 60000
+#define START_MS 60000
+#define PATH_BYTES 1024
+
+extern char** environ;
+
+static const char HINT[] = "RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed";
+
+// Returns the clock ticks from boot to the start of this process; 0 if the system does not say.
+static unsigned long start_time(void) {
+    char line[1024];
+    unsigned long ticks = 0;
+    int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? 0 : read(fd, line, sizeof line - 1);
+    if (fd >= 0) close(fd);
+    line[length > 0 ? length : 0] = 0;
+    char* at = strrchr(line, ')');
+    // After the name, which may hold anything, come the fields from the third on; the 22nd is wanted.
+    for (int field = 2; at && field < 22; field++) at = strchr(at + 1, ' ');
+    if (at) ticks = strtoul(at, NULL, 10);
+    return ticks;
+}
+
+static bool make_private(const char* directory, struct text* why) {
+    struct stat found;
+    if (mkdir(directory, 0700) == 0) return true;
+    bool exists = errno == EEXIST;
+    if (exists && lstat(directory, &found) == 0 && S_ISDIR(found.st_mode) && found.st_uid == getuid() &&
+        !(found.st_mode & 077))
+        return true;
+    if (!exists)
+        text_add(why, "%s cannot be made: %s", directory, strerror(errno));
+    else
+        text_add(why, "%s must be a directory of uid %u with mode 0700; remove it, or set RSRV_RUNTIME_DIR to another place",
+                 directory, (unsigned)getuid());
+    return false;
+}
+
+// Makes the directories above `path`, which need not be private.
+static void make_parents(const char* path) {
+    char part[PATH_BYTES];
+    for (const char* end = strchr(path + 1, '/'); end; end = strchr(end + 1, '/')) {
+        snprintf(part, sizeof part, "%.*s", (int)(end - path), path);
+        mkdir(part, 0700);
+    }
+}
+
+static bool find_directories(char base[PATH_BYTES], char own[PATH_BYTES]) {
+    const char *chosen = getenv("RSRV_RUNTIME_DIR"), *run = getenv("XDG_RUNTIME_DIR");
+    int length = chosen && *chosen ? snprintf(base, PATH_BYTES, "%s", chosen)
+                                   : snprintf(base, PATH_BYTES, "%s/rsrv-%u", run && *run ? run : "/tmp", (unsigned)getuid());
+    int more = snprintf(own, PATH_BYTES, "%s/%d-%lu-gpu0", base, (int)getpid(), start_time());
+    return length < PATH_BYTES && more < PATH_BYTES;
+}
+
+// Returns a socket, or -1 and sets errno: ENOENT and ECONNREFUSED mean that no runtime listens.
+static int connect_to(const char* directory) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct ucred peer = {0};
+    socklen_t length = sizeof peer;
+    if (snprintf(address.sun_path, sizeof address.sun_path, "%s/runtime.sock", directory) >= (int)sizeof address.sun_path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (fd < 0) return -1;
+    if (connect(fd, (struct sockaddr*)&address, sizeof address) == 0) {
+        if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == getuid()) return fd;
+        errno = EPERM;
+    }
+    int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+}
+
+static bool nobody_listens(void) { return errno == ENOENT || errno == ECONNREFUSED || errno == ECONNRESET; }
+
+// Exchanges the first frames. The runtime checks the versions; the body of its answer is not for this front.
+static int greet(int fd, struct text* why, bool* final) {
+    struct text hello;
+    uint8_t* buffer = malloc(MAX_FRAME);
+    struct frame frame = {.fd = -1};
+    const char* reason = "the runtime does not read";
+    text_clear(&hello);
+    text_add(&hello, "{\"magic\":%u,\"version\":%d}", MAGIC, PROTOCOL_VERSION);
+    int found = buffer ? frame_send_json(fd, HELLO, hello.bytes) : 0;
+    if (found > 0) {
+        struct pollfd readable = {fd, POLLIN, 0};
+        int64_t until = now_ns() + GREETING_MS * (NS_PER_S / 1000);
+        do {
+            poll(&readable, 1, 1000);
+            found = frame_receive(fd, buffer, &frame, &reason);
+        } while (found == 0 && now_ns() < until);
+        if (found == 0) {
+            text_add(why,
+                     "the runtime accepted no connection within %d s: it is stopped, or there are as many as its limit of open "
+                     "files allows, which the server's log says; raise that (ulimit -Hn, a container's --ulimit nofile)",
+                     GREETING_MS / 1000);
+            *final = true;
+        } else if (found < 0)
+            text_add(why, "%s; if it goes on, install the same rsrv for the native front and for the runtime", reason);
+        else if (frame.kind != WELCOME)
+            text_add(why, "the peer does not speak rsrv's protocol");
+    } else
+        text_add(why, "%s", reason);
+    if (frame.fd >= 0) close(frame.fd);
+    free(buffer);
+    if (found > 0 && frame.kind == WELCOME) return fd;
+    close(fd);
+    return -1;
+}
+
+// --- starting a runtime ---------------------------------------------------------------------------------------------
+
+// Finds the interpreter as a shell would: execve takes a path.
+static bool find_python(char path[PATH_BYTES]) {
+    const char *chosen = getenv("RSRV_RUNTIME_PYTHON"), *search = getenv("PATH");
+    const char* name = chosen && *chosen ? chosen : "python3";
+    snprintf(path, PATH_BYTES, "%s", name);
+    if (strchr(name, '/')) return access(path, X_OK) == 0;
+    for (const char* at = search ? search : "/usr/bin:/bin"; at; at = strchr(at, ':') ? strchr(at, ':') + 1 : NULL) {
+        snprintf(path, PATH_BYTES, "%.*s/%s", (int)strcspn(at, ":"), at, name);
+        if (access(path, X_OK) == 0) return true;
+    }
+    snprintf(path, PATH_BYTES, "%s", name);
+    return false;
+}
+
+// Runs a program that inherits stdout, stderr and `kept`, and no other descriptor: Triton's ports must end with Triton.
+// vfork, because fork would run handlers of libraries in this process, gRPC's among them. Returns its pid, or -1.
+static pid_t spawn(const char* program, char* const arguments[], int kept) {
+    sigset_t all, before;
+    // The child shares this memory until execve: no signal handler of the server may run in it.
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pid_t child = vfork();
+    if (child == 0) {
+        struct sigaction standard = {.sa_handler = SIG_DFL};
+        sigset_t none;
+        for (int number = 1; number < NSIG; number++) sigaction(number, &standard, NULL);
+        int nothing = open("/dev/null", O_RDONLY);
+        if (nothing >= 0) dup2(nothing, 0);
+        if (dup2(kept, 3) == 3) fcntl(3, F_SETFD, 0);
+        if (syscall(SYS_close_range, 4u, ~0u, 0u) != 0)
+            for (int fd = 4; fd < 65536; fd++) close(fd);
+        sigemptyset(&none);
+        sigprocmask(SIG_SETMASK, &none, NULL);
+        execve(program, arguments, environ);
+        _exit(127);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return child;
+}
+
+static bool start(const char* directory, const char* settings, struct text* why, bool* final) {
+    char python[PATH_BYTES], pid[24], message[1024] = "";
+    int ends[2], status = -1;
+    *final = true;
+    if (!find_python(python)) {
+        text_add(why, "the runtime cannot be started with %s: No such file or directory. %s", python, HINT);
+        return false;
+    }
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        text_add(why, "the runtime cannot be started: %s", strerror(errno));
+        return false;
+    }
+    snprintf(pid, sizeof pid, "%d", (int)getpid());
+    // -P: files in the server's working directory must not shadow modules. The child has the pipe's end as number 3.
+    char* const arguments[] = {python, "-P", "-m", "rsrv.runtime", "--directory", (char*)directory, "--server-pid", pid,
+                               "--settings", (char*)settings, "--device", "0", "--ready-fd", "3", NULL};
+    pid_t child = spawn(python, arguments, ends[1]);
+    close(ends[1]);
+    ssize_t length = 0;
+    if (child > 0) {
+        struct pollfd readable = {ends[0], POLLIN, 0};
+        int64_t until = now_ns() + START_MS * (NS_PER_S / 1000);
+        int ready;
+        do
+            ready = poll(&readable, 1, (int)((until - now_ns()) / (NS_PER_S / 1000)) + 1);
+        while (ready < 0 && errno == EINTR);
+        length = ready > 0 ? read(ends[0], message, sizeof message - 1) : snprintf(message, sizeof message, "it was not ready in time");
+        message[length > 0 ? length : 0] = 0;
+        if (ready == 0) kill(child, SIGKILL);
+        while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    }
+    close(ends[0]);
+    if (strcmp(message, "ready") == 0) return true;
+    if (length == 0 && WIFSIGNALED(status)) {
+        text_add(why, "the runtime was killed while it started; the server's log may say more");
+        *final = false;
+    } else
+        text_add(why, "the runtime did not start with %s: %s. %s", python,
+                 *message ? message : "it ended without a message; the server's log may say more", HINT);
+    return false;
+}
+
+// Connects to a runtime that was started. If the process that started it died, it may not listen yet.
+static int connect_soon(const char* directory) {
+    int64_t until = now_ns() + START_MS * (NS_PER_S / 1000);
+    for (;;) {
+        int fd = connect_to(directory);
+        if (fd >= 0 || !nobody_listens() || now_ns() > until) return fd;
+        usleep(50000);
+    }
+}
+
+int runtime_open(const char* settings, struct text* why, bool* final) {
+    char base[PATH_BYTES], own[PATH_BYTES], lock_path[PATH_BYTES + 8];
+    *final = true;
+    if (!find_directories(base, own)) {
+        text_add(why, "the path of the runtime's directory is too long; set RSRV_RUNTIME_DIR to a shorter one");
+        return -1;
+    }
+    int fd = connect_to(own);
+    if (fd < 0 && nobody_listens()) {
+        make_parents(base);
+        if (!make_private(base, why) || !make_private(own, why)) return -1;
+        snprintf(lock_path, sizeof lock_path, "%s/lock", own);
+        int lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        if (lock < 0 || flock(lock, LOCK_EX) != 0) {
+            text_add(why, "%s cannot be locked: %s", lock_path, strerror(errno));
+            if (lock >= 0) close(lock);
+            return -1;
+        }
+        // The process or thread that holds the lock starts the runtime; the others wait here and find it listening.
+        fd = connect_to(own);
+        bool started = fd >= 0 || (nobody_listens() && start(own, settings, why, final));
+        if (fd < 0 && started) fd = connect_soon(own);
+        close(lock);
+        if (!started && why->length) return -1;
+    }
+    if (fd < 0) {
+        text_add(why, "the runtime in %s cannot be reached: %s", own, strerror(errno));
+        *final = false;
+        return -1;
+    }
+    *final = false;
+    return greet(fd, why, final);
+}

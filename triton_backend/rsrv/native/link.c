@@ -1,0 +1,405 @@
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "link.h"
+
+// Nanoseconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model,
+// because it reads the whole bundle each time.
+#define FIRST_BACKOFF_NS (50 * 1000000ll)
+#define MAX_BACKOFF_NS (5 * NS_PER_S)
+#define MAX_REJECTED_BACKOFF_NS (60 * NS_PER_S)
+#define FIRST_ATTEMPTS 10
+// Between two looks at waiting requests: for clients that are gone, and for deadlines that the runtime did not enforce.
+#define CHECK_MS 50
+#define REPORT_NS NS_PER_S
+#define EVENTS 64
+
+const char LINK_DOWN[] = "the model runtime is not reachable; it is being restarted, try again";
+static const char NOT_AGAIN[] = "the model runtime does not load this model again; the server's log says why";
+
+// Of all models in this process: the threads, and the links.
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t mend;
+static pthread_once_t begun = PTHREAD_ONCE_INIT;
+static struct link *all_links, *due_links;
+static int epoll_fd = -1, wake_fd = -1;
+static atomic_uint waiting;  // requests that were sent, and links with figures to report
+static atomic_bool asleep;
+
+void link_hold(struct link* link) { atomic_fetch_add(&link->users, 1); }
+
+void link_drop(struct link* link) {
+    if (atomic_fetch_sub(&link->users, 1) != 1) return;
+    interface_drop(link->interface);
+    if (link->arena) arena_close(link->arena);
+    pthread_mutex_destroy(&link->lock);
+    pthread_cond_destroy(&link->changed);
+    free(link->model);
+    free(link->registration);
+    free(link->settings);
+    free(link);
+}
+
+const char* link_model(const struct link* link) { return link->model; }
+
+void link_wait_more(void) {
+    atomic_fetch_add(&waiting, 1);
+    uint64_t one = 1;
+    if (atomic_exchange(&asleep, false) && write(wake_fd, &one, sizeof one) < 0) return;
+}
+
+void link_wait_less(void) { atomic_fetch_sub(&waiting, 1); }
+
+// --- the runtime comes and goes -------------------------------------------------------------------------------------
+
+static void schedule_mend(struct link* link) {
+    link_hold(link);
+    pthread_mutex_lock(&list_lock);
+    link->next_due = due_links;
+    due_links = link;
+    pthread_cond_signal(&mend);
+    pthread_mutex_unlock(&list_lock);
+}
+
+static void set_backoff(struct link* link, int64_t most) {
+    link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : FIRST_BACKOFF_NS;
+    link->backoff_ns = link->backoff_ns > most ? most : link->backoff_ns;
+    link->due_ns = now_ns() + link->backoff_ns;
+}
+
+// Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
+static void lose(struct link* link, const char* why, const char* client) {
+    pthread_mutex_lock(&link->lock);
+    close(link->fd);
+    link->fd = -1;
+    arena_close(link->arena);
+    link->arena = NULL;
+    struct pending* list = waiting_take_all(link);
+    bool closed = link->state == CLOSED, mends = !closed && !link->loading;
+    if (!closed) {
+        link->state = MISSING;
+        link->rejected = client != NULL;
+        text_clear(&link->reason);
+        text_add_bytes(&link->reason, why, strlen(why));
+        text_clear(&link->down);
+        text_add(&link->down, "%s", client == NULL ? LINK_DOWN : *client ? client : NOT_AGAIN);
+        set_backoff(link, client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
+        pthread_cond_broadcast(&link->changed);
+    }
+    pthread_mutex_unlock(&link->lock);
+    if (mends)
+        log_line(LOG_ERROR, link->model, client ? "the runtime rejects the model: %s" : "lost the runtime: %s", why);
+    for (struct pending* one = list; one; one = one->next)
+        if (one->request) request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
+    waiting_finish(link, list);
+    if (mends) schedule_mend(link);
+    link_drop(link);  // the socket's
+}
+
+// Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
+static bool attach(struct link* link, struct text* why, bool* final) {
+    int fd = runtime_open(link->settings, why, final);
+    if (fd < 0) return false;
+    struct arena* arena = arena_new();
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = link};
+    bool sent = arena && frame_send_json(fd, REGISTER, link->registration) > 0;
+    pthread_mutex_lock(&link->lock);
+    bool goes_on = sent && link->state == MISSING;
+    if (goes_on) {
+        link->fd = fd;
+        link->arena = arena;
+        link->state = REGISTERING;
+        link_hold(link);
+        if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {
+            link->fd = -1;
+            link->arena = NULL;
+            link->state = MISSING;
+            atomic_fetch_sub(&link->users, 1);
+            goes_on = false;
+        }
+    }
+    pthread_mutex_unlock(&link->lock);
+    if (goes_on) return true;
+    close(fd);
+    if (arena) arena_close(arena);
+    text_add(why, "the model cannot be registered");
+    return false;
+}
+
+// Takes REGISTERED: the description of the model in a descriptor.
+static bool take_registered(struct link* link, const struct frame* frame, const char** why) {
+    struct stat found;
+    *why = "the model's description cannot be read";
+    if (frame->fd < 0 || fstat(frame->fd, &found) != 0 || found.st_size <= 0 || found.st_size > 1 << 24) return false;
+    size_t length = (size_t)found.st_size;
+    uint8_t* bytes = malloc(length);
+    // A copy: the runtime could change what it shares.
+    struct interface* interface =
+        bytes && pread(frame->fd, bytes, length, 0) == (ssize_t)length ? interface_read(bytes, length, why) : NULL;
+    free(bytes);
+    if (!interface) return false;
+    pthread_mutex_lock(&link->lock);
+    bool ready = link->state == REGISTERING;
+    if (ready) {
+        interface_drop(link->interface);
+        link->interface = interface;
+        link->state = READY;
+        link->backoff_ns = 0;
+        pthread_cond_broadcast(&link->changed);
+    }
+    bool again = ready && !link->loading;
+    pthread_mutex_unlock(&link->lock);
+    if (!ready) interface_drop(interface);
+    if (again) log_line(LOG_INFO, link->model, "reconnected to the runtime");
+    return ready;
+}
+
+static void take_rejected(struct link* link, const struct frame* frame) {
+    struct text reason, client;
+    size_t length = frame->count < frame->length ? frame->count : frame->length;
+    text_clear(&reason);
+    text_clear(&client);
+    text_add_bytes(&reason, (const char*)frame->body, length);
+    text_add_bytes(&client, (const char*)frame->body + length, frame->length - length);
+    lose(link, reason.bytes, client.bytes);
+}
+
+static void take_done(struct link* link, const struct frame* frame) {
+    pthread_mutex_lock(&link->lock);
+    struct pending* list = waiting_take_done(link, frame);
+    pthread_mutex_unlock(&link->lock);
+    waiting_finish(link, list);
+}
+
+// Reads one frame. Returns false if the link has no socket any more.
+static bool take_frame(struct link* link, uint8_t* buffer) {
+    struct frame frame;
+    const char* why = "the runtime's answer breaks the protocol";
+    pthread_mutex_lock(&link->lock);
+    int fd = link->fd;
+    bool ready = link->state == READY;
+    pthread_mutex_unlock(&link->lock);
+    int received = frame_receive(fd, buffer, &frame, &why);
+    if (received == 0) return true;
+    if (received < 0) {
+        lose(link, why, NULL);
+        return false;
+    }
+    bool right = true;
+    why = "the runtime's answer breaks the protocol";
+    if (frame.kind == DONE && ready && completions_check(&frame))
+        take_done(link, &frame);
+    else if (frame.kind == REGISTERED && !ready)
+        right = take_registered(link, &frame, &why);
+    else if (frame.kind == REJECTED && !ready) {
+        if (frame.fd >= 0) close(frame.fd);
+        take_rejected(link, &frame);
+        return false;
+    } else
+        right = frame.kind == REPORTED && ready;
+    if (frame.fd >= 0) close(frame.fd);
+    if (!right) lose(link, why, NULL);
+    return right;
+}
+
+// --- the reader -----------------------------------------------------------------------------------------------------
+
+static void check_all(int64_t now) {
+    pthread_mutex_lock(&list_lock);
+    for (struct link* link = all_links; link; link = link->next_link) {
+        pthread_mutex_lock(&link->lock);
+        struct pending* late = link->state == READY ? waiting_check(link, now) : NULL;
+        if (link->state == READY && link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        pthread_mutex_unlock(&link->lock);
+        if (!late) continue;
+        // Answering may unload the model, which takes the list's lock.
+        link_hold(link);
+        pthread_mutex_unlock(&list_lock);
+        waiting_finish(link, late);
+        link_drop(link);
+        return;  // the list may have changed; the next look has the rest
+    }
+    pthread_mutex_unlock(&list_lock);
+}
+
+static void* read_all(void* nothing) {
+    struct epoll_event events[EVENTS];
+    uint8_t* buffer = malloc(MAX_FRAME);
+    int64_t checked = 0;
+    (void)nothing;
+    while (buffer) {
+        // Set before the look: a request that is sent in between wakes the thread.
+        atomic_store(&asleep, true);
+        bool idle = atomic_load(&waiting) == 0;
+        int count = epoll_wait(epoll_fd, events, EVENTS, idle ? -1 : CHECK_MS);
+        atomic_store(&asleep, false);
+        for (int i = 0; i < count; i++) {
+            uint64_t drained;
+            if (events[i].data.ptr)
+                take_frame(events[i].data.ptr, buffer);
+            else if (read(wake_fd, &drained, sizeof drained) < 0)
+                continue;
+        }
+        int64_t now = now_ns();
+        if (!idle && now - checked >= CHECK_MS * (NS_PER_S / 1000)) check_all(checked = now);
+    }
+    return NULL;
+}
+
+// --- the thread that mends links ------------------------------------------------------------------------------------
+
+static struct link* take_due(void) {
+    pthread_mutex_lock(&list_lock);
+    for (;;) {
+        int64_t now = now_ns(), soonest = INT64_MAX;
+        struct link** at = &due_links;
+        // `due_ns` does not change while a link is in the list.
+        for (; *at; at = &(*at)->next_due) {
+            if ((*at)->due_ns <= now) {
+                struct link* link = *at;
+                *at = link->next_due;
+                pthread_mutex_unlock(&list_lock);
+                return link;
+            }
+            soonest = (*at)->due_ns < soonest ? (*at)->due_ns : soonest;
+        }
+        struct timespec until = {soonest / NS_PER_S, soonest % NS_PER_S};
+        if (soonest == INT64_MAX)
+            pthread_cond_wait(&mend, &list_lock);
+        else
+            pthread_cond_timedwait(&mend, &list_lock, &until);
+    }
+}
+
+static void* mend_all(void* nothing) {
+    (void)nothing;
+    for (;;) {
+        struct link* link = take_due();
+        struct text why;
+        bool final;
+        text_clear(&why);
+        pthread_mutex_lock(&link->lock);
+        bool closed = link->state == CLOSED;
+        pthread_mutex_unlock(&link->lock);
+        if (!closed && !attach(link, &why, &final)) {
+            pthread_mutex_lock(&link->lock);
+            set_backoff(link, MAX_BACKOFF_NS);
+            text_clear(&link->down);
+            text_add(&link->down, "%s", LINK_DOWN);
+            pthread_mutex_unlock(&link->lock);
+            log_line(LOG_ERROR, link->model, "no runtime yet: %s", why.bytes);
+            schedule_mend(link);
+        }
+        link_drop(link);
+    }
+    return NULL;
+}
+
+static void begin(void) {
+    pthread_t thread;
+    pthread_condattr_t clock;
+    pthread_attr_t detached;
+    sigset_t all, before;
+    struct epoll_event event = {.events = EPOLLIN};
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&mend, &clock);
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int made = epoll_create1(EPOLL_CLOEXEC);
+    if (wake_fd < 0 || made < 0 || epoll_ctl(made, EPOLL_CTL_ADD, wake_fd, &event) != 0) return;
+    // Signals are the server's.
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    epoll_fd = made;
+    if (pthread_create(&thread, &detached, read_all, NULL) != 0 || pthread_create(&thread, &detached, mend_all, NULL) != 0)
+        epoll_fd = -1;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+// --- a model is loaded and unloaded ---------------------------------------------------------------------------------
+
+// Reaches a runtime and waits until it has the model, however long compiling takes. If runtimes end meanwhile, perhaps
+// because of another model, the next one is tried; a runtime rejects a model that crashes it repeatedly.
+static bool load(struct link* link, struct text* why) {
+    for (int attempt = 1;; attempt++) {
+        bool final = false;
+        text_clear(why);
+        bool attached = attach(link, why, &final);
+        pthread_mutex_lock(&link->lock);
+        while (attached && link->state == REGISTERING) pthread_cond_wait(&link->changed, &link->lock);
+        bool ready = link->state == READY, rejected = attached && link->rejected;
+        if (ready) link->loading = false;
+        if (attached && !ready) *why = link->reason;
+        if (!attached) set_backoff(link, MAX_BACKOFF_NS);
+        int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
+        pthread_mutex_unlock(&link->lock);
+        if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
+        log_line(LOG_ERROR, link->model, "the runtime ended before the model was ready: %s", why->bytes);
+        usleep((useconds_t)(pause / 1000));
+    }
+}
+
+struct link* link_open(const char* model, const char* bundle, const char* settings, struct text* why) {
+    struct text registration;
+    pthread_once(&begun, begin);
+    struct link* link = epoll_fd < 0 ? NULL : calloc(1, sizeof *link);
+    text_clear(why);
+    text_clear(&registration);
+    text_add(&registration, "{\"model\":");
+    text_add_json(&registration, model);
+    text_add(&registration, ",\"bundle\":");
+    text_add_json(&registration, bundle);
+    text_add(&registration, ",\"flat\":true}");
+    if (!link) {
+        text_add(why, "no memory, or no threads and descriptors are left");
+        return NULL;
+    }
+    atomic_init(&link->users, 1);
+    pthread_mutex_init(&link->lock, NULL);
+    pthread_cond_init(&link->changed, NULL);
+    link->model = strdup(model);
+    link->registration = strdup(registration.bytes);
+    link->settings = strdup(settings);
+    link->fd = -1;
+    link->loading = true;
+    text_add(&link->down, "%s", LINK_DOWN);
+    bool made = link->model && link->registration && link->settings;
+    if (!made) text_add(why, "no memory");
+    if (!made || !load(link, why)) {
+        link_drop(link);
+        return NULL;
+    }
+    pthread_mutex_lock(&list_lock);
+    link->next_link = all_links;
+    all_links = link;
+    pthread_mutex_unlock(&list_lock);
+    return link;
+}
+
+void link_close(struct link* link) {
+    pthread_mutex_lock(&list_lock);
+    struct link** at = &all_links;
+    while (*at && *at != link) at = &(*at)->next_link;
+    if (*at) *at = link->next_link;
+    pthread_mutex_unlock(&list_lock);
+    pthread_mutex_lock(&link->lock);
+    if (link->state == READY && link->measured) waiting_report(link, now_ns());
+    if (link->measured) link_wait_less();
+    link->measured = false;
+    link->state = CLOSED;
+    if (link->fd >= 0) shutdown(link->fd, SHUT_RDWR);  // the reader closes it
+    pthread_mutex_unlock(&link->lock);
+    link_drop(link);
+}
+

@@ -1,0 +1,210 @@
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "native.h"
+
+// The arena has this many bytes at first, and keeps this many when it is idle.
+#define FIRST_BYTES (1ull << 20)
+#define KEEP_BYTES (64ull << 20)
+// The runtime's limit.
+#define MAX_SEGMENTS 1024u
+#define MAX_BYTES (1ull << 40)
+
+struct range {
+    uint64_t offset, bytes;
+};
+
+// One memfd, mapped. Its free ranges ascend, and are never adjacent.
+struct segment {
+    uint32_t id;
+    int fd;  // -1: the runtime has it
+    uint8_t* memory;
+    uint64_t bytes;
+    struct range* free;
+    size_t free_count, free_space;
+};
+
+struct arena {
+    struct segment* segments;
+    uint32_t count, next_id;
+    uint64_t bytes, places;
+    uint32_t* dropped;
+    uint32_t dropped_count;
+    bool closed;
+};
+
+struct arena* arena_new(void) { return calloc(1, sizeof(struct arena)); }
+
+static void unmap(struct segment* segment) {
+    munmap(segment->memory, segment->bytes);
+    if (segment->fd >= 0) close(segment->fd);
+    free(segment->free);
+}
+
+static void end(struct arena* arena) {
+    for (uint32_t i = 0; i < arena->count; i++) unmap(&arena->segments[i]);
+    free(arena->segments);
+    free(arena->dropped);
+    free(arena);
+}
+
+void arena_close(struct arena* arena) {
+    arena->closed = true;
+    if (arena->places == 0) end(arena);
+}
+
+// Returns the bytes that the machine, or the container, has left. Pages are allocated when they are touched: if none is
+// left then, the kernel kills this process or another one.
+static uint64_t spare_memory(void) {
+    uint64_t spare = UINT64_MAX, kilobytes, limit, used;
+    char line[128];
+    FILE* file = fopen("/proc/meminfo", "re");
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %lu", &kilobytes) == 1) spare = kilobytes * 1024;
+    if (file) fclose(file);
+    FILE* most = fopen("/sys/fs/cgroup/memory.max", "re");
+    FILE* now = fopen("/sys/fs/cgroup/memory.current", "re");
+    if (most && now && fscanf(most, "%lu", &limit) == 1 && fscanf(now, "%lu", &used) == 1) {
+        uint64_t left = limit > used ? limit - used : 0;
+        spare = left < spare ? left : spare;
+    }
+    if (most) fclose(most);
+    if (now) fclose(now);
+    return spare;
+}
+
+static bool take_from(struct segment* segment, uint64_t bytes, uint64_t* offset) {
+    for (size_t i = 0; i < segment->free_count; i++) {
+        struct range* range = &segment->free[i];
+        if (range->bytes < bytes) continue;
+        *offset = range->offset;
+        range->offset += bytes;
+        range->bytes -= bytes;
+        if (range->bytes == 0)
+            memmove(range, range + 1, (--segment->free_count - i) * sizeof *range);
+        return true;
+    }
+    return false;
+}
+
+static bool add_segment(struct arena* arena, uint64_t bytes) {
+    uint64_t size = FIRST_BYTES;
+    while (size < bytes || (size < arena->bytes && arena->bytes < KEEP_BYTES)) size *= 2;
+    if (size > KEEP_BYTES) size = (bytes + 4095) & ~4095ull;
+    if (arena->count >= MAX_SEGMENTS || arena->bytes + size > MAX_BYTES) return false;
+    if (size > FIRST_BYTES && size > spare_memory()) return false;
+    struct segment* grown = realloc(arena->segments, (arena->count + 1) * sizeof *grown);
+    if (!grown) return false;
+    arena->segments = grown;
+    struct segment* segment = &grown[arena->count];
+    *segment = (struct segment){.id = arena->next_id, .bytes = size, .free_count = 1, .free_space = 16};
+    segment->free = malloc(segment->free_space * sizeof *segment->free);
+    segment->fd = memfd_create("rsrv-tensors", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    segment->memory = MAP_FAILED;
+    if (segment->free && segment->fd >= 0 && ftruncate(segment->fd, (off_t)size) == 0 &&
+        fcntl(segment->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
+        segment->memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, segment->fd, 0);
+    if (segment->memory == MAP_FAILED) {
+        if (segment->fd >= 0) close(segment->fd);
+        free(segment->free);
+        return false;
+    }
+    segment->free[0] = (struct range){0, size};
+    arena->count++;
+    arena->next_id++;
+    arena->bytes += size;
+    return true;
+}
+
+bool arena_take(struct arena* arena, uint64_t bytes, struct place* place) {
+    uint64_t offset = 0;
+    if (arena->closed || bytes > MAX_BYTES) return false;
+    bytes = aligned(bytes ? bytes : 1);
+    for (uint32_t i = 0;; i++) {
+        if (i == arena->count && !add_segment(arena, bytes)) return false;
+        struct segment* segment = &arena->segments[i];
+        if (!take_from(segment, bytes, &offset)) continue;
+        *place = (struct place){segment->id, offset, bytes, segment->memory + offset, arena};
+        arena->places++;
+        return true;
+    }
+}
+
+// Without memory for the list of free ranges, the range stays taken.
+static void give_to(struct segment* segment, uint64_t offset, uint64_t bytes) {
+    size_t i = 0;
+    while (i < segment->free_count && segment->free[i].offset < offset) i++;
+    if (segment->free_count == segment->free_space) {
+        struct range* grown = realloc(segment->free, 2 * segment->free_space * sizeof *grown);
+        if (!grown) return;
+        segment->free = grown;
+        segment->free_space *= 2;
+    }
+    struct range* at = segment->free + i;
+    memmove(at + 1, at, (segment->free_count++ - i) * sizeof *at);
+    *at = (struct range){offset, bytes};
+    if (i + 1 < segment->free_count && at->offset + at->bytes == at[1].offset) {
+        at->bytes += at[1].bytes;
+        memmove(at + 1, at + 2, (--segment->free_count - i - 1) * sizeof *at);
+    }
+    if (i > 0 && at[-1].offset + at[-1].bytes == at->offset) {
+        at[-1].bytes += at->bytes;
+        memmove(at, at + 1, (--segment->free_count - i) * sizeof *at);
+    }
+}
+
+void arena_give(struct place* place) {
+    struct arena* arena = place->arena;
+    if (!arena) return;
+    place->arena = NULL;
+    arena->places--;
+    for (uint32_t i = 0; i < arena->count; i++) {
+        struct segment* segment = &arena->segments[i];
+        if (segment->id != place->segment) continue;
+        give_to(segment, place->offset, place->bytes);
+        bool idle = segment->free_count == 1 && segment->free[0].bytes == segment->bytes;
+        if (!idle || arena->bytes <= KEEP_BYTES || arena->closed) break;
+        if (segment->fd < 0) {
+            uint32_t* grown = realloc(arena->dropped, (arena->dropped_count + 1) * sizeof *grown);
+            if (!grown) break;
+            arena->dropped = grown;
+            grown[arena->dropped_count++] = segment->id;
+        }
+        arena->bytes -= segment->bytes;
+        unmap(segment);
+        memmove(segment, segment + 1, (--arena->count - i) * sizeof *segment);
+        break;
+    }
+    if (arena->closed && arena->places == 0) end(arena);
+}
+
+bool arena_fresh(struct arena* arena, uint32_t* segment, int* fd) {
+    for (uint32_t i = 0; i < arena->count; i++) {
+        if (arena->segments[i].fd < 0) continue;
+        *segment = arena->segments[i].id;
+        *fd = arena->segments[i].fd;
+        return true;
+    }
+    return false;
+}
+
+void arena_announced(struct arena* arena) {
+    for (uint32_t i = 0; i < arena->count; i++) {
+        if (arena->segments[i].fd < 0) continue;
+        close(arena->segments[i].fd);
+        arena->segments[i].fd = -1;
+        return;
+    }
+}
+
+bool arena_dropped(struct arena* arena, uint32_t* segment) {
+    if (arena->dropped_count == 0) return false;
+    *segment = arena->dropped[arena->dropped_count - 1];
+    return true;
+}
+
+void arena_forget(struct arena* arena) { arena->dropped_count--; }

@@ -1,0 +1,195 @@
+// The parts of the native front and what they tell each other. docs/protocol.md is the contract with the runtime.
+//
+//   backend.c   Triton's entry points: a model is loaded, gets requests, is unloaded
+//   request.c   one client's request: parameters, shapes, the copies into and out of shared memory, the answer
+//   link.c      a model's connection to the runtime, the thread that reads all of them, and the one that mends them
+//   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
+//   launch.c    where the runtime listens, and how it is started
+//   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
+//   memory.c    the shared memory of a connection
+//   text.c      texts: UTF-8, quoting, the tag of a request's id, and the log
+//
+// A fault here ends the server with all of its models. So the bytes of the runtime are checked like those of a client,
+// every buffer has its length beside it, and no function keeps a pointer into a frame.
+#pragma once
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "triton.h"
+
+#define MAGIC 0x56525352u
+#define PROTOCOL_VERSION 7
+#define FLAT_MAGIC 0x54414c46u
+#define MAX_FRAME (128 * 1024)
+#define HEADER_BYTES 8
+#define ENTRY_BYTES 64       // of a submission
+#define COMPLETION_BYTES 32
+#define MAX_RANK 32
+#define ALIGNMENT 64u
+
+enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCEL = 6, REPORT = 15 };
+enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24 };
+
+enum status {
+    OK, INVALID, NOT_FOUND, QUEUE_FULL, DEADLINE, CANCELLED, RUNTIME_DOWN, NOT_RESIDENT, INTERNAL, PAUSED, STATUSES
+};
+
+#define NS_PER_S 1000000000ll
+int64_t now_ns(void);
+
+// --- text.c -------------------------------------------------------------------------------------------------
+
+#define TEXT_BYTES 4096
+
+// A text that is cut rather than too long, and always valid UTF-8 with an end.
+struct text {
+    char bytes[TEXT_BYTES];
+    size_t length;
+};
+
+void text_clear(struct text*);
+void text_add(struct text*, const char* format, ...) __attribute__((format(printf, 2, 3)));
+void text_add_bytes(struct text*, const char* bytes, size_t length);  // broken UTF-8 becomes U+FFFD
+void text_add_quoted(struct text*, const char*, size_t most);         // as Python's repr, cut to `most` characters
+void text_add_json(struct text*, const char*);                        // a JSON string with its quotes
+bool is_utf8(const char*);
+uint64_t request_tag(const char* id);
+void log_line(int level, const char* model, const char* format, ...) __attribute__((format(printf, 3, 4)));
+
+// --- memory.c -----------------------------------------------------------------------------------------------
+
+struct arena;
+
+// A range of an arena's memory; `memory` is where this process has its first byte.
+struct place {
+    uint32_t segment;
+    uint64_t offset, bytes;
+    uint8_t* memory;
+    struct arena* arena;
+};
+
+// Not thread-safe: the link that owns an arena guards it. The memory stays mapped until the last place is given back.
+struct arena* arena_new(void);
+bool arena_take(struct arena*, uint64_t bytes, struct place*);
+void arena_give(struct place*);
+void arena_close(struct arena*);
+bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // a segment that the runtime does not know yet
+void arena_announced(struct arena*);                          // it does now
+bool arena_dropped(struct arena*, uint32_t* segment);         // one that it still maps; a call of arena_forget follows
+void arena_forget(struct arena*);
+
+static inline uint64_t aligned(uint64_t bytes) { return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }
+
+// --- protocol.c ---------------------------------------------------------------------------------------------
+
+struct tensor {
+    char* name;
+    int type;  // Triton's
+    uint32_t item_bytes, rank;
+    int32_t batch_axis;  // -1: none
+    int64_t dims[MAX_RANK];  // -1 on axes that vary
+    uint64_t row_bytes;  // of one row; of the whole tensor if it has no batch axis
+};
+
+struct variant {
+    uint32_t* sizes;
+    uint32_t size_count;
+    struct tensor *inputs, *outputs;
+};
+
+// A model as the runtime describes it. Requests hold it while they wait, so that another runtime may describe it anew.
+struct interface {
+    atomic_int users;
+    bool batched, exact;
+    uint32_t input_count, output_count, variant_count;
+    struct tensor *client_inputs, *client_outputs;
+    struct variant* variants;
+    uint32_t* input_of;   // module input -> the client's input of that name
+    uint32_t* output_of;  // client's output -> the module's output of that name
+};
+
+struct interface* interface_read(const uint8_t* bytes, size_t length, const char** why);  // NULL: it is wrong
+void interface_hold(struct interface*);
+void interface_drop(struct interface*);
+uint64_t tensor_bytes(const struct tensor*, uint64_t rows);
+uint64_t block_bytes(const struct tensor*, uint32_t count, uint64_t rows);
+
+struct frame {
+    uint16_t kind;
+    uint32_t count;
+    const uint8_t* body;
+    size_t length;
+    int fd;  // -1: none; the receiver closes it
+};
+
+struct completion {
+    uint64_t request;
+    uint16_t status;
+    uint32_t text_bytes;
+    uint64_t execute_ns;
+};
+
+// 1: a frame; 0: none now; -1: the connection is over, and `why` says why.
+int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame*, const char** why);
+// 1: sent; 0: the runtime did not read in time; -1: the connection is over.
+int frame_send(int fd, const void* frame, size_t length, int descriptor, int patience_ms);
+int frame_send_ids(int fd, uint16_t kind, const uint64_t* ids, uint32_t count, int descriptor, int patience_ms);
+int frame_send_json(int fd, uint16_t kind, const char* json);
+void put_u16(uint8_t*, uint16_t);
+void put_u32(uint8_t*, uint32_t);
+void put_u64(uint8_t*, uint64_t);
+void put_header(uint8_t*, uint16_t kind, uint32_t count);
+// Reads entry `index` of a DONE frame, and where its text is. False: the frame is wrong.
+bool completions_check(const struct frame*);
+struct completion completion_at(const struct frame*, uint32_t index);
+
+// --- launch.c -----------------------------------------------------------------------------------------------
+
+// Returns a greeted socket of the runtime, which is started if there is none; -1 and a reason: there is none.
+// `final`: trying again is of no use until somebody mends what the reason says.
+int runtime_open(const char* settings, struct text* why, bool* final);
+
+// --- request.c ----------------------------------------------------------------------------------------------
+
+struct link;
+
+// A request of a client, from execute() until its answer; its memory until the runtime has ended it.
+struct pending {
+    struct pending *previous, *next, *same_bucket;
+    uint64_t id, tag, run;
+    TRITONBACKEND_Request* request;  // NULL: answered
+    TRITONBACKEND_ModelInstance* instance;
+    struct interface* interface;
+    uint32_t variant, rows;
+    uint16_t priority;
+    uint64_t client_rows;
+    int64_t deadline_ns, begun_ns, sent_ns;
+    uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
+    struct place place;
+    bool cancelling;
+    enum status status;
+    struct text* failure;  // NULL: none
+};
+
+// Makes the request ready for its place; false: it has failed, `status` and `failure` say how.
+bool request_read(struct pending*, struct interface*);
+void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
+void request_write(struct pending*);  // copies the inputs to its place; may fail it
+void request_submission(const struct pending*, uint8_t entry[ENTRY_BYTES]);
+// Answers and releases the request, unless that was done: with its outputs, or with its failure.
+void request_answer(struct pending*, struct link*);
+void request_free(struct pending*);
+const char* status_name(enum status);
+
+// --- link.c and waiting.c -------------------------------------------------------------------------------------
+
+// A model's link to the runtime. Returns NULL and the reason if the runtime cannot serve the model.
+struct link* link_open(const char* model, const char* bundle, const char* settings, struct text* why);
+void link_close(struct link*);
+void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
+const char* link_model(const struct link*);
+void link_measure(struct link*, enum status, int64_t begun_ns);
+// Log lines about requests that fail are few: true if this one is written; `left_out` were not since the last.
+bool link_logs(struct link*, enum status, uint32_t* left_out);

@@ -1,0 +1,283 @@
+#include <stdlib.h>
+#include <string.h>
+
+#include "link.h"
+
+// Requests may wait this long for a runtime that does not read.
+#define SEND_MS 100
+#define DEADLINE_GRACE_NS (100 * 1000000ll)
+#define FRAME_ENTRIES 64u
+
+static const char STUCK[] = "the model runtime takes no requests at the moment; try again later";
+static const char LATE[] = "the deadline passed before the answer was there";
+static const char NO_MEMORY[] = "the server has no memory for this request; try again later";
+
+// Bounds of the histogram of docs/protocol.md, in nanoseconds.
+static const int64_t BOUNDS[] = {
+    100000,    250000,    500000,     1000000,    2500000,    5000000,    10000000,    25000000,    50000000,
+    100000000, 250000000, 500000000, 1000000000, 2500000000, 5000000000, 10000000000, 30000000000, 60000000000,
+};
+_Static_assert(sizeof BOUNDS / sizeof *BOUNDS + 1 == INTERVALS, "each bound ends an interval");
+
+// --- figures -----------------------------------------------------------------------------------------------------
+
+void link_measure(struct link* link, enum status status, int64_t begun_ns) {
+    int64_t took = now_ns() - begun_ns;
+    size_t interval = 0;
+    while (interval < INTERVALS - 1 && took > BOUNDS[interval]) interval++;
+    pthread_mutex_lock(&link->lock);
+    link->durations[interval]++;
+    link->duration_ns += (uint64_t)took;
+    link->responses[status]++;
+    bool first = !link->measured;
+    link->measured = true;
+    pthread_mutex_unlock(&link->lock);
+    if (first) link_wait_more();
+}
+
+bool link_logs(struct link* link, enum status status, uint32_t* left_out) {
+    int64_t now = now_ns();
+    pthread_mutex_lock(&link->lock);
+    int64_t burst = status == INTERNAL ? 5 * NS_PER_S : NS_PER_S, budget = link->logged[status].budget_ns;
+    budget = link->logged[status].then_ns ? budget + now - link->logged[status].then_ns : burst;
+    budget = budget > burst ? burst : budget;
+    bool logs = budget >= NS_PER_S;
+    *left_out = link->logged[status].left_out;
+    link->logged[status].left_out = logs ? 0 : *left_out + 1;
+    link->logged[status].budget_ns = logs ? budget - NS_PER_S : budget;
+    link->logged[status].then_ns = now;
+    pthread_mutex_unlock(&link->lock);
+    return logs;
+}
+
+void waiting_report(struct link* link, int64_t now) {
+    struct text text;
+    size_t first = 0, end = INTERVALS;
+    const char* comma = "";
+    while (first < INTERVALS && !link->durations[first]) first++;
+    while (end > first && !link->durations[end - 1]) end--;
+    text_clear(&text);
+    text_add(&text, "{\"requests\":[%.9f,%zu", (double)link->duration_ns / 1e9, first);
+    for (size_t i = first; i < end; i++) text_add(&text, ",%lu", link->durations[i]);
+    text_add(&text, "],\"responses\":{");
+    for (int i = 0; i < STATUSES; i++) {
+        if (!link->responses[i]) continue;
+        text_add(&text, "%s\"", comma);
+        for (const char* c = status_name((enum status)i); *c; c++) text_add(&text, "%c", *c == '_' ? *c : *c | 32);
+        text_add(&text, "\":%lu", link->responses[i]);
+        comma = ",";
+    }
+    text_add(&text, "},\"hooks\":{}}");
+    if (frame_send_json(link->fd, REPORT, text.bytes) <= 0) return;
+    memset(link->durations, 0, sizeof link->durations);
+    memset(link->responses, 0, sizeof link->responses);
+    link->duration_ns = 0;
+    link->reported_ns = now;
+    link->measured = false;
+    link_wait_less();
+}
+
+// --- requests that wait; under the link's lock ----------------------------------------------------------------------
+
+static void add_pending(struct link* link, struct pending* one) {
+    one->id = link->next_id++;
+    struct pending** bucket = &link->buckets[one->id % BUCKETS];
+    one->same_bucket = *bucket;
+    *bucket = one;
+    one->previous = link->last;
+    one->next = NULL;
+    *(link->last ? &link->last->next : &link->first) = one;
+    link->last = one;
+    link_wait_more();
+}
+
+static void remove_pending(struct link* link, struct pending* one) {
+    struct pending** at = &link->buckets[one->id % BUCKETS];
+    while (*at != one) at = &(*at)->same_bucket;
+    *at = one->same_bucket;
+    *(one->previous ? &one->previous->next : &link->first) = one->next;
+    *(one->next ? &one->next->previous : &link->last) = one->previous;
+    one->next = one->previous = one->same_bucket = NULL;
+    link_wait_less();
+}
+
+static struct pending* find_pending(struct link* link, uint64_t id) {
+    struct pending* one = link->buckets[id % BUCKETS];
+    while (one && one->id != id) one = one->same_bucket;
+    return one;
+}
+
+struct pending* waiting_take_all(struct link* link) {
+    struct pending* list = link->first;
+    while (link->first) {
+        struct pending *one = link->first, *next = one->next;
+        remove_pending(link, one);
+        one->next = next;
+    }
+    return list;
+}
+
+struct pending* waiting_take_done(struct link* link, const struct frame* frame) {
+    struct pending *list = NULL, **end = &list;
+    const char* text = (const char*)frame->body + (size_t)frame->count * COMPLETION_BYTES;
+    for (uint32_t i = 0; i < frame->count; i++) {
+        struct completion done = completion_at(frame, i);
+        struct pending* one = find_pending(link, done.request);
+        if (one) {
+            remove_pending(link, one);
+            if (done.status != OK) request_fail(one, (enum status)done.status, "%.*s", (int)done.text_bytes, text);
+            *end = one;
+            end = &one->next;
+        }
+        text += done.text_bytes;
+    }
+    return list;
+}
+
+void waiting_finish(struct link* link, struct pending* list) {
+    for (struct pending* one = list; one; one = one->next) request_answer(one, link);
+    pthread_mutex_lock(&link->lock);
+    for (struct pending* one = list; one; one = one->next) arena_give(&one->place);
+    uint32_t segment;
+    while (link->state == READY && arena_dropped(link->arena, &segment)) {
+        uint64_t id = segment;
+        if (frame_send_ids(link->fd, DROP_SEGMENT, &id, 1, -1, 0) <= 0) break;
+        arena_forget(link->arena);
+    }
+    pthread_mutex_unlock(&link->lock);
+    for (struct pending *one = list, *next; one; one = next) {
+        next = one->next;
+        request_free(one);
+    }
+}
+
+struct pending* waiting_check(struct link* link, int64_t now) {
+    struct pending* late = NULL;
+    for (struct pending* one = link->first; one; one = one->next) {
+        bool cancelled = false;
+        if (!one->request) continue;
+        // A deadline that had passed before is for the runtime, too.
+        int64_t enforced = one->deadline_ns > one->begun_ns ? one->deadline_ns : one->begun_ns;
+        if (one->deadline_ns && enforced < now - DEADLINE_GRACE_NS) {
+            struct pending* copy = malloc(sizeof *copy);
+            if (!copy) continue;
+            *copy = *one;
+            copy->place.arena = NULL;
+            copy->failure = NULL;
+            interface_hold(copy->interface);
+            one->request = NULL;
+            copy->next = late;
+            late = copy;
+            request_fail(copy, DEADLINE, "%s", LATE);
+            continue;
+        }
+        TRITONSERVER_Error* error = one->cancelling ? NULL : TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
+        if (error) TRITONSERVER_ErrorDelete(error);
+        if (cancelled) one->cancelling = frame_send_ids(link->fd, CANCEL, &one->id, 1, -1, 0) > 0;
+    }
+    return late;
+}
+
+// --- execute() ------------------------------------------------------------------------------------------------------
+
+// Tells the runtime of new segments, and submits requests that have their places; under the lock. Returns how many were
+// submitted, which the reader ends, also if the runtime is gone; the others could not be sent.
+static uint32_t send_all(struct link* link, struct pending** ready, uint32_t count) {
+    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * ENTRY_BYTES];
+    uint32_t segment;
+    int fd, sent = 1;
+    while (arena_fresh(link->arena, &segment, &fd)) {
+        uint64_t id = segment;
+        if ((sent = frame_send_ids(link->fd, SEGMENT, &id, 1, fd, SEND_MS)) == 0) return 0;
+        if (sent < 0) break;
+        arena_announced(link->arena);
+    }
+    for (uint32_t at = 0; at < count; at += FRAME_ENTRIES) {
+        uint32_t some = count - at < FRAME_ENTRIES ? count - at : FRAME_ENTRIES;
+        put_header(frame, SUBMIT, some);
+        for (uint32_t i = 0; i < some; i++) {
+            add_pending(link, ready[at + i]);
+            request_submission(ready[at + i], frame + HEADER_BYTES + i * ENTRY_BYTES);
+        }
+        if (sent > 0) sent = frame_send(link->fd, frame, HEADER_BYTES + some * ENTRY_BYTES, -1, at ? 0 : SEND_MS);
+        if (sent == 0) {
+            for (uint32_t i = 0; i < some; i++) remove_pending(link, ready[at + i]);
+            return at;
+        }
+    }
+    return count;
+}
+
+static void fail_all(struct pending** some, uint32_t from, uint32_t count, enum status status, const char* text) {
+    for (uint32_t i = from; i < count; i++) request_fail(some[i], status, "%s", text);
+}
+
+static void prepend(struct pending** list, struct pending* one) {
+    one->next = *list;
+    *list = one;
+}
+
+void link_submit(
+    struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
+    struct pending *failed = NULL, *stack[FRAME_ENTRIES], **some = stack;
+    uint32_t ready = 0, placed = 0;
+    int64_t now = now_ns();
+    link_hold(link);
+    if (count > FRAME_ENTRIES) some = malloc(count * sizeof *some);
+    pthread_mutex_lock(&link->lock);
+    struct interface* interface = link->state == READY ? link->interface : NULL;
+    if (interface) interface_hold(interface);
+    struct text down = {.length = 0};
+    if (!interface) down = link->down;
+    pthread_mutex_unlock(&link->lock);
+    for (uint32_t i = 0; i < count; i++) {
+        struct pending* one = some ? calloc(1, sizeof *one) : NULL;
+        if (!one) {
+            // Not even a failure can be kept: Triton alone holds the request.
+            struct pending bare = {.request = requests[i], .instance = instance, .begun_ns = now, .status = QUEUE_FULL};
+            request_answer(&bare, link);
+            continue;
+        }
+        one->request = requests[i];
+        one->instance = instance;
+        one->begun_ns = now;
+        if (!interface)
+            request_fail(one, RUNTIME_DOWN, "%s", down.bytes);
+        else if (request_read(one, interface)) {
+            some[ready++] = one;
+            continue;
+        }
+        prepend(&failed, one);
+    }
+    if (ready > 0) {
+        pthread_mutex_lock(&link->lock);
+        while (placed < ready && link->arena &&
+               arena_take(link->arena, some[placed]->input_bytes + some[placed]->output_bytes, &some[placed]->place))
+            placed++;
+        pthread_mutex_unlock(&link->lock);
+        fail_all(some, placed, ready, QUEUE_FULL, NO_MEMORY);
+        uint32_t written = 0;
+        for (uint32_t i = 0; i < placed; i++) {
+            request_write(some[i]);
+            // Without rows there is nothing to compute.
+            if (some[i]->status != OK || some[i]->rows == 0)
+                prepend(&failed, some[i]);
+            else
+                some[written++] = some[i];
+        }
+        for (uint32_t i = placed; i < ready; i++) prepend(&failed, some[i]);
+        int64_t sent_ns = now_ns();
+        for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
+        pthread_mutex_lock(&link->lock);
+        // The places are of the connection at hand, unless the runtime was lost meanwhile.
+        bool same = link->state == READY && link->interface == interface && link->arena == (written ? some[0]->place.arena : NULL);
+        uint32_t sent = same ? send_all(link, some, written) : 0;
+        pthread_mutex_unlock(&link->lock);
+        fail_all(some, sent, written, same ? QUEUE_FULL : RUNTIME_DOWN, same ? STUCK : LINK_DOWN);
+        for (uint32_t i = sent; i < written; i++) prepend(&failed, some[i]);
+    }
+    waiting_finish(link, failed);
+    interface_drop(interface);
+    if (some != stack) free(some);
+    link_drop(link);
+}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from rsrv.settings import ModelSection, Transport
+from rsrv.native import LIBRARY
+from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import Bundle
 from rsrv_gen import config
 from rsrv_gen.metas import callers
@@ -22,6 +23,8 @@ MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """
+#: empty file of a model with the native front: its time tells Triton to load the model again
+NATIVE_MARK = f"{VERSION}/native"
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
 #: How a bundle's files come into the repository. `hard` shares the large files, which costs no space and survives the
@@ -44,7 +47,14 @@ class SourceFolder:
     path: Path
 
 
-Content = bytes | SourceFile | SourceFolder
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Content of a file that all models of the repository share, as links to one copy."""
+
+    path: Path
+
+
+Content = bytes | SourceFile | SourceFolder | SharedFile
 #: path relative to the model's directory -> content; folders are created with their files
 ModelPlan = Mapping[PurePosixPath, Content]
 
@@ -66,6 +76,8 @@ class RepositoryPlan:
     models: Mapping[str, ModelPlan]
     #: model that clients cannot address -> the metas that call it; it may have a directory or none
     internal: Mapping[str, tuple[str, ...]]
+    #: model that shall have the native front -> why it has the Python front
+    python: Mapping[str, str]
 
 
 def plan_repository(
@@ -74,6 +86,7 @@ def plan_repository(
     mode: LinkMode = "hard",
     transport: Transport = "direct",
     models: Mapping[str, ModelSection] | None = None,
+    front: Front = "python",
 ) -> RepositoryPlan:
     """Plan the repository of these bundles, which include the callees of the metas among them.
 
@@ -85,15 +98,36 @@ def plan_repository(
     internal = {
         name: metas.get(name, ()) for name, source in sources.items() if source.bundle.manifest.internal
     }
-    planned = {}
+    planned, python = {}, {}
     for name in sorted(sources, key=lambda name: (sources[name].bundle.manifest.kind == "meta", name)):
         if name not in internal or (internal[name] and transport == "bls"):
             callees = [sources[callee] for callee in calls[name]]
-            limit = models[name].max_batch_size if models and name in models else None
+            section = models.get(name, ModelSection()) if models else ModelSection()
+            native = (section.front or front) == "native"
+            if native and (why := _obstacle(sources[name], internal=name in internal)):
+                native, python[name] = False, why
             planned[name] = plan_model(
-                sources[name], callees, internal=name in internal, mode=mode, limit=limit
+                sources[name],
+                callees,
+                internal=name in internal,
+                mode=mode,
+                limit=section.max_batch_size,
+                native=native,
             )
-    return RepositoryPlan(planned, internal)
+    return RepositoryPlan(planned, internal, python)
+
+
+def _obstacle(source: SourceBundle, *, internal: bool) -> str:
+    """Return why a model cannot have the native front; empty: it can."""
+    if source.bundle.manifest.kind == "meta":
+        return "it is a meta model"
+    if source.bundle.hooks is not None:
+        return "it has hooks"
+    if internal:
+        return "only meta models call it"
+    if not LIBRARY.is_file():
+        return f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run tools/native_front.py of a clone"
+    return ""
 
 
 def plan_model(
@@ -103,6 +137,7 @@ def plan_model(
     internal: bool = False,
     mode: LinkMode = "hard",
     limit: int | None = None,
+    native: bool = False,
 ) -> ModelPlan:
     """Plan one model's directory. Raises ConfigError.
 
@@ -113,11 +148,14 @@ def plan_model(
     meta = bundle.manifest.kind == "meta"
     plan: dict[PurePosixPath, Content] = {
         PurePosixPath(CONFIG_FILE): config.render(
-            bundle, [callee.bundle for callee in callees], internal=internal, limit=limit
+            bundle, [callee.bundle for callee in callees], internal=internal, limit=limit, native=native
         ),
-        PurePosixPath(VERSION, "model.py"): META_MODEL_PY if meta else MODEL_PY,
         **_bundle_files(source, PurePosixPath(BUNDLE_FOLDER), mode),
     }
+    if native:
+        plan |= {PurePosixPath(NATIVE_MARK): b"", PurePosixPath(LIBRARY.name): SharedFile(LIBRARY)}
+        return plan
+    plan[PurePosixPath(VERSION, "model.py")] = META_MODEL_PY if meta else MODEL_PY
     for callee in callees:
         plan |= _bundle_files(callee, PurePosixPath(CALLS_FOLDER, callee.bundle.name), mode)
     # An empty file where Python would make a folder for its compiled files: Triton's poll mode takes a new file in

@@ -185,6 +185,7 @@ class _Generator:
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
             models=settings.models,
+            front=settings.stub.front,
             stays=stays,
         )
         # Each has an action.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rsrv.settings import ModelSection, Transport
+from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import BundleError
 from rsrv_gen.plan import LinkMode, ModelPlan, SourceBundle, plan_repository
 from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
@@ -46,6 +46,7 @@ def steps(
     link: LinkMode,
     transport: Transport,
     models: Mapping[str, ModelSection],
+    front: Front = "python",
     stays: Callable[[str], str],
     only: Collection[str] | None = None,
 ) -> Iterator[PlannedAction]:
@@ -61,7 +62,7 @@ def steps(
             kept[name] = reason
         else:
             go.append(name)
-    plan = plan_repository(sources.good, mode=link, transport=transport, models=models)
+    plan = plan_repository(sources.good, mode=link, transport=transport, models=models, front=front)
 
     def wanted(name: str) -> bool:
         return only is None or name in only
@@ -69,6 +70,8 @@ def steps(
     for name, model in plan.models.items():
         if wanted(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
+            if name in plan.python:
+                note += f" (Python front: {plan.python[name]})"
             yield PlannedAction(name, _verb(repository / name, model, link), model, note)
     # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
@@ -169,6 +172,7 @@ def update(
     link: LinkMode,
     transport: Transport,
     models: Mapping[str, ModelSection] | None = None,
+    front: Front = "python",
     policy: UpdatePolicy | None = None,
     into: Update | None = None,
 ) -> Update:
@@ -201,6 +205,7 @@ def update(
         link=link,
         transport=transport,
         models=models or {},
+        front=front,
         stays=policy.reason_to_keep,
         only=only,
     )

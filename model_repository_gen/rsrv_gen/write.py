@@ -20,10 +20,12 @@ from rsrv_gen.config import MARK
 from rsrv_gen.plan import (
     CALLS_FOLDER,
     CONFIG_FILE,
+    NATIVE_MARK,
     VERSION,
     Content,
     LinkMode,
     ModelPlan,
+    SharedFile,
     SourceFile,
     SourceFolder,
 )
@@ -89,18 +91,22 @@ def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> b
             if os.path.samefile(source, target):
                 return _may_link(source, mode) and source.stat().st_mtime_ns <= written
             return filecmp.cmp(source, target, shallow=False)
+        case SharedFile(source):
+            return filecmp.cmp(source, target, shallow=False)
         case bytes():
             return target.read_bytes() == content
 
 
 def touch(folder: Path, later_than: int = 0) -> int:
-    """Make Triton load an unchanged model again. Returns the new time of model.py, nanoseconds.
+    """Make Triton load an unchanged model again. Returns the new time of one of its files, nanoseconds.
 
-    Triton loads a model again if its newest file is newer than the newest one was. So model.py gets a time after all
+    Triton loads a model again if its newest file is newer than the newest one was. So model.py, or the mark of the
+    native front, gets a time after all
     of these and after `later_than`, even if the clock is behind.
     """
     stamp = max(time.time_ns(), later_than + 1, newest(folder) + 1)
-    os.utime(folder / VERSION / "model.py", ns=(stamp, stamp))
+    native = folder / NATIVE_MARK
+    os.utime(native if native.exists() else folder / VERSION / "model.py", ns=(stamp, stamp))
     return stamp
 
 
@@ -175,6 +181,18 @@ class RepositoryWriter:
                 source = source.resolve()
                 if not (_may_link(source, self._mode) and _hard_link(source, target)):
                     shutil.copy2(source, target)
+            case SharedFile(source):
+                if not _hard_link(self._shared(source), target):
+                    shutil.copy(source, target)
+
+    def _shared(self, source: Path) -> Path:
+        """Return the repository's copy of a file: its links have one inode, so that a library is loaded once."""
+        copy = self._repository / source.name
+        if not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):
+            new = self._aside / source.name
+            shutil.copy(source, new)
+            new.replace(copy)
+        return copy
 
 
 @contextmanager

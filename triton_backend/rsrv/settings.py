@@ -172,9 +172,19 @@ class RuntimeSection(Section):
         return self
 
 
-class StubSection(Section):
-    """The processes inside Triton."""
+#: connection of a model in Triton with the runtime
+Front = Literal["python", "native"]
 
+
+class StubSection(Section):
+    """The fronts inside Triton."""
+
+    front: Front = Field(
+        "python",
+        description="What answers a model's requests inside Triton. python: a process per model; native: a library for all "
+        "models, faster and smaller, except for models with hooks and meta models. docs/architecture.md has more. Run "
+        "rsrv-gen again after a change.",
+    )
     in_place_ms: float = Field(
         4.0,
         ge=0,
@@ -348,6 +358,7 @@ class ModelSection(Section):
         "demand; unpinned: only the bundle's file, which each load reads; device: always on the device, beyond the budget "
         "if necessary.",
     )
+    front: Front | None = Field(None, description="As stub.front, for this model.")
     max_delay_us: int = Field(
         0,
         ge=0,
@@ -392,6 +403,20 @@ class Settings(BaseSettings):
     traces: TracesSection = TracesSection()
     gateway: GatewaySection = GatewaySection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
+
+    @model_validator(mode="after")
+    def _the_native_front_can(self) -> "Settings":
+        if "native" in (self.stub.front, *(model.front for model in self.models.values())):
+            if self.runtime.devices != "all" and len(self.runtime.devices) > 1:
+                raise ValueError(
+                    "front: native serves one device so far, and runtime.devices names several; set front to python, or "
+                    "name one device"
+                )
+            if self.traces.endpoint is not None:
+                raise ValueError(
+                    "front: native has no traces so far; set front to python, or traces.endpoint to null"
+                )
+        return self
 
     @model_validator(mode="after")
     def _calls_stay_on_a_device(self) -> "Settings":

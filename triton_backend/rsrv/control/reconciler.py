@@ -412,6 +412,7 @@ class Reconciler:
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
             models=self._settings.models,
+            front=self._settings.stub.front,
             policy=self._policy,
             into=done,
         )

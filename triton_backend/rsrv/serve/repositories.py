@@ -71,6 +71,7 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
             models=settings.models,
+            front=settings.stub.front,
             stays=lambda name: stays,
         )
         for step in planned:

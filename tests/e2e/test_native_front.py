@@ -1,0 +1,193 @@
+"""The native front beside the Python front, on one server: equal answers, and equal errors to the letter.
+
+The whole suite runs over the native front with the variable RSRV_STUB__FRONT=native, as `make test-long` does for some files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import native_front
+from rsrv.wire.socket import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.calls import (
+    PROTOCOLS,
+    Arrays,
+    Caller,
+    Refused,
+    assert_same,
+    at_once,
+    caller,
+    outcome,
+    random_u32,
+)
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.waiting import wait_until
+
+#: Models with both fronts; the one with the native front has this in front of its name.
+MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes")
+NATIVE = "native_"
+
+
+@pytest.fixture(scope="module")
+def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with each model twice, for the tests of this file."""
+    native_front.ensure()
+    folder = tmp_path_factory.mktemp("fronts")
+    (folder / "bundles").mkdir()
+    made = bundles.ensure()
+    settings = ["models:"]
+    for name in MODELS:
+        source = made / name if (made / name).exists() else example_bundles / name
+        (folder / "bundles" / name).symlink_to(source)
+        (folder / "bundles" / f"{NATIVE}{name}").symlink_to(source)
+        settings.append(f"  {name}: {{front: python, max_queue_depth: 2}}")
+        settings.append(f"  {NATIVE}{name}: {{front: native, max_queue_depth: 2}}")
+    (folder / "rsrv.yaml").write_text("\n".join(settings))
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "rsrv.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    explicit = ("--model-control-mode=explicit", "--load-model=*")
+    with running_triton(folder / "gen", folder / "server.log", extra_args=explicit) as running:
+        yield running
+
+
+def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -> Arrays | str:
+    """Return an answer, or an error with the model's plain name, and without the time to retry after."""
+    found = outcome(lambda: call(model, inputs, **options))
+    if not isinstance(found, Refused):
+        return found
+    return re.sub(r"after \d+ ms", "after N ms", str(found).replace(NATIVE, ""))
+
+
+X = np.arange(192, dtype=np.float32).reshape(3, 64)
+#: model, inputs, and options of the client
+REQUESTS: list[tuple[str, Arrays, dict[str, Any]]] = [
+    ("exact", {"x": X}, {}),
+    ("exact", {"x": X}, {"request_id": "an id \u20ac", "parameters": {"tenant": "a", "rsrv_priority": 7}}),
+    ("every_dtype", {f"x_{t}": np.arange(10).reshape(2, 5).astype(d) for t, d in bundles.DTYPES.items()}, {}),
+    (
+        "scalars",
+        {"a": np.full(1, 2.5, np.float32), "b": np.full(1, 7), "m": np.arange(6.0).reshape(2, 3)},
+        {},
+    ),
+    ("only_rows", {"x": np.arange(3, dtype=np.int32).reshape(3, 1)}, {}),
+    ("axes", {"a": np.ones((3, 4), np.float32), "b": np.ones((4, 2), np.float32)}, {}),
+    ("two_sizes", {"image": np.ones((2, 16, 16, 3), np.float32)}, {}),
+    ("exact", {"x": X[:, :63]}, {}),
+    ("exact", {"x": X[..., None, None]}, {}),
+    ("exact", {"x": X.astype(np.float64)}, {}),
+    ("exact", {"y": X}, {}),
+    ("exact", {"x": X, "y": X}, {}),
+    ("exact", {"x": np.zeros((17, 64), np.float32)}, {}),
+    ("axes", {"a": np.zeros((3, 5), np.float32), "b": np.zeros((5, 2), np.float32)}, {}),
+    ("axes", {"a": np.zeros((3, 2), np.float32), "b": np.zeros((3, 2), np.float32)}, {}),
+    ("axes", {"a": np.zeros((4, 2), np.float32), "b": np.zeros((2, 2), np.float32)}, {}),
+    ("axes", {"a": np.zeros((3, 0), np.float32), "b": np.zeros((0, 2), np.float32)}, {}),
+    ("two_sizes", {"image": np.zeros((1, 17, 16, 3), np.float32)}, {}),
+    ("exact", {"x": X}, {"timeout": 1}),
+    ("exact", {"x": X}, {"timeout": 2**63 - 1}),
+    *(
+        ("exact", {"x": X}, {"parameters": {key: value}})
+        for key, value in (
+            ("rsrv_priority", "high"),
+            ("rsrv_priority", 'it\'s\n\\ \u20ac \x01 "so" ' + "y" * 100),
+            ("rsrv_priority", True),
+            ("rsrv_priority", -1),
+            ("rsrv_priority", 65535),
+            ("rsrv_deadline_unix_ns", -5),
+            ("rsrv_deadline_unix_ns", "tomorrow"),
+            ("rsrv_deadline_unix_ns", 1),
+            ("rsrv_deadline_unix_ns", 2**63 - 1),
+            ("reactant_timeout_ns", False),
+            ("reactant_timeout_ns", -1),
+            ("reactant_timeout_ns", 1),
+            ("rsrv_run", "x"),
+            ("rsrv_run", 12345),
+            ("rsrv_run", str(2**64)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_both_fronts_answer_and_refuse_alike(both: RunningTriton, protocol: str) -> None:
+    """Each request of the table gets the same bits, or the same code and text, from both fronts."""
+    with caller(both, protocol) as call:
+        for model, inputs, options in REQUESTS:
+            python = told(call, model, inputs, options)
+            native = told(call, NATIVE + model, inputs, options)
+            if isinstance(python, str) or isinstance(native, str):
+                assert native == python
+            else:
+                assert_same(native, python)
+
+
+def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
+    """A model with room for two waiting requests refuses the rest with the same text over both fronts."""
+    inputs = {"x": random_u32(np.random.default_rng(1), 1)}
+
+    def refusals(model: str) -> set[str]:
+        answers = at_once(both, 12, lambda call, number: told(call, model, inputs, {}))
+        return {one for one in answers if isinstance(one, str)}
+
+    (python,) = refusals("short_queue")
+    assert refusals(f"{NATIVE}short_queue") == {python}
+
+
+def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> None:
+    """Models with the native front have no stub, one copy of the library, and their figures in the status."""
+    assert len(both.stub_pids()) == len(MODELS)
+    maps = Path(f"/proc/{both.pid}/maps").read_text().splitlines()
+    inodes = {line.split()[4] for line in maps if line.endswith("libtriton_rsrv.so")}
+    assert len(inodes) == 1
+    with caller(both) as call:
+        before = read_status(both.pid)["models"][f"{NATIVE}exact"]["outcomes"]["answered"]
+        call(f"{NATIVE}exact", {"x": X})
+        assert read_status(both.pid)["models"][f"{NATIVE}exact"]["outcomes"]["answered"] == before + 1
+
+
+def test_a_killed_runtime_comes_back(both: RunningTriton) -> None:
+    """A request during the runtime's absence is refused with RUNTIME_DOWN; later ones are answered by the next runtime."""
+    runtime = read_status(both.pid)["pid"]
+    os.kill(runtime, signal.SIGKILL)
+    with caller(both) as call:
+        wait_until(
+            lambda: (
+                not psutil.pid_exists(runtime)
+                or "RUNTIME_DOWN" in str(told(call, "native_exact", {"x": X}, {}))
+            )
+        )
+        wait_until(
+            lambda: not isinstance(told(call, "native_exact", {"x": X}, {}), str),
+            timeout=100,
+            what="the next runtime",
+        )
+        assert_same(call("native_exact", {"x": X}), {"y": X @ bundles.exact_kernel()})
+
+
+def test_requests_in_flight_are_answered_before_an_unload(both: RunningTriton) -> None:
+    """An unloaded model answers what it has taken, and serves again after a load."""
+    rng = np.random.default_rng(2)
+    x = random_u32(rng, 1)
+
+    def work(call: Caller, number: int) -> Arrays | str:
+        if number:
+            return told(call, "native_short_queue", {"x": x}, {})
+        both.grpc.unload_model("native_short_queue")
+        return {}
+
+    for answer in at_once(both, 3, work):
+        assert not isinstance(answer, str) or "NOT_FOUND" in answer or "UNAVAILABLE" in answer
+    both.grpc.load_model("native_short_queue")
+    with caller(both) as call:
+        assert_same(call("native_short_queue", {"x": x}), call("short_queue", {"x": x}))

@@ -1,0 +1,113 @@
+"""Which models of a repository get the native front, and what a model with it consists of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rsrv_gen import plan
+from rsrv_gen.cli import main
+from rsrv_gen.write import newest, touch
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file that stands for the built library."""
+    path = tmp_path / "libtriton_rsrv.so"
+    path.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(plan, "LIBRARY", path)
+    return path
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """Return a directory with two plain bundles, and one with hooks."""
+    for name in ("one", "two", "hooked"):
+        write_bundle(tmp_path / "bundles" / name)
+    (tmp_path / "bundles/hooked/model.py").write_text("def preprocess(inputs): return inputs\n")
+    return tmp_path / "bundles"
+
+
+def generate(bundles: Path, settings: str) -> int:
+    file = bundles.parent / "settings.yaml"
+    file.write_text(settings)
+    return main([str(bundles), "-o", str(bundles.parent / "gen"), "--config", str(file)])
+
+
+def test_models_with_the_native_front_share_one_library(bundles: Path, library: Path) -> None:
+    """Each has a link to one copy of the library, and no Python file; a second run changes nothing."""
+    assert generate(bundles, "stub: {front: native}") == 0
+    gen = bundles.parent / "gen"
+    files = {str(path.relative_to(gen / "one")) for path in (gen / "one").rglob("*") if path.is_file()}
+    assert {"config.pbtxt", library.name, "1/native"} <= files
+    assert not any(name.endswith(".py") for name in files)
+    assert 'backend: "rsrv"' in (gen / "one/config.pbtxt").read_text()
+    assert (gen / "one" / library.name).samefile(gen / "two" / library.name)
+    assert not (gen / "one" / library.name).samefile(library)
+
+    assert generate(bundles, "stub: {front: native}") == 0
+    assert main([str(bundles), "-o", str(gen), "--config", str(gen / "rsrv.yaml"), "--check"]) == 0
+
+
+def test_a_newer_library_reaches_all_models(bundles: Path, library: Path) -> None:
+    """The library of another version of rsrv replaces the copy, and the models' links."""
+    assert generate(bundles, "stub: {front: native}") == 0
+    library.write_bytes(b"\x7fELF, and newer")
+    assert generate(bundles, "stub: {front: native}") == 0
+    gen = bundles.parent / "gen"
+    assert (gen / "one" / library.name).read_bytes() == library.read_bytes()
+    assert (gen / "one" / library.name).samefile(gen / "two" / library.name)
+
+
+def test_a_model_with_hooks_gets_the_python_front(
+    bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line of the model says so, and why."""
+    assert generate(bundles, "stub: {front: native}") == 0
+    assert "hooked (Python front: it has hooks)" in capsys.readouterr().out
+    assert 'backend: "python"' in (bundles.parent / "gen/hooked/config.pbtxt").read_text()
+
+
+def test_a_models_own_front_wins(bundles: Path, library: Path) -> None:
+    """models.NAME.front takes precedence over stub.front."""
+    assert generate(bundles, "stub: {front: native}\nmodels: {one: {front: python}}") == 0
+    gen = bundles.parent / "gen"
+    assert (gen / "one/1/model.py").is_file()
+    assert not (gen / "two/1/model.py").exists()
+
+
+def test_without_the_library_the_python_front_serves(
+    bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installation without the library serves all the same; the line says how to get it."""
+    library.unlink()
+    assert generate(bundles, "models: {two: {front: native}}") == 0
+    assert "libtriton_rsrv.so is missing; install" in capsys.readouterr().out
+    assert (bundles.parent / "gen/two/1/model.py").is_file()
+
+
+def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, library: Path) -> None:
+    """A touched model is newer than all of its files were, and the shared library keeps its time."""
+    assert generate(bundles, "stub: {front: native}") == 0
+    model = bundles.parent / "gen/one"
+    before, linked = newest(model), (model / library.name).stat().st_mtime_ns
+    assert touch(model) > before
+    assert (model / library.name).stat().st_mtime_ns == linked
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ("runtime: {devices: [cpu, cpu]}", "one device"),
+        ("traces: {endpoint: 'http://localhost:4318'}", "no traces"),
+    ],
+)
+def test_settings_that_the_native_front_cannot_obey_are_refused(
+    bundles: Path, library: Path, settings: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the limit, and nothing is written."""
+    assert generate(bundles, f"stub: {{front: native}}\n{settings}") == 1
+    assert why in capsys.readouterr().err
+    assert not (bundles.parent / "gen").exists()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from panels import (
+    DEVICE,
+    DEVICE_LEGEND,
     MODEL_LEGEND,
     SERVER,
     SERVER_LEGEND,
@@ -32,6 +34,12 @@ BOARDS = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "rsrv" / "fil
 
 #: seconds of executions per second; a meta model's device seconds are its callees', so only models are counted
 _EXECUTING = rate("rsrv_execute_seconds_sum")
+
+
+def _on_host(kind: str) -> str:
+    """Return the bytes of weights in host memory by server: its runtimes share them, and each of them counts all."""
+    found = series("rsrv_weight_bytes", 'tier="host"', f'kind="{kind}"')
+    return f"max by ({SERVER}) ({found})"
 
 
 def fleet() -> Board:
@@ -66,14 +74,14 @@ def _servers() -> list[Panel]:
             "Devices: share of time executing",
             "At 100 % more requests only wait longer: add devices, or look which models take the time.",
             "percentunit",
-            {SERVER_LEGEND: total(_EXECUTING, SERVER)},
+            {DEVICE_LEGEND: total(_EXECUTING, DEVICE)},
             limit=0.95,
         ),
         Panel(
             "Requests that wait",
             "A queue that grows while its device is not busy waits for weights: see scheduler and weights.",
             "short",
-            {SERVER_LEGEND: total(series("rsrv_queue_depth"), SERVER)},
+            {DEVICE_LEGEND: total(series("rsrv_queue_depth"), DEVICE)},
         ),
         Panel(
             "Who has the devices",
@@ -116,7 +124,10 @@ def _servers() -> list[Panel]:
             "Weights",
             "In host memory and on devices. logical above physical: models share the difference, and it costs nothing.",
             "bytes",
-            {"{{tier}}, {{kind}}": total(series("rsrv_weight_bytes"), "tier, kind")},
+            {
+                "device, {{kind}}": total(series("rsrv_weight_bytes", 'tier="device"'), "kind"),
+                **{f"host, {kind}": total(_on_host(kind)) for kind in ("logical", "physical")},
+            },
         ),
     ]
 
@@ -251,7 +262,7 @@ def one_model() -> Board:
             "Share of the devices",
             "100 % is a whole device. A meta model's is that of its calls. Too much for others: lower its weight.",
             "percentunit",
-            {SERVER_LEGEND: total(rate("rsrv_device_seconds_total", mine), SERVER)},
+            {DEVICE_LEGEND: total(rate("rsrv_device_seconds_total", mine), DEVICE)},
             stacked=True,
         ),
         Panel(
@@ -302,21 +313,21 @@ def weights() -> Board:
             "Near 0: weights in use stay on the device. From 0.5 on models take turns: make room, pin what must be fast, or "
             "spread the models.",
             "short",
-            {SERVER_LEGEND: f"{total(loads, SERVER)} / {total(answered, SERVER)}"},
+            {DEVICE_LEGEND: f"{total(loads, DEVICE)} / {total(answered, DEVICE)}"},
             limit=0.5,
         ),
         Panel(
             "Share of time with a load in progress",
             "Loads run one at a time, beside executions. Near 100 %: each load also waits for those of other models.",
             "percentunit",
-            {SERVER_LEGEND: total(rate("rsrv_weight_load_seconds_sum"), SERVER)},
+            {DEVICE_LEGEND: total(rate("rsrv_weight_load_seconds_sum"), DEVICE)},
             limit=0.8,
         ),
         Panel(
             "Requests that found their weights elsewhere",
             "Their share of all; each waits for a load. Pin the requested models (see which are loaded most).",
             "percentunit",
-            {SERVER_LEGEND: f"{total(rate('rsrv_weight_misses_total'), SERVER)} / {total(requests, SERVER)}"},
+            {DEVICE_LEGEND: f"{total(rate('rsrv_weight_misses_total'), DEVICE)} / {total(requests, DEVICE)}"},
         ),
         Panel(
             "Evictions",
@@ -345,7 +356,7 @@ def weights() -> Board:
             "budget: unpin some.",
             "bytes",
             {
-                "all": total(series("rsrv_weight_bytes", 'tier="host"', 'kind="physical"')),
+                "all": total(_on_host("physical")),
                 "{{kind}}": total(series("rsrv_device_memory_bytes", 'kind=~"budget|pinned|held"'), "kind"),
             },
         ),

@@ -28,6 +28,8 @@ from grafana_foundation_sdk.models.common import (
 MIRRORED = {"rsrv_requests_total", "rsrv_device_seconds_total", "rsrv_queue_depth", "rsrv_runtime_up"}
 #: labels that identify a server, and their form in a legend
 SERVER, SERVER_LEGEND = "instance, worker", "{{worker}} {{instance}}"
+#: the same of a device of a server
+DEVICE, DEVICE_LEGEND = f"{SERVER}, device", f"{SERVER_LEGEND} {{{{device}}}}"
 MODEL_LEGEND = "{{model}}"
 
 _CHOSEN = ('instance=~"$instance"', 'worker=~"$worker"')

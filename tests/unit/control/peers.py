@@ -343,7 +343,7 @@ async def served(
             repository,
             os.getpid(),
             lifecycle,
-            Metrics(link, lambda: lifecycle.failures.keys(), {}),
+            Metrics(runtimes, lambda: lifecycle.failures.keys(), {}),
             live := Live(link, dict, every=0.1),
             Cards(["cpu"] * len(runtimes.links)),
             clock=lambda: 0.0,

@@ -21,8 +21,9 @@ from tests.unit.control.peers import served, until
 from tests.waiting import looped
 
 ROOT = Path(__file__).resolve().parents[3]
+DEVICE_0 = (("device", "0"),)
 NAMES = {family.name for family in FAMILIES}
-ALONE = ServerFacts(restarts=2, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
+ALONE = ServerFacts(restarts={0: 2}, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
 
 
 def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
@@ -107,7 +108,7 @@ def test_every_family_is_served_and_has_its_labels() -> None:
     """By Prometheus' own parser, exactly the metrics of the table are served, with their labels."""
     families = {
         one.name + ("_total" if one.type == "counter" else ""): one
-        for one in text_string_to_metric_families(expose(SAID, ALONE))
+        for one in text_string_to_metric_families(expose({0: SAID}, ALONE))
     }
 
     assert families.keys() == NAMES
@@ -121,18 +122,18 @@ def test_every_family_is_served_and_has_its_labels() -> None:
 
 def test_samples_are_what_the_runtime_says() -> None:
     """The samples have the runtime's values, also for names with quotes and values beyond all buckets."""
-    found = samples(expose(SAID, ALONE))
-    model = ("model", 'od"d')
+    found = samples(expose({0: SAID}, ALONE))
+    device, model = ("device", "0"), ("model", 'od"d')
 
-    assert found["rsrv_queue_wait_seconds_bucket", (("le", "60.0"), model)] == 1
-    assert found["rsrv_queue_wait_seconds_bucket", (("le", "+Inf"), model)] == 2
-    assert found["rsrv_queue_wait_seconds_sum", (model,)] == pytest.approx(100.1)
-    assert found["rsrv_batch_rows_bucket", (("le", "2.0"), model)] == 1
-    assert found["rsrv_weight_loads_total", (model,)] == 1
-    assert found["rsrv_deadline_missed_total", (model, ("stage", "load"))] == 2
-    assert found["rsrv_meta_calls_total", (("model", "chain"),)] == 7
-    assert found["rsrv_loop_bans_total", ()] == 1
-    assert ("rsrv_device_memory_bytes", (("kind", "limit"),)) not in found
+    assert found["rsrv_queue_wait_seconds_bucket", (device, ("le", "60.0"), model)] == 1
+    assert found["rsrv_queue_wait_seconds_bucket", (device, ("le", "+Inf"), model)] == 2
+    assert found["rsrv_queue_wait_seconds_sum", (device, model)] == pytest.approx(100.1)
+    assert found["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
+    assert found["rsrv_weight_loads_total", (device, model)] == 1
+    assert found["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
+    assert found["rsrv_meta_calls_total", (device, ("model", "chain"))] == 7
+    assert found["rsrv_loop_bans_total", (device,)] == 1
+    assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in found
     assert found["rsrv_reload_failed", (("model", "b"),)] == 1
     assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
     assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
@@ -140,7 +141,7 @@ def test_samples_are_what_the_runtime_says() -> None:
 
 def test_without_a_runtime_there_is_what_is_known() -> None:
     """Without a runtime, only its state and the failed bundles are served."""
-    found = samples(expose(None, ALONE))
+    found = samples(expose({}, ALONE))
 
     assert {name for name, _ in found} == {
         "rsrv_reload_failed",
@@ -149,7 +150,22 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
         "rsrv_trace_spans_total",
         "rsrv_build_info",
     }
-    assert (found["rsrv_runtime_up", ()], found["rsrv_runtime_restarts_total", ()]) == (0, 2)
+    assert found["rsrv_runtime_up", DEVICE_0] == 0
+    assert found["rsrv_runtime_restarts_total", DEVICE_0] == 2
+
+
+def test_each_device_has_its_samples() -> None:
+    """Figures of runtimes are apart by their devices; a device whose runtime is dead has only that it is down."""
+    server = ServerFacts(restarts={0: 0, 1: 3, 2: 0}, models=["a"], failed=[], version="1", spans={})
+    found = samples(expose({0: SAID, 2: SAID}, server))
+
+    def devices(name: str) -> dict[str, float]:
+        return {dict(labels)["device"]: value for (family, labels), value in found.items() if family == name}
+
+    assert devices("rsrv_executions_total") == {"0": 2, "2": 2}
+    assert devices("rsrv_runtime_up") == {"0": 1, "1": 0, "2": 1}
+    assert devices("rsrv_runtime_restarts_total") == {"0": 0, "1": 3, "2": 0}
+    assert found["rsrv_reload_failed", (("model", "a"),)] == 0
 
 
 @looped
@@ -164,8 +180,9 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
         await until(server.runtimes, lambda: not server.link.up)
         down = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
 
-    assert (up["rsrv_runtime_up", ()], up["rsrv_executions_total", (("model", 'od"d'),)]) == (1, 2)
-    assert down["rsrv_runtime_up", ()] == 0
+    assert up["rsrv_runtime_up", DEVICE_0] == 1
+    assert up["rsrv_executions_total", (*DEVICE_0, ("model", 'od"d'))] == 2
+    assert down["rsrv_runtime_up", DEVICE_0] == 0
     assert up["rsrv_reload_failed", (("model", "a"),)] == down["rsrv_reload_failed", (("model", "a"),)] == 1
 
 

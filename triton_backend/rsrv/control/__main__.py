@@ -110,7 +110,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     health = Health(runtimes, readiness)
     exporting = _exporting(settings, link)
-    metrics = Metrics(link, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts)
+    metrics = Metrics(
+        runtimes, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts
+    )
     live = Live(link, lambda: {name: one.text for name, one in reconciler.failures.items()})
     service = ControlService(
         runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards

@@ -1,4 +1,7 @@
-"""The catalog of the control process's metrics. docs/monitoring.md is generated from it, and no other metric is served."""
+"""The catalog of the control process's metrics. docs/monitoring.md is generated from it, and no other metric is served.
+
+Figures of a runtime have the label `device`: the number of its device.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,44 +22,47 @@ FAMILIES: tuple[MetricFamily, ...] = (
     MetricFamily(
         "rsrv_requests_total",
         "counter",
-        ("model", "outcome"),
+        ("model", "device", "outcome"),
         "Requests that ended in the runtime, those of meta models included: answered, refused, expired (the deadline "
         "passed), shed (the deadline could no longer be met), cancelled, failed. Of a meta model: its runs.",
     ),
     MetricFamily(
         "rsrv_responses_total",
         "counter",
-        ("model", "status"),
+        ("model", "device", "status"),
         "Answers to clients, by the statuses of docs/protocol.md. Unlike rsrv_requests_total it counts requests that never "
         "reached the runtime (wrong shapes, hooks that raised), and no calls of meta models.",
     ),
     MetricFamily(
         "rsrv_request_seconds",
         "histogram",
-        ("model",),
+        ("model", "device"),
         "Time from a request's arrival in its model's process to its answer: hooks, waiting, execution, copies.",
     ),
     MetricFamily(
-        "rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."
+        "rsrv_queue_depth",
+        "gauge",
+        ("model", "device"),
+        "Requests that wait. Of a meta model: runs that wait.",
     ),
     MetricFamily(
         "rsrv_queue_wait_seconds",
         "histogram",
-        ("model",),
+        ("model", "device"),
         "Time from a request's arrival in the runtime to the start of its execution, including a load of weights that it "
         "waited for.",
     ),
     MetricFamily(
         "rsrv_refused_total",
         "counter",
-        ("model", "reason"),
+        ("model", "device", "reason"),
         "Requests that were refused, by reason: queue_full, paused, not_resident, no_memory, too_many_rows, unknown_variant, "
         "unloaded.",
     ),
     MetricFamily(
         "rsrv_deadline_missed_total",
         "counter",
-        ("model", "stage"),
+        ("model", "device", "stage"),
         "Requests whose deadline passed, or was certain to, by their stage: arrival (it had passed on arrival), queue, load "
         "(they waited for weights), execute (they were answered all the same); runs of a meta model: gate (they waited "
         "for admission).",
@@ -64,80 +70,92 @@ FAMILIES: tuple[MetricFamily, ...] = (
     MetricFamily(
         "rsrv_hook_seconds",
         "histogram",
-        ("model", "stage"),
+        ("model", "device", "stage"),
         "Time in functions of model.py: pre, post, run. The time of run includes its calls of other models.",
     ),
-    MetricFamily("rsrv_meta_runs", "gauge", ("model",), "Runs of a meta model in progress."),
+    MetricFamily("rsrv_meta_runs", "gauge", ("model", "device"), "Runs of a meta model in progress."),
     MetricFamily(
         "rsrv_meta_calls_total",
         "counter",
-        ("model",),
+        ("model", "device"),
         "Executed calls of a meta model's runs.",
     ),
     # the device
-    MetricFamily("rsrv_executions_total", "counter", ("model",), "Executions that began."),
+    MetricFamily("rsrv_executions_total", "counter", ("model", "device"), "Executions that began."),
     MetricFamily(
         "rsrv_execute_seconds",
         "histogram",
-        ("model",),
+        ("model", "device"),
         "Time that an execution used the device, failed ones included.",
     ),
     MetricFamily(
         "rsrv_device_seconds_total",
         "counter",
-        ("model",),
+        ("model", "device"),
         "Time that the model used the device. Of a meta model: the time of its calls, which also counts for the called models.",
     ),
     MetricFamily(
         "rsrv_loop_bans_total",
         "counter",
-        (),
+        ("device",),
         "Number of times that a model's short executions moved from the runtime's loop to a thread for a minute, because slow "
         "ones took a tenth of a second within ten seconds. The log names the model.",
     ),
     MetricFamily(
-        "rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."
+        "rsrv_batch_rows",
+        "histogram",
+        ("model", "device"),
+        "Rows of requests in an execution, padding excluded.",
     ),
-    MetricFamily("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
-    MetricFamily("rsrv_batch_padding_rows", "histogram", ("model",), "Rows of padding in an execution."),
-    MetricFamily("rsrv_padded_rows_total", "counter", ("model",), "Rows of padding in all executions."),
+    MetricFamily("rsrv_rows_total", "counter", ("model", "device"), "Rows of requests in all executions."),
+    MetricFamily(
+        "rsrv_batch_padding_rows", "histogram", ("model", "device"), "Rows of padding in an execution."
+    ),
+    MetricFamily(
+        "rsrv_padded_rows_total", "counter", ("model", "device"), "Rows of padding in all executions."
+    ),
     # weights
-    MetricFamily("rsrv_model_resident", "gauge", ("model",), "1 while the weights are on the device."),
+    MetricFamily(
+        "rsrv_model_resident", "gauge", ("model", "device"), "1 while the weights are on the device."
+    ),
     MetricFamily(
         "rsrv_model_weight_bytes",
         "gauge",
-        ("model", "tier"),
+        ("model", "device", "tier"),
         "Bytes of the model's weights in host memory, and on the device or loading (each tensor once). Tensors that models "
         "share count for each of them.",
     ),
     MetricFamily(
-        "rsrv_weight_loads_total", "counter", ("model",), "Loads of weights to the device that succeeded."
+        "rsrv_weight_loads_total",
+        "counter",
+        ("model", "device"),
+        "Loads of weights to the device that succeeded.",
     ),
-    MetricFamily("rsrv_weight_load_seconds", "histogram", ("model",), "Duration of these loads."),
+    MetricFamily("rsrv_weight_load_seconds", "histogram", ("model", "device"), "Duration of these loads."),
     MetricFamily(
         "rsrv_weight_evictions_total",
         "counter",
-        ("model", "reason"),
+        ("model", "device", "reason"),
         "Evictions of weights from the device, by reason: room (another load needed the memory), asked (on request), budget "
         "(it was reduced), compaction.",
     ),
     MetricFamily(
         "rsrv_weight_misses_total",
         "counter",
-        ("model",),
+        ("model", "device"),
         "Requests whose weights were not on the device on arrival.",
     ),
     MetricFamily(
         "rsrv_weight_bytes",
         "gauge",
-        ("tier", "kind"),
+        ("device", "tier", "kind"),
         "Bytes of all weights in host memory, and on the device or loading: logical, as if models shared no tensors, and "
         "physical, each tensor once.",
     ),
     MetricFamily(
         "rsrv_device_memory_bytes",
         "gauge",
-        ("kind",),
+        ("device", "kind"),
         "limit: of the device's allocator; budget: of weights; pinned: weights that are not evicted; held: weights on the "
         "device now; scratch: reserved for executions; kept: tensors that runs of meta models keep. A kind without a "
         "limit has no sample.",
@@ -146,13 +164,13 @@ FAMILIES: tuple[MetricFamily, ...] = (
     MetricFamily(
         "rsrv_compile_seconds",
         "histogram",
-        (),
+        ("device",),
         "Time of compilations of modules, without those that the cache answered.",
     ),
     MetricFamily(
         "rsrv_executables_total",
         "counter",
-        ("source",),
+        ("device", "source"),
         "Executables by source: compiled, read from the cache on disk, or shared with another model.",
     ),
     # the server
@@ -165,14 +183,14 @@ FAMILIES: tuple[MetricFamily, ...] = (
     MetricFamily(
         "rsrv_runtime_up",
         "gauge",
-        (),
-        "1 while the runtime answers. While it does not, only the metrics of this section exist.",
+        ("device",),
+        "1 while the device's runtime answers. While none does, only the metrics of this section exist.",
     ),
     MetricFamily(
         "rsrv_runtime_restarts_total",
         "counter",
-        (),
-        "Runtimes after the first one of this control process. Each restart resets all counters above.",
+        ("device",),
+        "Runtimes of the device after the first one of this control process. Each restart resets its counters above.",
     ),
     MetricFamily(
         "rsrv_trace_spans_total",

@@ -1,4 +1,4 @@
-"""The text for Prometheus: the runtime's figures, and those of the control process."""
+"""The text for Prometheus: the runtimes' figures, and those of the control process."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 import rsrv
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.control.runtime_link import RuntimeLink
+from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")
@@ -19,8 +19,8 @@ log = logging.getLogger("rsrv.control")
 class ServerFacts:
     """The figures that the control process has without the runtime."""
 
-    #: Runtimes after the first one.
-    restarts: int
+    #: Runtimes after the first one, by the number of their device.
+    restarts: Mapping[int, int]
     #: Names of models, and of the models that are not as their bundles say.
     models: Collection[str]
     failed: Collection[str]
@@ -33,10 +33,10 @@ class Metrics:
     """Makes the text; simultaneous requests get the same one."""
 
     def __init__(
-        self, link: RuntimeLink, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
+        self, runtimes: Runtimes, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
     ) -> None:
         """`failed`: names of models that are not as their bundles say; `spans`: as in `ServerFacts`, read for each text."""
-        self._link = link
+        self._runtimes = runtimes
         self._failed = failed
         self._spans = spans
         self._version = rsrv.__version__
@@ -54,15 +54,16 @@ class Metrics:
         self._running = None
 
     async def _make(self) -> str:
-        link = self._link
+        runtimes = self._runtimes
+        said: Answers = {}
         try:
-            said = await link.command({"command": "metrics"})
+            said = await runtimes.query({"command": "metrics"})
         except StatusError as error:
-            log.error("the runtime does not return its figures: %s", error)
-            said = None
+            log.error("no runtime returns its figures: %s", error)
+        entries = runtimes.entries.values() if runtimes.up else ()
         server = ServerFacts(
-            restarts=max(0, link.lives - 1),
-            models=frozenset(e["name"] for e in link.entries.values() if link.up and e["state"] != "failed"),
+            restarts={number: max(0, link.lives - 1) for number, link in enumerate(runtimes.links)},
+            models=frozenset(entry["name"] for entry in entries if entry["state"] != "failed"),
             failed=frozenset(self._failed()),
             version=self._version,
             spans=dict(self._spans),
@@ -71,68 +72,73 @@ class Metrics:
         return await asyncio.to_thread(expose, said, server)
 
 
-def expose(said: Mapping[str, Any] | None, server: ServerFacts) -> str:
-    """Return the text. `said`: the runtime's answer to the command `metrics` (docs/protocol.md), or None."""
+def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
+    """Return the text. `said`: answers to the command `metrics` (docs/protocol.md), of the devices whose runtimes answer."""
     page = _Exposition()
-    if said is not None:
-        for name, model in said["models"].items():
-            _put_model(page, name, model)
-        for name, meta in said["metas"].items():
-            _put_common(page, name, meta)
-            page.put("rsrv_meta_runs", (name,), meta["running"])
-            page.put("rsrv_meta_calls_total", (name,), meta["calls"])
-        _put_memory(page, said["memory"])
-        page.measure("rsrv_compile_seconds", (), LONG_SECONDS, said["compile"])
-        page.put_each("rsrv_executables_total", (), said["executables"])
-        page.put("rsrv_loop_bans_total", (), said["loop_bans"])
+    for number, one in said.items():
+        _put_device(page, str(number), one)
     for name in {*server.models, *server.failed}:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
-    page.put("rsrv_runtime_up", (), float(said is not None))
-    page.put("rsrv_runtime_restarts_total", (), server.restarts)
+    for number, restarts in server.restarts.items():
+        page.put("rsrv_runtime_up", (str(number),), float(number in said))
+        page.put("rsrv_runtime_restarts_total", (str(number),), restarts)
     page.put_each("rsrv_trace_spans_total", (), server.spans)
     page.put("rsrv_build_info", (server.version,), 1.0)
     return page.text()
 
 
-def _put_common(page: "_Exposition", name: str, model: Mapping[str, Any]) -> None:
-    """Add the metrics of both models and meta models."""
-    page.put_each("rsrv_requests_total", (name,), model["requests"])
-    page.put_each("rsrv_responses_total", (name,), model["responses"])
-    page.put_each("rsrv_refused_total", (name,), model["refused"])
-    page.put_each("rsrv_deadline_missed_total", (name,), model["missed"])
-    page.measure("rsrv_request_seconds", (name,), SECONDS, model["request"])
-    page.put("rsrv_queue_depth", (name,), model["queued"])
-    page.put("rsrv_device_seconds_total", (name,), model["device_seconds"])
+def _put_device(page: "_Exposition", device: str, said: Mapping[str, Any]) -> None:
+    for name, model in said["models"].items():
+        _put_model(page, (name, device), model)
+    for name, meta in said["metas"].items():
+        _put_common(page, (name, device), meta)
+        page.put("rsrv_meta_runs", (name, device), meta["running"])
+        page.put("rsrv_meta_calls_total", (name, device), meta["calls"])
+    _put_memory(page, device, said["memory"])
+    page.measure("rsrv_compile_seconds", (device,), LONG_SECONDS, said["compile"])
+    page.put_each("rsrv_executables_total", (device,), said["executables"])
+    page.put("rsrv_loop_bans_total", (device,), said["loop_bans"])
+
+
+def _put_common(page: "_Exposition", where: tuple[str, str], model: Mapping[str, Any]) -> None:
+    """Add the metrics of both models and meta models. `where`: name and device."""
+    page.put_each("rsrv_requests_total", where, model["requests"])
+    page.put_each("rsrv_responses_total", where, model["responses"])
+    page.put_each("rsrv_refused_total", where, model["refused"])
+    page.put_each("rsrv_deadline_missed_total", where, model["missed"])
+    page.measure("rsrv_request_seconds", where, SECONDS, model["request"])
+    page.put("rsrv_queue_depth", where, model["queued"])
+    page.put("rsrv_device_seconds_total", where, model["device_seconds"])
     for hook, seconds in model["hooks"].items():
-        page.measure("rsrv_hook_seconds", (name, hook), SECONDS, seconds)
+        page.measure("rsrv_hook_seconds", (*where, hook), SECONDS, seconds)
 
 
-def _put_model(page: "_Exposition", name: str, model: Mapping[str, Any]) -> None:
-    _put_common(page, name, model)
-    page.measure("rsrv_queue_wait_seconds", (name,), SECONDS, model["queue_wait"])
-    page.put("rsrv_executions_total", (name,), model["executions"])
-    page.measure("rsrv_execute_seconds", (name,), SECONDS, model["execute"])
-    page.measure("rsrv_batch_rows", (name,), ROWS, model["batch_rows"])
-    page.put("rsrv_rows_total", (name,), model["rows"])
-    page.measure("rsrv_batch_padding_rows", (name,), PADDING, model["batch_padding"])
-    page.put("rsrv_padded_rows_total", (name,), model["batch_padding"][0])
-    page.put("rsrv_model_resident", (name,), float(model["resident"]))
-    page.put("rsrv_model_weight_bytes", (name, "host"), model["host_bytes"])
-    page.put("rsrv_model_weight_bytes", (name, "device"), model["device_bytes"])
-    loads = page.measure("rsrv_weight_load_seconds", (name,), SECONDS, model["load"])
-    page.put("rsrv_weight_loads_total", (name,), loads)
-    page.put_each("rsrv_weight_evictions_total", (name,), model["evictions"])
-    page.put("rsrv_weight_misses_total", (name,), model["misses"])
+def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, Any]) -> None:
+    _put_common(page, where, model)
+    page.measure("rsrv_queue_wait_seconds", where, SECONDS, model["queue_wait"])
+    page.put("rsrv_executions_total", where, model["executions"])
+    page.measure("rsrv_execute_seconds", where, SECONDS, model["execute"])
+    page.measure("rsrv_batch_rows", where, ROWS, model["batch_rows"])
+    page.put("rsrv_rows_total", where, model["rows"])
+    page.measure("rsrv_batch_padding_rows", where, PADDING, model["batch_padding"])
+    page.put("rsrv_padded_rows_total", where, model["batch_padding"][0])
+    page.put("rsrv_model_resident", where, float(model["resident"]))
+    page.put("rsrv_model_weight_bytes", (*where, "host"), model["host_bytes"])
+    page.put("rsrv_model_weight_bytes", (*where, "device"), model["device_bytes"])
+    loads = page.measure("rsrv_weight_load_seconds", where, SECONDS, model["load"])
+    page.put("rsrv_weight_loads_total", where, loads)
+    page.put_each("rsrv_weight_evictions_total", where, model["evictions"])
+    page.put("rsrv_weight_misses_total", where, model["misses"])
 
 
-def _put_memory(page: "_Exposition", memory: Mapping[str, Any]) -> None:
+def _put_memory(page: "_Exposition", number: str, memory: Mapping[str, Any]) -> None:
     for tier in ("host", "device"):
         for kind in ("logical", "physical"):
-            page.put("rsrv_weight_bytes", (tier, kind), memory[tier][f"{kind}_bytes"])
+            page.put("rsrv_weight_bytes", (number, tier, kind), memory[tier][f"{kind}_bytes"])
     device = memory["device"]
     kinds = {kind: device[f"{kind}_bytes"] for kind in ("limit", "budget", "pinned", "held")}
     kinds |= {"scratch": memory["scratch_bytes"], "kept": memory["kept_bytes"]}
-    page.put_each("rsrv_device_memory_bytes", (), {k: v for k, v in kinds.items() if v is not None})
+    page.put_each("rsrv_device_memory_bytes", (number,), {k: v for k, v in kinds.items() if v is not None})
 
 
 class _Exposition:

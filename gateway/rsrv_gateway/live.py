@@ -83,7 +83,7 @@ class Workers:
     async def story(self, server: str, model: str) -> list[str]:
         control = self._control(server)
         answer = await self._ask(control, control.stub.GetStory, pb.GetStoryRequest(model=model))
-        return story_lines({story.key: story.lines for story in answer.stories})
+        return story_lines((story.device, story.key, story.lines) for story in answer.stories)
 
     async def steer(self, server: str, model: str, what: str) -> None:
         control = self._control(server)

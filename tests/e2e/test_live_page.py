@@ -91,21 +91,28 @@ class FakeEvents:
         self.told.put_nowait((server, name, said))
 
 
-def state(second: int, models: int) -> dict[str, Any]:
-    """Return the state of a device with so many models, all of them busy."""
+def device(number: int, second: int) -> dict[str, Any]:
+    return {
+        "number": number,
+        "card": {"used_bytes": 5e10, "total_bytes": 85e9},
+        "limit": 80e9,
+        "budget": 60e9,
+        "pinned": 5e9,
+        "logical": 5e10,
+        "physical": 4e10,
+        "held": 3.9e10,
+        "host": 9e10,
+        "device_s": 0.9 * second,
+    }
+
+
+def state(second: int, models: int, *devices: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a server with so many models, all of them busy; of one device, if none is given."""
     return {
         "t": 1000.0 + second,
         "up": True,
         "instance": "1",
-        "device": {
-            "limit": 80e9,
-            "budget": 60e9,
-            "pinned": 5e9,
-            "logical": 5e10,
-            "physical": 4e10,
-            "held": 3.9e10,
-        },
-        "host": {"logical": 1e11, "physical": 9e10},
+        "devices": devices or [device(0, second)],
         "models": [
             {
                 "name": f"model-{number:03d}",
@@ -124,14 +131,15 @@ def state(second: int, models: int) -> dict[str, Any]:
                 "load_s": 0.02,
                 "p99_s": 0.001 * (1 + (number + second) % 50),
                 "error": None,
+                "on": [number % 2],
             }
             for number in range(models)
         ],
     }
 
 
-def spans(second: int, models: int) -> dict[str, Any]:
-    """Return a thousand spans in that second."""
+def spans(second: int, models: int, devices: int = 1) -> dict[str, Any]:
+    """Return a thousand spans in that second, of all devices in turns."""
     return {
         "spans": [
             (
@@ -143,6 +151,7 @@ def spans(second: int, models: int) -> dict[str, Any]:
                 4,
                 2,
                 False,
+                at // 20 % devices,
             )
             for at in range(1000)
         ]
@@ -189,6 +198,38 @@ def test_five_hundred_models_cost_little(record_property: Callable[[str, object]
     record_property("each_s", each)
     assert first < 1, f"{first:.3f} s"
     assert each < 1, f"{each:.3f} s"
+
+
+def test_each_device_of_a_server_has_a_lane() -> None:
+    """Several devices have a bar and a timeline each; models name the devices of their weights; a dead runtime shows."""
+
+    async def look() -> None:
+        async with browsing() as page, fake() as (source, url):
+            source.tell("state", state(0, 4, device(0, 0), device(1, 0)))
+            source.tell("spans", spans(1, 4, 2))
+            source.tell("state", state(1, 4, device(0, 1), {**device(1, 1), "device_s": 0.25}))
+            await show(page, url)
+            titles = "[...document.querySelectorAll('.device')].map((one) => one.textContent)"
+            await page.until(f"{titles}.some((text) => text.includes('busy 25%'))")
+            first, second = await page.value(titles)
+            assert (
+                first
+                == "device 039 GB of 60 GB for weights · GPU 50 GB of 85 GB in use · busy 90% · host 90 GB"
+            )
+            assert second.startswith("device 139 GB")
+            for number in (0, 1):
+                painted = PAINTED.replace(".device canvas", f".device:nth-child({number + 1}) canvas")
+                await page.until(f"{painted}.every((share) => share > 0.005)")
+            cell = "document.querySelector('tr[data-model=model-001] .on')"
+            assert await page.value(f"[{cell}.hidden, {cell}.textContent]") == [False, "1"]
+
+            down = {"number": 1, "card": None, "down_since": 1001.5}
+            source.tell("state", state(2, 4, device(0, 2), down))
+            await page.until(f"{titles}[1].includes('has not answered since')")
+            assert await page.value("document.querySelectorAll('.device')[0].dataset.up") == "true"
+            assert page.errors == []
+
+    asyncio.run(look())
 
 
 def test_the_page_sends_commands_with_the_token() -> None:

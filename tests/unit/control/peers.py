@@ -336,6 +336,7 @@ async def served(
         readiness = Readiness(
             runtimes, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
         )
+        cards = Cards(["cpu"] * len(runtimes.links))
         health = Health(runtimes, readiness)
         service = ControlService(
             runtimes,
@@ -344,8 +345,8 @@ async def served(
             os.getpid(),
             lifecycle,
             Metrics(runtimes, lambda: lifecycle.failures.keys(), {}),
-            live := Live(link, dict, every=0.1),
-            Cards(["cpu"] * len(runtimes.links)),
+            live := Live(runtimes, cards, dict, every=0.1),
+            cards,
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

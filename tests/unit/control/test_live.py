@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rsrv.control import live as module
+from rsrv.control.card_memory import Cards
 from rsrv.control.live import Event, Live, OneServer
-from rsrv.control.runtime_link import RuntimeLink
+from rsrv.control.runtimes import Runtimes
 from rsrv.live.source import PageError
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.unit.control.test_overview import MEMORY, histogram, model
@@ -22,7 +23,7 @@ from tests.waiting import looped
 @dataclass
 class Watched:
     runtime: FakeRuntime
-    link: RuntimeLink
+    runtimes: Runtimes
     live: Live
     #: Unix time, seconds.
     now: list[float]
@@ -65,13 +66,12 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     runtime.entries["a@1"] = entry("a")
     runtime.answers = Spans(runtime.instance).answer
     async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
+        await until(runtimes, lambda: runtimes.up)
         now = [1000.0]
-        live = Live(link, dict, clock=lambda: now[0], every=every)
+        live = Live(runtimes, Cards(["cpu"]), dict, clock=lambda: now[0], every=every)
         running = asyncio.create_task(live.run())
         try:
-            yield Watched(runtime, link, live, now)
+            yield Watched(runtime, runtimes, live, now)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -101,7 +101,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert (state["t"], state["up"], state["instance"]) == (1000.0, True, server.runtime.instance)
             assert [one["name"] for one in state["models"]] == ["a"]
             # Two arrive in one answer; those older than the page's range are left out.
-            assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False]]
+            assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False, 0]]
             assert len((await find(events, "spans"))["spans"]) == 2
             assert len((await find(events, "spans"))["spans"]) == 2
             server.runtime.change("a@1", entry("a", weights="absent"))
@@ -130,7 +130,7 @@ async def test_the_runtime_is_not_asked_without_watchers(tmp_path: Path) -> None
     """Without watchers the runtime is not asked for figures; the log is kept all the time."""
     async with watched(tmp_path) as server:
         for _ in range(20):
-            await server.link.command({"command": "compact"})
+            await server.runtimes.command({"command": "compact"})
         assert server.looks == 0
         for _ in range(2):
             async with aclosing(server.live.watch()) as events:
@@ -139,7 +139,7 @@ async def test_the_runtime_is_not_asked_without_watchers(tmp_path: Path) -> None
             # A look that has begun ends.
             before = server.looks
             for _ in range(20):
-                await server.link.command({"command": "compact"})
+                await server.runtimes.command({"command": "compact"})
             assert server.looks <= before + 1
 
 
@@ -168,7 +168,7 @@ async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) ->
         spans.spans = [("load", "b@1", 1.0, 0.5, 0, 0, 0, True)]
         successor.answers = spans.answer
         await find(events, "log", successor.instance)
-        assert (await find(events, "spans"))["spans"] == [["load", "b", 999.0, 0.5, 0, 0, 0, True]]
+        assert (await find(events, "spans"))["spans"] == [["load", "b", 999.0, 0.5, 0, 0, 0, True, 0]]
         successor.die()
 
 
@@ -197,7 +197,7 @@ async def test_figures_that_cannot_be_read_end_nothing(
         sound = server.runtime.answers
         server.runtime.answers = lambda command: {"models": 3}
         while "a look for the live page failed" not in caplog.text:
-            await server.link.command({"command": "compact"})
+            await server.runtimes.command({"command": "compact"})
         server.runtime.answers = sound
         await find(events, "state", '"up": true')
 
@@ -206,7 +206,7 @@ async def test_figures_that_cannot_be_read_end_nothing(
 async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -> None:
     """The page of one server shows stories and sends commands; a refusal becomes an HTTP status."""
     async with watched(tmp_path) as server:
-        source = OneServer(server.live, server.link)
+        source = OneServer(server.live, server.runtimes)
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
         assert await source.story("", "a") == ["a@1: loaded", "a@2: waits"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.control.overview import Overview, describe
+from rsrv.control.overview import Overview, describe, device_picture
 from rsrv.histogram import SECONDS, Histogram
 from tests.unit.control.peers import entry
 
@@ -37,8 +37,9 @@ def model(request: list[float], *, executing: int = 2, size: int | None = 1000, 
     return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, request]
 
 
-def figures(**models: list[Any]) -> dict[str, Any]:
-    return {"models": models, "memory": MEMORY}
+def figures(**models: list[Any]) -> dict[int, dict[str, Any]]:
+    """Return the figures of device 0."""
+    return {0: {"models": models, "memory": MEMORY}}
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
@@ -53,10 +54,10 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
 
     shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, 10.0)
 
-    assert shown["device"] == {
-        "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800
+    assert device_picture(said[0]) == {
+        "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800,
+        "host": 1500, "device_s": 0.5,
     }  # fmt: skip
-    assert shown["host"] == {"logical": 2000, "physical": 1500}
     a, m, n = shown["models"]
     assert (a["name"], a["weights"], a["residency"], a["bytes"]) == ("a", "resident", "system", 1000)
     assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
@@ -64,6 +65,17 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     assert 0.001 < a["p99_s"] <= 0.0025
     assert (m["kind"], m["executing"], m["bytes"], m["loads"], m["load_s"]) == ("meta", 4, None, 0, None)
     assert (n["state"], n["queued"], n["p99_s"], n["error"]) == ("loading", 0, None, None)
+
+
+def test_figures_of_several_devices_are_added() -> None:
+    """A model's counters are sums over the devices, and its 99th percentile is of the requests of all."""
+    first, second = figures(a=model(histogram(*[0.002] * 90)))[0], figures(a=model(histogram(*[1.5] * 10)))[0]
+
+    (a,) = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, 0.0)["models"]
+
+    assert (a["queued"], a["executing"], a["requests"], a["errors"], a["bytes"]) == (2, 4, 6, 8, 1000)
+    assert (a["device_s"], a["loads"], a["load_s"]) == (1.0, 4, pytest.approx(0.3))
+    assert a["p99_s"] > 1
 
 
 @given(

@@ -5,7 +5,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from rsrv.control.exporting import Collector, Exporting, make_spans
-from rsrv.control.overrides import Command
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.wire.traces import Span
 from tests.waiting import looped
@@ -72,11 +71,14 @@ class Runtime:
         self.dropped = 0
         self.down = False
 
-    async def command(self, command: Command) -> dict[str, Any]:
+    async def read_traces(self, since: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         if self.down:
             raise RuntimeDown
+        return {0: self.answer(since.get(0, 0))}
+
+    def answer(self, since: int) -> dict[str, Any]:
         end = len(self.told)
-        first = max(min(command["since"], end), end - 3)
+        first = max(min(since, end), end - 3)
         spans = self.told[first : first + 2]
         said = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
         answer: dict[str, Any] = json.loads(json.dumps({**said, "dropped": self.dropped, "spans": spans}))
@@ -84,6 +86,17 @@ class Runtime:
 
     def new(self) -> None:
         self.instance, self.told, self.dropped = "second", [], 0
+
+
+class TwoRuntimes:
+    """Fake runtimes of two devices."""
+
+    def __init__(self) -> None:
+        self.both = [Runtime("first"), Runtime("other")]
+
+    async def read_traces(self, since: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+        live = [number for number, one in enumerate(self.both) if not one.down]
+        return {number: self.both[number].answer(since.get(number, 0)) for number in live}
 
 
 class Sink:
@@ -94,7 +107,8 @@ class Sink:
 
     def send(self, spans: Sequence[ReadableSpan]) -> bool:
         self.names += [span.name for span in spans]
-        self.instances |= {span.resource.attributes["service.instance.id"] for span in spans}
+        named = ("service.instance.id", "rsrv.device")
+        self.instances |= {tuple(span.resource.attributes[key] for key in named) for span in spans}
         return self.well
 
 
@@ -111,7 +125,7 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
     runtime.told = [part(name) for name in "ab"]
     await all_of(exporting)
     await all_of(exporting)
-    assert (sink.names, sink.instances) == (["a", "b"], {"first"})
+    assert (sink.names, sink.instances) == (["a", "b"], {("first", 0)})
 
     runtime.told += [part(name) for name in "cdefg"]
     runtime.dropped = 4
@@ -166,8 +180,28 @@ async def test_another_runtimes_spans_are_all_new() -> None:
     await asyncio.wait_for(sent("abcd"), 10)
     running.cancel()
 
-    assert sink.instances == {"first", "second"}
+    assert sink.instances == {("first", 0), ("second", 0)}
     assert exporting.counts == {"exported": 4, "failed": 0, "dropped": 1}
+
+
+@looped
+async def test_spans_of_all_devices_are_sent() -> None:
+    """Each device is read on from its own position; another one's end loses nothing, and spans name their device."""
+    runtimes, sink = TwoRuntimes(), Sink()
+    first, second = runtimes.both
+    exporting = Exporting(runtimes, sink.send)
+    first.told, second.told = [part(name) for name in "abc"], [part("x")]
+    await all_of(exporting)
+    first.down = True
+    second.told.append(part("y"))
+    await all_of(exporting)
+    first.new()
+    first.down, first.told = False, [part("d")]
+    await all_of(exporting)
+
+    assert sorted(sink.names) == ["a", "b", "c", "d", "x", "y"]
+    assert sink.instances == {("first", 0), ("other", 1), ("second", 0)}
+    assert exporting.counts == {"exported": 6, "failed": 0, "dropped": 0}
 
 
 def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,23 @@ from tests.unit.control.peers import entry, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
 from tests.waiting import looped
 
+DEVICE = {
+    "number": 0,
+    "card": None,
+    "limit": None,
+    "budget": 5000,
+    "pinned": 100,
+    "physical": 800,
+    "held": 800,
+}
 
-def state(t: float, *models: dict[str, Any], instance: str = "1") -> str:
-    device = {"limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800}
-    host = {"logical": 2000, "physical": 1500}
-    return json.dumps(
-        {"t": t, "up": True, "instance": instance, "device": device, "host": host, "models": models}
-    )
+
+def state(
+    t: float, *models: dict[str, Any], instance: str = "1", devices: list[dict[str, Any]] | None = None
+) -> str:
+    busy = sum(model["device_s"] for model in models)
+    devices = devices or [{**DEVICE, "host": 1500, "device_s": busy}]
+    return json.dumps({"t": t, "up": True, "instance": instance, "devices": devices, "models": models})
 
 
 def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -> dict[str, Any]:
@@ -44,6 +54,7 @@ def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -
         "device_s": device_s,
         "loads": 1,
         "load_s": 0.01,
+        "on": [0],
         "p99_s": 0.004,
         "error": None,
         **differs,
@@ -66,7 +77,7 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
     ]
     assert [row.busy for row in top.rows] == [True, True, False, True]
     assert top.rows[0].cells() == ("b", "resident", "1 kB", "0", "0", "1/s", "50%", "4 ms", "1", "0")
-    assert "device busy 60%, 3/s, 3 waiting, 4 models" in top.headline()
+    assert "device busy 60%, 3/s, 3 waiting, 4 models" in top.headlines()[0]
 
 
 def test_keys_choose_the_order_of_the_models() -> None:
@@ -89,10 +100,29 @@ def test_another_runtime_has_no_rates_at_first() -> None:
     top = Top()
     top.take("state", state(10.0, shown("a", 100)))
     top.take("state", json.dumps({"t": 11.0, "up": False, "instance": "1", "why": "it\nis\x1b gone"}))
-    assert top.headline() == "it is? gone"
+    assert top.headlines() == ["it is? gone"]
     top.take("state", state(12.0, shown("a", 3), instance="2"))
 
     assert [row.rate for row in top.rows] == [None]
+
+
+def test_each_of_several_devices_has_a_line() -> None:
+    """Each device has its weights, its GPU's memory and its load; a model has the devices of its weights."""
+    card = {"used_bytes": 3_000_000_000, "total_bytes": 8_000_000_000}
+
+    def devices(seconds: float) -> list[dict[str, Any]]:
+        first = {**DEVICE, "card": card, "host": 1500, "device_s": seconds}
+        return [first, {"number": 1, "card": None, "down_since": 0.0}]
+
+    top = Top()
+    top.take("state", state(10.0, shown("a"), devices=devices(1.0)))
+    top.take("state", state(12.0, shown("a", 4, 1.0), devices=devices(2.0)))
+
+    first, second, rest = top.headlines()
+    assert first == "device 0: 800 B of 5 kB for weights (100 B pinned), 3 GB of 8 GB in use, busy 50%"
+    assert second.startswith("device 1: its runtime has not answered since ")
+    assert rest == "2/s, 0 waiting, 1 models, host 1.5 kB"
+    assert top.rows[0].cells()[1] == "resident on 0"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class ModelRow(NamedTuple):
     #: Requests a second and share of the device's time, since the previous event.
     rate: float | None
     share: float | None
+    #: True if the server has several devices.
+    several: bool = False
 
     def values(self) -> tuple[str | float, ...]:
         """Return what the columns of `cells` are sorted by."""
@@ -55,6 +57,8 @@ class ModelRow(NamedTuple):
             weights = model["state"]
         elif model["residency"] == "device":
             weights = f"pinned, {weights}"
+        if self.several and model["on"]:
+            weights += f" on {' '.join(map(str, model['on']))}"
         return (
             printable(model["name"]),
             weights,
@@ -74,6 +78,7 @@ class Top:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"up": False, "why": "no figures yet"}
+        self._before = self.state
         #: Models, by the column that `sort_by` has chosen.
         self.rows: list[ModelRow] = []
         self.column, self.reverse = _SHARE, False
@@ -88,9 +93,9 @@ class Top:
             self.log.append(json.loads(text))
         if event != "state":
             return False
-        before, self.state = self.state, json.loads(text)
+        self._before, self.state = self.state, json.loads(text)
         if self.state["up"]:
-            self.rows = list(_rows(before, self.state))
+            self.rows = list(_rows(self._before, self.state))
             self._sort()
         return True
 
@@ -108,31 +113,66 @@ class Top:
         words = isinstance(next((row.values()[self.column] for row in self.rows), ""), str)
         self.rows.sort(key=lambda row: row.values()[self.column], reverse=self.reverse == words)
 
-    def headline(self) -> str:
-        """Return a line about the device and all models together."""
+    def headlines(self) -> list[str]:
+        """Return a line about the device and all models together; with several devices, a line for each, and one for all."""
         if not self.state["up"]:
-            return one_line(self.state["why"])
-        device, host = self.state["device"], self.state["host"]
-        of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
-        return (
-            f"{amount(device['held'])}{of} for weights ({amount(device['pinned'])} pinned), "
-            f"device busy {percent(min(1.0, sum(row.share or 0 for row in self.rows)))}, "
+            return [one_line(self.state["why"])]
+        devices = self.state["devices"]
+        busy = {device["number"]: _busy(self._before, self.state, device) for device in devices}
+        # Runtimes share what they have in host memory.
+        host = amount(max((device.get("host", 0) for device in devices), default=0))
+        models = (
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
-            f"{sum(row.model['queued'] for row in self.rows)} waiting, "
-            f"{len(self.rows)} models, host {amount(host['physical'])}"
+            f"{sum(row.model['queued'] for row in self.rows)} waiting, {len(self.rows)} models, host {host}"
         )
+        if len(devices) == 1:
+            return [f"{_weights(devices[0])}, device busy {percent(busy[devices[0]['number']])}, {models}"]
+        lines = []
+        for device in devices:
+            text = f"{_weights(device)}, busy {percent(busy[device['number']])}"
+            if "held" not in device:
+                text = f"its runtime has not answered since {_clock(device['down_since'])}"
+            lines.append(f"device {device['number']}: {text}")
+        return [*lines, models]
+
+
+def _weights(device: dict[str, Any]) -> str:
+    """Return the weights of a device, and the memory of a GPU; empty while its runtime is down."""
+    if "held" not in device:
+        return ""
+    of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
+    card = device["card"]
+    used = "" if card is None else f", {amount(card['used_bytes'])} of {amount(card['total_bytes'])} in use"
+    return f"{amount(device['held'])}{of} for weights ({amount(device['pinned'])} pinned){used}"
+
+
+def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -> float | None:
+    """Return the share of a device's time since the previous event that executions took; None if it is not known."""
+    elapsed = _elapsed(before, now)
+    old = {one["number"]: one for one in before["devices"]} if elapsed > 0 else {}
+    then = old.get(device["number"], {}).get("device_s")
+    if then is None or "device_s" not in device:
+        return None
+    return min(1.0, max(0.0, float(device["device_s"] - then) / elapsed))
+
+
+def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:
+    """Return the seconds between two states whose counters can be compared; else 0."""
+    same = before["up"] and before["instance"] == now["instance"]
+    return float(now["t"] - before["t"]) if same else 0.0
 
 
 def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[ModelRow]:
-    elapsed = now["t"] - before["t"] if before["up"] and before["instance"] == now["instance"] else 0.0
+    elapsed = _elapsed(before, now)
     old = {model["name"]: model for model in before["models"]} if elapsed > 0 else {}
+    several = len(now["devices"]) > 1
     for model in now["models"]:
         last = old.get(model["name"])
         if last is None:
-            yield ModelRow(model, None, None)
+            yield ModelRow(model, None, None, several)
         else:
             rate, share = (max(0.0, (model[k] - last[k]) / elapsed) for k in ("requests", "device_s"))
-            yield ModelRow(model, rate, share)
+            yield ModelRow(model, rate, share, several)
 
 
 def show(events: Iterable[tuple[str, str]]) -> None:
@@ -213,15 +253,16 @@ def _screen(top: Top) -> Any:
         least = 16 if at == 0 else None
         mark = ("▲" if top.reverse else "▼") if at == top.column else ""
         table.add_column(name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
-    # The headline, the table's own two lines, the keys, and an empty one before the events.
-    room = size.lines - len(top.log) - 6
+    heads = top.headlines()
+    # The headlines, the table's own two lines, the keys, and an empty one before the events.
+    room = size.lines - len(top.log) - len(heads) - 5
     for row in top.rows[: max(1, room)]:
         cells = list(row.cells())
         cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
         table.add_row(*(Text(cells[at]) for at in shown), style="bold" if row.model["error"] else None)
     lines = [Text(_line(one), "dim") for one in top.log]
     keys = Text("q quit   s sort by the next column   r reverse", "dim")
-    return Group(Text(top.headline(), "bold"), table, *lines, keys)
+    return Group(*(Text(line, "bold") for line in heads), table, *lines, keys)
 
 
 def _show_lines(events: Iterable[tuple[str, str]]) -> None:
@@ -239,7 +280,8 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             continue
         if next_at is None or at >= next_at:
             next_at = at + _BLOCK_INTERVAL_S
-            print(f"{_clock(at)} {top.headline()}", flush=True)
+            for line in top.headlines():
+                print(f"{_clock(at)} {line}", flush=True)
             for row in [row for row in top.rows if row.busy][:_MAX_MODELS] if top.state["up"] else ():
                 pairs = zip(_HEAD[1:], row.cells()[1:], strict=True)
                 said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell != "-")

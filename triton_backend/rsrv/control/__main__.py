@@ -15,7 +15,7 @@ from rsrv.wire import paths
 
 if TYPE_CHECKING:
     from rsrv.control.exporting import Exporting
-    from rsrv.control.runtime_link import RuntimeLink
+    from rsrv.control.runtimes import Runtimes
     from rsrv.settings import Settings
 
 log = logging.getLogger("rsrv.control")
@@ -99,7 +99,6 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     devices = server_devices(options.directory)
     runtimes = Runtimes(device_directories(options.server_pid, options.directory, len(devices)))
     cards = Cards(devices)
-    link = runtimes.links[0]
     reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid))
     readiness = Readiness(
         runtimes,
@@ -109,11 +108,11 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(runtimes, readiness)
-    exporting = _exporting(settings, link)
+    exporting = _exporting(settings, runtimes)
     metrics = Metrics(
         runtimes, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts
     )
-    live = Live(link, lambda: {name: one.text for name, one in reconciler.failures.items()})
+    live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     service = ControlService(
         runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards
     )
@@ -131,7 +130,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         try:
             secret = settings.metrics.token_file
             token = None if secret is None else read_token(secret, "metrics.token_file")
-            http = HttpServer(metrics.text, LivePage(OneServer(live, link), token))
+            http = HttpServer(metrics.text, LivePage(OneServer(live, runtimes), token))
             port = await http.start(settings.metrics.listen)
             listeners.append(http)
             log.info("metrics.listen: /metrics and the live page are at port %d", port)
@@ -162,7 +161,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
                 await asyncio.wait_for(listener.stop(_GRACE_S), 10 * _GRACE_S)
 
 
-def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
+def _exporting(settings: "Settings", runtimes: "Runtimes") -> "Exporting | None":
     """Return the exporter of traces; None if no collector is set, or OpenTelemetry is missing."""
     endpoint = settings.traces.endpoint
     if endpoint is None:
@@ -176,7 +175,7 @@ def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
         )
         return None
 
-    return Exporting(link, Collector(endpoint).send)
+    return Exporting(runtimes, Collector(endpoint).send)
 
 
 if __name__ == "__main__":

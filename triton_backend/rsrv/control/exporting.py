@@ -1,6 +1,6 @@
-"""Exports traces: reads spans from the runtime, and sends them with OpenTelemetry's exporter.
+"""Exports traces: reads spans from the runtimes, and sends them with OpenTelemetry's exporter.
 
-The runtime keeps the latest spans and is the only buffer: while the collector is slow, the runtime drops older ones, which
+A runtime keeps its latest spans and is their only buffer: while the collector is slow, it drops older ones, which
 are counted here. No request waits for the export.
 """
 
@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -20,7 +20,6 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 import rsrv
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overrides import Command
 from rsrv.wire.traces import Span
 
 log = logging.getLogger("rsrv.control")
@@ -74,11 +73,11 @@ def _text(text: str) -> str:
 _POLL_S = 1.0
 
 
-class CommandTarget(Protocol):
-    """The part of a `RuntimeLink` that the export needs."""
+class SpanSource(Protocol):
+    """The part of `Runtimes` that the export needs."""
 
-    async def command(self, command: Command) -> dict[str, Any]:
-        """Send a command; return its result. Raises StatusError."""
+    async def read_traces(self, since: Mapping[int, int]) -> Mapping[int, Mapping[str, Any]]:
+        """Return the answers to the command `traces`, each from this number on, by device. Raises StatusError."""
 
 
 class Collector:
@@ -119,22 +118,29 @@ class _First(logging.Handler):
         self.text = self.text or record.getMessage()
 
 
+class _Position(NamedTuple):
+    """Position in the spans of a runtime: the next one's number, and how many its stubs had dropped."""
+
+    instance: str
+    next: int
+    dropped: int
+
+
 class Exporting:
     """The export. `counts`: spans that were exported, failed to be exported, or were dropped before that."""
 
     def __init__(
         self,
-        runtime: CommandTarget,
+        runtimes: SpanSource,
         send: Callable[[Sequence[ReadableSpan]], bool],
         *,
         pause: float = _POLL_S,
     ) -> None:
-        self._runtime = runtime
+        self._runtimes = runtimes
         self._send = send
         self._pause = pause
-        #: Instance of the runtime, number of its next span, and number of spans that its stubs had dropped.
-        self._instance = ""
-        self._next = self._dropped = 0
+        #: By device.
+        self._positions: dict[int, _Position] = {}
         self._counts = {"exported": 0, "failed": 0, "dropped": 0}
         ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
         # The environment takes precedence.
@@ -154,23 +160,26 @@ class Exporting:
                 await asyncio.sleep(self._pause)
 
     async def step(self) -> bool:
-        """Read one answer's spans and send them; return True if more are ready. Raises StatusError."""
-        said = await self._runtime.command({"command": "traces", "since": self._next})
-        if said["instance"] != self._instance:
-            first = not self._instance
-            self._instance, self._next, self._dropped = said["instance"], 0, 0
-            if first:
-                # An earlier control process may have exported the spans that the runtime has dropped by now.
-                self._next, self._dropped = said["first"], said["dropped"]
+        """Read an answer's spans of each device and send them; return True if more are ready. Raises StatusError."""
+        said = await self._runtimes.read_traces({number: one.next for number, one in self._positions.items()})
+        return any([await self._take(number, one) for number, one in said.items()])
+
+    async def _take(self, number: int, said: Mapping[str, Any]) -> bool:
+        """Send the spans of a device; return True if more are ready."""
+        before = self._positions.get(number)
+        if before is None or before.instance != said["instance"]:
+            # An earlier control process may have exported the spans that the first runtime has dropped by now.
+            first, dropped = (0, 0) if before is not None else (said["first"], said["dropped"])
+            self._positions[number] = _Position(said["instance"], first, dropped)
             return True
-        self._counts["dropped"] += said["first"] - self._next + said["dropped"] - self._dropped
-        self._next, self._dropped = said["next"], said["dropped"]
+        self._counts["dropped"] += said["first"] - before.next + said["dropped"] - before.dropped
+        self._positions[number] = _Position(said["instance"], said["next"], said["dropped"])
         if said["spans"]:
-            well = await asyncio.to_thread(self._export, said["spans"])
+            well = await asyncio.to_thread(self._export, number, said["instance"], said["spans"])
             self._counts["exported" if well else "failed"] += len(said["spans"])
         return bool(said["next"] < said["end"])
 
-    def _export(self, told: Sequence[Sequence[Any]]) -> bool:
+    def _export(self, device: int, instance: str, told: Sequence[Sequence[Any]]) -> bool:
         offset_ns = time.time_ns() - time.monotonic_ns()
-        resource = self._resource.merge(Resource({"service.instance.id": self._instance}))
+        resource = self._resource.merge(Resource({"service.instance.id": instance, "rsrv.device": device}))
         return self._send(make_spans(told, offset_ns, resource))

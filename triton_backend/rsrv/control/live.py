@@ -1,4 +1,4 @@
-"""The live page's events of one server, for all of its watchers."""
+"""The live page's events of one server, all of its devices, for all of its watchers."""
 
 import asyncio
 import json
@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
+from rsrv.control.card_memory import Cards
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overview import Overview, describe, moves_only
+from rsrv.control.overview import Overview, describe, device_picture, moves_only
 from rsrv.control.protocols import ModelVersion
-from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot
+from rsrv.control.runtime_link import StateChange, StateSnapshot
+from rsrv.control.runtimes import Runtimes
 from rsrv.live.source import RESIDENCIES, PageError, story_lines
 
 log = logging.getLogger("rsrv.control")
@@ -43,24 +45,26 @@ _BEGIN = Event("begin", "null")
 
 
 class Live:
-    """Looks at the runtime while the page has watchers, and always keeps the event log. `run` drives it."""
+    """Looks at the runtimes while the page has watchers, and always keeps the event log. `run` drives it."""
 
     def __init__(
         self,
-        link: RuntimeLink,
+        runtimes: Runtimes,
+        cards: Cards,
         failures: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.time,
         every: float = _LOOK_S,
     ) -> None:
         """`failures`: the reasons why models are not as their bundles say, by name; `clock`: Unix time."""
-        self._link, self._failures = link, failures
+        self._runtimes, self._cards, self._failures = runtimes, cards, failures
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
         self._log: deque[Event] = deque(maxlen=_LOG_LINES)
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview = Overview()
-        self._instance, self._next = "", 0
+        #: By device, the runtime's instance and the number of its next span.
+        self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the last load or eviction, and their number in it.
         self._second, self._moves = 0, 0
 
@@ -94,28 +98,29 @@ class Live:
     # --- the event log ------------------------------------------------------------------------------------
 
     async def _keep_log(self) -> None:
-        entries: dict[str, ModelVersion] = {}
-        up, subscription = False, self._link.subscribe()
+        runtimes = self._runtimes
+        entries: dict[int, dict[str, ModelVersion]] = {}
+        feed = runtimes.subscribe()
         try:
             while True:
-                match await subscription.next():
+                device, update = await feed.next()
+                where = f" of device {device}" if len(runtimes.links) > 1 else ""
+                match update:
                     case None:
-                        if up:  # else it has not started yet
-                            self._note("the runtime does not answer")
-                        up = False
+                        if entries.pop(device, None) is not None:  # else it has not started yet
+                            self._note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
-                        up, entries = True, dict(found)
-                        self._note(f"runtime {instance}: {len(entries)} versions of models")
+                        entries[device] = dict(found)
+                        self._note(f"runtime {instance}{where}: {len(found)} versions of models")
                     case StateChange(_, _, key, entry):
-                        text = describe(entries.get(key), entry)
-                        if text is not None and (not moves_only(entries.get(key), entry) or self._has_room()):
-                            self._note(text)
-                        if entry is None:
-                            entries.pop(key, None)
-                        else:
-                            entries[key] = entry
+                        before = entries[device].pop(key, None)
+                        if entry is not None:
+                            entries[device][key] = entry
+                        text = describe(before, entry)
+                        if text is not None and (not moves_only(before, entry) or self._has_room()):
+                            self._note(f"device {device}: {text}" if where else text)
         finally:
-            subscription.close()
+            feed.close()
 
     def _has_room(self) -> bool:
         """Return True if one more line about weights fits: hundreds in a second would hide all others."""
@@ -151,24 +156,50 @@ class Live:
             await asyncio.sleep(self._every)
 
     async def _state(self) -> dict[str, Any]:
-        link = self._link
-        state = {"t": self._clock(), "up": True, "instance": link.instance}
+        runtimes, now = self._runtimes, self._clock()
+        # Counters begin again if any runtime does.
+        instance = " ".join(link.instance for link in runtimes.live.values())
+        state = {"t": now, "up": True, "instance": instance}
         try:
-            figures = await link.command({"command": "overview"})
+            figures = await runtimes.query({"command": "overview"})
         except StatusError as error:
             return {**state, "up": False, "why": str(error)}
-        return state | self._overview.take(figures, link.entries, self._failures(), self._clock())
+        cards = await self._cards.memory()
+        devices = []
+        for number, link in enumerate(runtimes.links):
+            card = cards[number]._asdict() if number in cards else None
+            picture = (
+                device_picture(figures[number]) if number in figures else {"down_since": now - link.down_s}
+            )
+            devices.append({"number": number, "card": card, **picture})
+        on: dict[str, list[int]] = {}
+        for number, link in runtimes.live.items():
+            for entry in link.entries.values():
+                if entry["weights"] == "resident" and number not in on.setdefault(entry["name"], []):
+                    on[entry["name"]].append(number)
+        overview = self._overview.take(figures, runtimes.entries, self._failures(), now)
+        models = [{**model, "on": on.get(model["name"], [])} for model in overview["models"]]
+        return {**state, "devices": devices, "models": models}
 
     async def _read_timeline(self) -> None:
         for _ in range(_MAX_ANSWERS):
-            said = await self._link.command({"command": "timeline", "since": self._next})
-            if said["instance"] != self._instance:
-                self._instance, self._next = said["instance"], 0
-                continue
-            now, self._next = self._clock(), said["next"]
+            said = await self._runtimes.timeline(self._positions)
+            now = self._clock()
+            self._positions |= {number: (one["instance"], one["next"]) for number, one in said.items()}
             spans = [
-                (kind, key.rpartition("@")[0], round(now - ago, 6), seconds, rows, size, requests, failed)
-                for kind, key, ago, seconds, rows, size, requests, failed in said["spans"]
+                (
+                    kind,
+                    key.rpartition("@")[0],
+                    round(now - ago, 6),
+                    seconds,
+                    rows,
+                    size,
+                    requests,
+                    failed,
+                    number,
+                )
+                for number, one in said.items()
+                for kind, key, ago, seconds, rows, size, requests, failed in one["spans"]
                 if ago - seconds < _TIMELINE_S
             ]
             if spans:
@@ -177,15 +208,15 @@ class Live:
                 self._tell(event)
             while self._spans and now - self._spans[0][0] > _TIMELINE_S:
                 self._spans.popleft()
-            if self._next >= said["end"]:
+            if all(one["next"] >= one["end"] for one in said.values()):
                 return
 
 
 class OneServer:
     """The page's source in the control process of one server."""
 
-    def __init__(self, live: Live, link: RuntimeLink) -> None:
-        self._live, self._link = live, link
+    def __init__(self, live: Live, runtimes: Runtimes) -> None:
+        self._live, self._runtimes = live, runtimes
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         async with aclosing(self._live.watch()) as events:
@@ -193,17 +224,22 @@ class OneServer:
                 yield "server", event.name, event.json
 
     async def story(self, server: str, model: str) -> list[str]:
-        said = await self._ask({"command": "story", "model": model})
-        return story_lines(said["stories"])
+        try:
+            said = await self._runtimes.query({"command": "story", "model": model})
+        except StatusError as refused:
+            raise PageError.of(refused.code, str(refused)) from None
+        return story_lines(
+            (number, key, lines) for number, one in said.items() for key, lines in one["stories"].items()
+        )
 
     async def steer(self, server: str, model: str, what: str) -> None:
+        devices = None
+        command = {"command": what, "model": model}
         if what in RESIDENCIES:
-            await self._ask({"command": "residency", "model": model, "residency": RESIDENCIES[what]})
-        else:
-            await self._ask({"command": what, "model": model})
-
-    async def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+            command = {"command": "residency", "model": model, "residency": RESIDENCIES[what]}
+        elif what == "prefetch":
+            devices = self._runtimes.placement.get(model)
         try:
-            return await self._link.command(command)
+            await self._runtimes.command(command, devices)
         except StatusError as refused:
             raise PageError.of(refused.code, str(refused)) from None

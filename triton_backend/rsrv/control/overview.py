@@ -24,11 +24,11 @@ class _Figures(NamedTuple):
     device_s: float
     loads: int
     load_s: float
-    request: list[float]
+    request: Histogram
 
 
 #: Figures of a model that is not built yet.
-_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, [])
+_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, Histogram(SECONDS))
 
 
 class Overview:
@@ -39,29 +39,23 @@ class Overview:
 
     def take(
         self,
-        figures: Mapping[str, Any],
+        figures: Mapping[int, Mapping[str, Any]],
         entries: Mapping[str, ModelVersion],
         failures: Mapping[str, str],
         now: float,
     ) -> dict[str, Any]:
-        """Return the picture as JSON, in bytes and seconds.
+        """Return the picture of the models as JSON, in bytes and seconds.
 
-        `figures`: the answer to the command `overview` (docs/protocol.md); `failures`: the reasons why models are not as
-        their bundles say; `now`: seconds.
+        `figures`: by device, the answers to the command `overview` (docs/protocol.md); `entries`: those of all devices;
+        `failures`: the reasons why models are not as their bundles say; `now`: seconds.
         """
-        known = {name: _Figures(*said) for name, said in figures["models"].items()}
-        requests = {name: Histogram.from_json(SECONDS, model.request) for name, model in known.items()}
+        known = _sum(figures.values())
+        requests = {name: model.request for name, model in known.items()}
         self._latest.append((now, requests))
         while now - self._latest[0][0] > _WINDOW_S and len(self._latest) > 2:
             self._latest.popleft()
         before = self._latest[0][1]
-        memory = figures["memory"]
         return {
-            "device": {
-                kind: memory["device"][f"{kind}_bytes"]
-                for kind in ("limit", "budget", "pinned", "logical", "physical", "held")
-            },
-            "host": {kind: memory["host"][f"{kind}_bytes"] for kind in ("logical", "physical")},
             "models": [
                 {
                     **_state(entry),
@@ -72,6 +66,50 @@ class Overview:
                 for name, entry in _served(entries.values()).items()
             ],
         }
+
+
+def device_picture(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the picture of a device as JSON; `device_s`: seconds that its executions took so far."""
+    memory = figures["memory"]
+    return {
+        **{
+            kind: memory["device"][f"{kind}_bytes"]
+            for kind in ("limit", "budget", "pinned", "logical", "physical", "held")
+        },
+        "host": memory["host"]["physical_bytes"],
+        # A meta model's seconds are those of its calls, which count for the called models.
+        "device_s": sum(
+            model.device_s
+            for model in (_Figures(*said) for said in figures["models"].values())
+            if model.bytes is not None
+        ),
+    }
+
+
+def _sum(figures: Iterable[Mapping[str, Any]]) -> dict[str, _Figures]:
+    """Return the figures of each model over all devices."""
+    found: dict[str, _Figures] = {}
+    for one in figures:
+        for name, said in one["models"].items():
+            model = _Figures(*said)
+            model = model._replace(request=Histogram.from_json(SECONDS, said[-1]))
+            found[name] = model if name not in found else _add(found[name], model)
+    return found
+
+
+def _add(one: _Figures, other: _Figures) -> _Figures:
+    one.request.add(other.request)
+    return _Figures(
+        queued=one.queued + other.queued,
+        executing=one.executing + other.executing,
+        bytes=None if one.bytes is None or other.bytes is None else max(one.bytes, other.bytes),
+        requests=one.requests + other.requests,
+        errors=one.errors + other.errors,
+        device_s=one.device_s + other.device_s,
+        loads=one.loads + other.loads,
+        load_s=one.load_s + other.load_s,
+        request=one.request,
+    )
 
 
 def _served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:

@@ -197,6 +197,15 @@ class Runtimes:
         answers, refusals = await self._ask(self.live, ask)
         return answers or _raise(refusals)
 
+    async def read_traces(self, since: Mapping[int, int]) -> Answers:
+        """Return the answers to the command `traces`, each from this number on, by device. Raises as `query`."""
+
+        async def ask(number: int, link: RuntimeLink) -> Answer:
+            return await link.command({"command": "traces", "since": since.get(number, 0)})
+
+        answers, refusals = await self._ask(self.live, ask)
+        return answers or _raise(refusals)
+
     # --- changes --------------------------------------------------------------------------------------------
 
     def subscribe(self) -> "DeviceStateFeed":

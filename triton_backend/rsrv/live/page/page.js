@@ -49,7 +49,7 @@ const colour = (name) => {
 
 // --- state --------------------------------------------------------------------------------------------------
 
-/** By name: {state, card, spans}. Counters become rates by the state before. */
+/** By name: {state, devices, seen}; devices, by number: {card, spans, busy}. Counters become rates by the state before. */
 const servers = new Map();
 /** By `server/model`: its figures, and its row of the table. */
 const rows = new Map();
@@ -58,9 +58,14 @@ let story = null;
 let writable = false;
 
 const known = (name) => {
-  if (!servers.has(name)) servers.set(name, { spans: [], card: null, state: null, seen: 0 });
+  if (!servers.has(name)) servers.set(name, { devices: new Map(), state: null, seen: 0 });
   return servers.get(name);
 };
+const deviceOf = (server, number) => {
+  if (!server.devices.has(number)) server.devices.set(number, { card: null, spans: [], busy: null });
+  return server.devices.get(number);
+};
+const several = () => [...servers.values()].some((server) => server.devices.size > 1);
 
 function take(state) {
   const server = known(state.server);
@@ -69,6 +74,16 @@ function take(state) {
   if (!state.up) return; // the last known figures stay
   const elapsed = before && before.instance === state.instance ? state.t - before.t : 0;
   const old = new Map(elapsed > 0 && before.models ? before.models.map((model) => [model.name, model]) : []);
+  for (const device of state.devices) {
+    const last = elapsed > 0 ? before.devices?.find((one) => one.number === device.number)?.device_s : null;
+    deviceOf(server, device.number).busy = last == null || device.device_s == null ? null : Math.min(1, Math.max(0, (device.device_s - last) / elapsed));
+  }
+  for (const [number, device] of server.devices) {
+    if (!state.devices.some((one) => one.number === number)) {
+      device.card?.root.remove();
+      server.devices.delete(number);
+    }
+  }
   const seen = new Set();
   for (const model of state.models) {
     const key = `${state.server}/${model.name}`;
@@ -76,7 +91,7 @@ function take(state) {
     const per = (name) => (last ? Math.max(0, (model[name] - last[name]) / elapsed) : null);
     const row = rows.get(key) ?? { key, server: state.server };
     rows.set(key, row);
-    Object.assign(row, model, { rate: per("requests"), share: per("device_s"), loading: per("loads") });
+    Object.assign(row, model, { on: model.on.join(" "), rate: per("requests"), share: per("device_s"), loading: per("loads") });
     seen.add(key);
   }
   for (const [key, row] of rows) {
@@ -88,74 +103,84 @@ function take(state) {
 }
 
 function takeSpans(server, spans) {
-  const kept = known(server).spans;
-  for (const [kind, model, start, length, n, size, requests, failed] of spans) {
-    kept.push({ kind, model, start, length, n, size, requests, failed, colour: colour(model) });
+  for (const [kind, model, start, length, n, size, requests, failed, number] of spans) {
+    deviceOf(known(server), number).spans.push({ kind, model, start, length, n, size, requests, failed, colour: colour(model) });
   }
-  const oldest = kept.at(-1).start - SECONDS - 5;
-  let gone = Math.max(0, kept.length - MOST_SPANS);
-  while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
-  kept.splice(0, gone);
+  for (const { spans: kept } of known(server).devices.values()) {
+    if (!kept.length) continue;
+    const oldest = kept.at(-1).start - SECONDS - 5;
+    let gone = Math.max(0, kept.length - MOST_SPANS);
+    while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
+    kept.splice(0, gone);
+  }
 }
 
 // --- devices ------------------------------------------------------------------------------------------------
 
 function drawDevices() {
-  const names = [...servers.keys()].sort();
-  for (const name of names) {
-    const server = servers.get(name);
-    if (!server.state) continue;
-    server.card ??= card(name);
-    const { root, title, facts, bar } = server.card;
-    const { state } = server;
-    root.dataset.up = String(state.up);
-    say(title, name);
-    const device = state.device;
-    if (!state.up || !device) {
-      say(facts, state.why);
-      for (const part of Object.values(bar)) part.style.flexGrow = 0;
-      continue;
+  const cards = [];
+  for (const name of [...servers.keys()].sort()) {
+    const server = servers.get(name), { state } = server;
+    if (!state) continue;
+    if (!server.devices.size) deviceOf(server, 0); // it was never up
+    for (const number of [...server.devices.keys()].sort((a, b) => a - b)) {
+      const device = server.devices.get(number);
+      const title = server.devices.size < 2 ? name : servers.size < 2 ? `device ${number}` : `${name}, device ${number}`;
+      device.card ??= card(name, number);
+      drawDevice(device, title, state, state.devices?.find((one) => one.number === number));
+      cards.push(device.card);
     }
-    const whole = device.limit ?? device.budget ?? Math.max(device.held, device.physical, 1);
-    const budget = device.budget ?? whole;
-    const pinned = Math.min(device.pinned, device.held);
-    const resident = Math.max(0, Math.min(device.held, device.physical) - pinned);
-    const moving = Math.abs(device.physical - device.held);
-    const shares = {
-      pinned, resident, moving,
-      free: Math.max(0, budget - pinned - resident - moving),
-      scratch: Math.max(0, whole - budget),
-    };
-    for (const [kind, value] of Object.entries(shares)) {
-      bar[kind].style.flexGrow = value / whole;
-      bar[kind].title = `${kind}: ${bytes(value)}`;
-    }
-    const busy = [...rows.values()].filter((row) => row.server === name).reduce((sum, row) => sum + (row.share ?? 0), 0);
-    say(facts, `${bytes(device.held)} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
-      + `busy ${percent(Math.min(1, busy))} · host ${bytes(state.host.physical)}`);
   }
-  const cards = names.map((name) => servers.get(name).card).filter(Boolean);
   cards.forEach(({ root }, at) => {
     const there = $("devices").children[at];
     if (there !== root) $("devices").insertBefore(root, there ?? null);
   });
 }
 
-function card(name) {
+function drawDevice({ card, busy }, name, state, device) {
+  const { root, title, facts, bar, canvas } = card;
+  const up = state.up && device?.held != null;
+  root.dataset.up = String(up);
+  say(title, name);
+  canvas.setAttribute("aria-label", `executions and loads of ${name}, last ${SECONDS} seconds`);
+  if (!up) {
+    say(facts, state.up ? `its runtime has not answered since ${new Date(device.down_since * 1000).toLocaleTimeString()}` : state.why);
+    for (const part of Object.values(bar)) part.style.flexGrow = 0;
+    return;
+  }
+  const whole = device.limit ?? device.budget ?? Math.max(device.held, device.physical, 1);
+  const budget = device.budget ?? whole;
+  const pinned = Math.min(device.pinned, device.held);
+  const resident = Math.max(0, Math.min(device.held, device.physical) - pinned);
+  const moving = Math.abs(device.physical - device.held);
+  const shares = {
+    pinned, resident, moving,
+    free: Math.max(0, budget - pinned - resident - moving),
+    scratch: Math.max(0, whole - budget),
+  };
+  for (const [kind, value] of Object.entries(shares)) {
+    bar[kind].style.flexGrow = value / whole;
+    bar[kind].title = `${kind}: ${bytes(value)}`;
+  }
+  say(facts, `${bytes(device.held)} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
+    + (device.card ? `GPU ${bytes(device.card.used_bytes)} of ${bytes(device.card.total_bytes)} in use · ` : "")
+    + `busy ${percent(busy ?? 0)} · host ${bytes(device.host)}`);
+}
+
+function card(name, number) {
   const title = make("b"), facts = make("span");
   const bar = Object.fromEntries(["pinned", "resident", "moving", "free", "scratch"].map((kind) => [kind, make("i", { className: kind })]));
   const canvas = make("canvas");
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `executions and loads of ${name}, last ${SECONDS} seconds`);
-  canvas.addEventListener("mousemove", (event) => hint(name, canvas, event));
+  canvas.addEventListener("mousemove", (event) => hint(name, number, canvas, event));
   const root = make("div", { className: "device" }, make("h3", {}, title, facts), make("div", { className: "bar" }, ...Object.values(bar)), canvas);
-  root.dataset.server = name;
+  Object.assign(root.dataset, { server: name, device: number });
   return { root, title, facts, bar, canvas };
 }
 
 /** Executions above, loads and evictions below; time goes to the right, and its end is now. */
-function drawTimeline(server) {
-  const { canvas } = server.card;
+function drawTimeline(server, { card, spans }) {
+  const { canvas } = card;
   const width = canvas.clientWidth * devicePixelRatio, height = canvas.clientHeight * devicePixelRatio;
   if (!width) return;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
@@ -163,7 +188,7 @@ function drawTimeline(server) {
   context.clearRect(0, 0, width, height);
   const { from, scale } = window_(server, width);
   const painted = new Map(); // by the top of a lane: to where it is full
-  for (const span of server.spans) {
+  for (const span of spans) {
     const at = (span.start - from) * scale, end = at + Math.max(span.length * scale, devicePixelRatio);
     if (at > width || end < 0) continue;
     const [top, tall] = lane(span.kind, height);
@@ -184,13 +209,13 @@ const window_ = (server, width) => ({ from: (server.state.t ?? 0) + (performance
 const lane = (kind, height) =>
   kind === "execute" || kind === "warm_up" ? [0, height * 0.62] : kind === "load" ? [height * 0.68, height * 0.32] : [height * 0.84, height * 0.16];
 
-function hint(name, canvas, event) {
+function hint(name, number, canvas, event) {
   const server = servers.get(name);
   const box = canvas.getBoundingClientRect();
   const { from, scale } = window_(server, box.width);
   const time = from + (event.clientX - box.left) / scale;
   const y = event.clientY - box.top;
-  const hit = server.spans.findLast((span) => {
+  const hit = server.devices.get(number).spans.findLast((span) => {
     const [top, tall] = lane(span.kind, box.height);
     return y >= top && y <= top + tall && time >= span.start - 1 / scale && time <= span.start + span.length + 1 / scale;
   });
@@ -203,8 +228,9 @@ function hint(name, canvas, event) {
 
 const COLUMNS = [
   { id: "name", title: "model" },
-  { id: "server", title: "device", hidden: () => servers.size < 2 },
+  { id: "server", title: "server", hidden: () => servers.size < 2 },
   { id: "weights", title: "weights", show: (row) => (row.state !== "ready" ? row.state : row.paused ? `paused (${row.paused})` : row.kind === "meta" ? "meta" : row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
+  { id: "on", title: "on", hidden: () => !several() },
   { id: "bytes", title: "size", number: true, show: (row) => (row.kind === "meta" ? "" : bytes(row.bytes)) },
   { id: "queued", title: "waiting", number: true, show: (row) => String(row.queued) },
   { id: "executing", title: "running", number: true, show: (row) => String(row.executing) },
@@ -345,22 +371,23 @@ on(source, "hello", (hello) => {
 });
 on(source, "begin", ({ server }) => {
   // Its latest lines and spans follow.
-  known(server).spans.length = 0;
+  for (const device of known(server).devices.values()) device.spans.length = 0;
   for (const item of [...$("log").children]) if (item.dataset.server === server) item.remove();
 });
 on(source, "log", ({ server, is }) => log({ server, ...is }));
 on(source, "spans", ({ server, is }) => takeSpans(server, is.spans));
 on(source, "state", ({ server, is }) => {
-  const columns = servers.size > 1, state = { ...is, server };
+  const hidden = () => COLUMNS.map((column) => column.hidden?.()).join();
+  const before = hidden(), state = { ...is, server };
   take(state);
   servers.get(state.server).seen = performance.now();
-  if (columns !== servers.size > 1) drawHeader();
+  if (before !== hidden()) drawHeader();
   drawDevices();
   drawModels();
   drawTotals();
 });
 on(source, "gone", ({ server }) => {
-  servers.get(server)?.card?.root.remove();
+  for (const device of servers.get(server)?.devices.values() ?? []) device.card?.root.remove();
   servers.delete(server);
   for (const [key, row] of rows) if (row.server === server) { row.element?.remove(); rows.delete(key); }
   drawHeader();
@@ -370,12 +397,14 @@ on(source, "gone", ({ server }) => {
 for (const id of ["find", "busy"]) $(id).addEventListener("input", drawModels);
 const frame = () => {
   for (const server of servers.values()) {
-    if (!server.card) continue;
-    drawTimeline(server);
     const silent = (performance.now() - server.seen) / 1000;
-    if (silent > SILENCE) {
-      server.card.root.dataset.up = "false";
-      say(server.card.facts, `no figures for ${Math.round(silent)} s`);
+    for (const device of server.devices.values()) {
+      if (!device.card) continue;
+      drawTimeline(server, device);
+      if (silent > SILENCE) {
+        device.card.root.dataset.up = "false";
+        say(device.card.facts, `no figures for ${Math.round(silent)} s`);
+      }
     }
   }
   setTimeout(() => requestAnimationFrame(frame), 100);

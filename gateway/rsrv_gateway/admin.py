@@ -72,7 +72,7 @@ class Admin:
     async def _metrics(self, _: web.Request) -> web.Response:
         gateway = self._gateway
         texts = await self._scrape()
-        views = gateway.probes.views()
+        views = gateway.probes.summaries()
         own = metrics.expose(
             self._departed.without(gateway.proxy.counts(), views, gateway.clock()),
             views,
@@ -87,7 +87,7 @@ class Admin:
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
         """Return the pages of each worker that has any, Triton's and rsrv's; None for a page that did not come in time."""
         probes = self._gateway.probes
-        views, workers = probes.views(), probes.workers().values()
+        views, workers = probes.summaries(), probes.workers().values()
         found = {worker.name: worker for worker in workers if worker.metrics or worker.control}
         pages = (self._pages(worker, alive=views[name].alive) for name, worker in found.items())
         return dict(zip(found, await asyncio.gather(*pages), strict=True))

@@ -11,6 +11,7 @@ from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory
+from rsrv_gateway.devices import ServerDevice, ServerDevices, devices_of, routes_to_servers
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
@@ -91,6 +92,8 @@ class GatewayLoop:
         self.planner = planner
         self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
+        #: the devices of the last round
+        self.devices: ServerDevices = {}
         self._pause = pause
         self._drain = drain
         self.clock = clock
@@ -112,7 +115,7 @@ class GatewayLoop:
         """Reason why it is not ready; empty: it is ready."""
         if not self._serving:
             return "the gateway is starting or ending"
-        if not any(view.alive for view in self.probes.views().values()):
+        if not any(view.alive for view in self.probes.summaries().values()):
             return "no worker answers"
         return ""
 
@@ -157,20 +160,25 @@ class GatewayLoop:
 
     async def _round(self) -> None:
         async with self._round_lock:
-            views, workers = self.probes.views(), self.probes.workers()
+            servers, workers = self.probes.views(), self.probes.workers()
+            named = devices_of(servers)
+            views = dict(zip(named, (view for server in servers.values() for view in server), strict=True))
             try:
                 # For a large fleet a look takes longer than requests should wait.
                 plan = await asyncio.to_thread(self.planner.look, views, self.clock())
-                alive = {name: worker for name, worker in workers.items() if views[name].alive}
-                if self._applied != (alive, plan.table):
-                    await self.proxy.apply(alive, plan.table)
-                    self._applied = alive, plan.table
+                table = routes_to_servers(plan.table, named)
+                alive = {name: one for name, one in workers.items() if any(v.alive for v in servers[name])}
+                if self._applied != (alive, table):
+                    await self.proxy.apply(alive, table)
+                    self._applied = alive, table
             except Exception:
                 # The last table remains in use, and the next round tries again.
                 log.exception("the table was not updated; the last one stays")
                 return
+            self.devices = named
             for step in plan.steps:
-                self._errands.send(step.act, step.worker, step.model)
+                device = named.get(step.worker, ServerDevice(step.worker, None))
+                self._errands.send(step.act, device, step.model)
             self._rounded.set()
             self._rounded = asyncio.Event()
 

@@ -19,23 +19,25 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
+from rsrv_gateway.devices import ServerDevice, summed, taken_over
 
 log = logging.getLogger("rsrv.gateway")
 
 #: least seconds between two probes of a worker, however often requests to it fail
 _PROBE_MIN_S = 0.05
 
-DEAD = WorkerView(alive=False)
+#: the views of a server that does not answer, and whose devices are unknown
+DEAD: tuple[WorkerView, ...] = (WorkerView(alive=False),)
 
 
 class Prober(Protocol):
     """Client of one worker. `look` and `act` may run at the same time."""
 
-    async def look(self) -> WorkerView:
-        """Probe the worker; return DEAD if it does not answer in time. Never raises."""
+    async def look(self) -> tuple[WorkerView, ...]:
+        """Probe the worker; return a view of each device, or DEAD if it does not answer in time. Never raises."""
 
-    async def act(self, act: Act, model: str) -> None:
-        """Request this action from its control service. Raises ActError."""
+    async def act(self, act: Act, model: str, device: int | None) -> None:
+        """Request this action on a device, or all, from its control service. Raises ActError."""
 
     async def metrics(self) -> str | None:
         """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
@@ -77,9 +79,13 @@ class Probes:
         """Return the probed workers, by name."""
         return {name: watch.worker for name, watch in sorted(self._watches.items())}
 
-    def views(self) -> Mapping[str, WorkerView]:
-        """Return the last views of the probed workers, by name; a worker is dead before its first probe."""
-        return {name: watch.view for name, watch in sorted(self._watches.items())}
+    def views(self) -> Mapping[str, tuple[WorkerView, ...]]:
+        """Return the last views of each worker's devices, by the worker's name; a worker is dead before its first probe."""
+        return {name: watch.views for name, watch in sorted(self._watches.items())}
+
+    def summaries(self) -> Mapping[str, WorkerView]:
+        """Return a view of each worker as a whole, by name."""
+        return {name: summed(views) for name, views in self.views().items()}
 
     def failed(self, worker: str) -> None:
         """Probe a worker now, because a request to it failed. Without effect for an unknown name."""
@@ -91,12 +97,15 @@ class Probes:
         names = self._watches.keys() if workers is None else workers
         await asyncio.gather(*(self._watches[name].looked() for name in list(names) if name in self._watches))
 
-    async def act(self, act: Act, worker: str, model: str) -> None:
+    async def act(self, act: Act, device: ServerDevice, model: str) -> None:
         """Request an action from a worker. Raises ActError, also for an unknown worker."""
+        await self._prober(device.server).act(act, model, device.number)
+
+    def _prober(self, worker: str) -> Prober:
         watch = self._watches.get(worker)
         if watch is None:
             raise ActError("it has left")
-        await watch.prober.act(act, model)
+        return watch.prober
 
     async def metrics(self, worker: str) -> str | None:
         """Return the metrics as `Prober.metrics`; None for an unknown worker."""
@@ -119,7 +128,7 @@ class _WorkerProbe:
     def __init__(self, worker: Worker, prober: Prober, pause: float, seen: Callable[[], None]) -> None:
         self.worker = worker
         self.prober = prober
-        self.view = DEAD
+        self.views = DEAD
         self._pause = pause
         self._seen = seen
         self._hurried = asyncio.Event()
@@ -158,16 +167,17 @@ class _WorkerProbe:
             except TimeoutError:
                 pass
 
-    def _take(self, view: WorkerView) -> None:
-        before, self.view = self.view, view
-        if view.alive != before.alive:
+    def _take(self, views: tuple[WorkerView, ...]) -> None:
+        before, self.views = self.views, taken_over(self.views, views)
+        alive = any(view.alive for view in views)
+        if alive != any(view.alive for view in before):
             log.log(
-                logging.INFO if view.alive else logging.WARNING,
+                logging.INFO if alive else logging.WARNING,
                 "worker %s %s",
                 self.worker.name,
-                "answers" if view.alive else "does not answer",
+                "answers" if alive else "does not answer",
             )
-        if (view.alive, view.ready) != (before.alive, before.ready):
+        if _seen_of(self.views) != _seen_of(before):
             self._seen()
 
     @staticmethod
@@ -178,36 +188,40 @@ class _WorkerProbe:
         waiting.clear()
 
 
-#: carries out an action at a worker; raises ActError
-Do = Callable[[Act, str, str], Awaitable[None]]
+def _seen_of(views: tuple[WorkerView, ...]) -> tuple[object, ...]:
+    return tuple([(view.device, view.alive, view.ready) for view in views])
+
+
+#: carries out an action on a device of a worker; raises ActError
+Do = Callable[[Act, ServerDevice, str], Awaitable[None]]
 
 
 class ActionQueue:
-    """Carries out actions in the background: one at a time for each worker, without duplicates in the queue."""
+    """Carries out actions in the background: one at a time for each device, without duplicates in the queue."""
 
     def __init__(self, do: Do) -> None:
         self._do = do
-        self._pending: set[tuple[Act, str, str]] = set()
-        #: locks by worker, while actions are queued or running
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._pending: set[tuple[Act, ServerDevice, str]] = set()
+        #: locks by device, while actions are queued or running
+        self._locks: WeakValueDictionary[ServerDevice, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, act: Act, worker: str, model: str) -> None:
-        errand = act, worker, model
+    def send(self, act: Act, device: ServerDevice, model: str) -> None:
+        errand = act, device, model
         if errand in self._pending:
             return
         self._pending.add(errand)
-        task = asyncio.create_task(self._run(errand), name=f"{act.value} {model} at {worker}")
+        task = asyncio.create_task(self._run(errand), name=f"{act.value} {model} at {device.server}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, errand: tuple[Act, str, str]) -> None:
-        act, worker, model = errand
+    async def _run(self, errand: tuple[Act, ServerDevice, str]) -> None:
+        act, device, model = errand
         try:
-            async with self._locks.setdefault(worker, asyncio.Lock()):
-                await self._do(act, worker, model)
+            async with self._locks.setdefault(device, asyncio.Lock()):
+                await self._do(act, device, model)
         except ActError as error:
-            log.warning("worker %s did not %s %s: %s", worker, act.value, model, error)
+            log.warning("worker %s did not %s %s: %s", device.server, act.value, model, error)
         finally:
             self._pending.discard(errand)
 
@@ -262,7 +276,7 @@ class GrpcProber:
         self._control = None if worker.control is None else channels.open(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def look(self) -> WorkerView:
+    async def look(self) -> tuple[WorkerView, ...]:
         alive, ready, load = await asyncio.gather(self._alive(), self._index(), self._load())
         if alive is _LATE:
             self._close(self._triton)
@@ -279,25 +293,29 @@ class GrpcProber:
             self._refused = ""
         # Triton may be slow to list models while it loads some, and serves the others meanwhile.
         self._ready = self._ready if isinstance(ready, _Late) else ready
-        if isinstance(load, pb.GetLoadResponse):
-            # Of a server with several devices, the first one that answers.
-            device = next((one for one in load.devices if one.instance), None)
-            if device is not None and _is_sane(device):
-                return _view(self._ready, device, load.metas)
-        return WorkerView(True, self._ready)
+        if (
+            isinstance(load, pb.GetLoadResponse)
+            and any(device.instance for device in load.devices)
+            and all(map(_is_sane, load.devices))
+        ):
+            return tuple([_view(self._ready, device, load.metas) for device in load.devices])
+        return (WorkerView(True, self._ready),)
 
-    async def act(self, act: Act, model: str) -> None:
+    async def act(self, act: Act, model: str, device: int | None) -> None:
+        devices = [] if device is None else [device]
+        match act:
+            case Act.PREFETCH:
+                await self._order("Prefetch", pb.PrefetchRequest(model=model, devices=devices))
+            case Act.EVICT:
+                await self._order("Evict", pb.EvictRequest(target=pb.Target(model=model), devices=devices))
+
+    async def _order(self, call: str, request: Any) -> None:
+        """Call the control service. Raises ActError."""
         if self._control is None:
             raise ActError("no control service is known for it")
-        stub: Any = control_pb2_grpc.ControlStub(self._control)
+        stub = control_pb2_grpc.ControlStub(self._control)
         try:
-            match act:
-                case Act.PREFETCH:
-                    await stub.Prefetch(pb.PrefetchRequest(model=model), **self._terms(_ACTION_TIMEOUT_S))
-                case Act.EVICT:
-                    await stub.Evict(
-                        pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_ACTION_TIMEOUT_S)
-                    )
+            await getattr(stub, call)(request, **self._terms(_ACTION_TIMEOUT_S))
         except grpc.RpcError as error:
             raise ActError(_said(error)) from None
 
@@ -415,10 +433,13 @@ def _is_sane(load: pb.DeviceLoad) -> bool:
 
 def _view(ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoad]) -> WorkerView:
     return WorkerView(
-        alive=True,
+        # Without its runtime the server's other devices serve its models.
+        alive=bool(load.instance),
         ready=ready,
+        device=load.number,
         instance=load.instance or None,
         budget_bytes=load.budget_bytes if load.HasField("budget_bytes") else None,
+        free_bytes=load.free_bytes if load.HasField("free_bytes") else None,
         backlog_s=load.backlog_s,
         models={model.name: _model(model) for model in load.models},
         calls={meta.name: frozenset(meta.models) for meta in metas},

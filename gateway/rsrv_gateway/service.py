@@ -29,6 +29,7 @@ from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerSta
 from rsrv.settings_fleet import Replicas as Count
 from rsrv.text import nearest
 from rsrv_gateway.brain import GatewayLoop
+from rsrv_gateway.devices import ServerDevice
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 
@@ -63,7 +64,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             generation=status.generation,
             repacks=repacks_message(status.repacks, gateway.clock()),
             models=[model_message(one) for one in models],
-            workers=[worker_message(one, workers, outstanding[one.name]) for one in status.workers],
+            workers=[self._worker(one, workers, outstanding) for one in status.workers],
             warnings=status.warnings,
             pid=os.getpid(),
             version=rsrv.__version__,
@@ -109,7 +110,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def Repack(self, request: pb.RepackRequest) -> pb.RepackResponse:
         gateway = self._gateway
         self._require_packing("models are packed by it")
-        if not any(view.alive for view in gateway.probes.views().values()):
+        if not any(view.alive for view in gateway.probes.summaries().values()):
             raise StatusError("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
         number = await gateway.steer(Planner.repack)
         while request.wait and (await self._status()).repacks.done < number:
@@ -143,6 +144,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
                 if name in workers
             ]
         )
+
+    def _worker(
+        self, status: WorkerStatus, workers: Mapping[str, Worker], outstanding: Mapping[str, int]
+    ) -> pb.WorkerStatus:
+        device = self._gateway.devices.get(status.name, ServerDevice(status.name, None))
+        # A server chooses among its devices itself: its requests are shown once.
+        requests = outstanding.get(device.server, 0) if not device.number else 0
+        return worker_message(status, workers.get(device.server), requests)
 
     async def _status(self) -> PlannerStatus:
         status = await self._gateway.status()
@@ -246,8 +255,7 @@ def model_message(status: ModelStatus) -> pb.ModelStatus:
     )
 
 
-def worker_message(status: WorkerStatus, workers: Mapping[str, Worker], outstanding: int) -> pb.WorkerStatus:
-    known = workers.get(status.name)
+def worker_message(status: WorkerStatus, known: Worker | None, outstanding: int) -> pb.WorkerStatus:
     return pb.WorkerStatus(
         name=status.name,
         alive=status.alive,

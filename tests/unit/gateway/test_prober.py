@@ -39,8 +39,7 @@ DEVICE = pb.DeviceLoad(
     ],
 )
 LOAD = pb.GetLoadResponse(
-    # The runtime of device 0 does not answer.
-    devices=[pb.DeviceLoad(), DEVICE],
+    devices=[DEVICE],
     metas=[pb.MetaLoad(name="chain", models=["a", "b"])],
 )
 
@@ -51,9 +50,15 @@ def prober(port: int, *, control: bool = False, timeout: float = 10.0, **setting
     return GrpcProber(worker, ChannelFactory(GatewaySection.model_validate(settings)), timeout)
 
 
+async def only(one: GrpcProber) -> WorkerView:
+    """Return the view of the worker's one device."""
+    (view,) = await one.look()
+    return view
+
+
 async def look_until_seen(one: GrpcProber, view: WorkerView) -> None:
     """Look until the worker is seen like this: on a busy machine, any look may be too late."""
-    while await one.look() != view:
+    while await only(one) != view:
         pass
 
 
@@ -64,9 +69,9 @@ async def test_a_worker_without_control_tells_what_is_ready() -> None:
     triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
     async with serving(triton) as port:
         one = prober(port)
-        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m", "o"}))
+        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m", "o"}))
         with pytest.raises(ActError, match="no control service"):
-            await one.act(Act.EVICT, "m")
+            await one.act(Act.EVICT, "m", None)
         await one.close()
 
 
@@ -77,7 +82,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
     control.load = LOAD
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
-        assert await one.look() == WorkerView(
+        assert await only(one) == WorkerView(
             alive=True,
             ready=frozenset({"m"}),
             instance="0123456789abcdef",
@@ -89,6 +94,30 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
             },
             calls={"chain": frozenset({"a", "b"})},
         )
+        await one.close()
+
+
+@looped
+async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
+    """A device whose runtime is gone takes no models; without any runtime, the server is asked as one."""
+    control = FakeControl()
+    control.load = pb.GetLoadResponse(
+        devices=[
+            pb.DeviceLoad(number=0, instance="1", backlog_s=0.5, free_bytes=7),
+            pb.DeviceLoad(number=1),
+        ]
+    )
+    ready = frozenset({"m"})
+    async with serving(FakeServer(), control) as port:
+        one = prober(port, control=True)
+        assert await one.look() == (
+            WorkerView(True, ready, "1", backlog_s=0.5, free_bytes=7),
+            WorkerView(False, ready, device=1),
+        )
+        await one.act(Act.PREFETCH, "a", 1)
+        assert control.devices == [1]
+        control.load.devices[0].instance = ""
+        assert await one.look() == (WorkerView(True, ready),)
         await one.close()
 
 
@@ -114,7 +143,7 @@ async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
     control.load = None
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
-        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
         await one.close()
 
 
@@ -125,7 +154,7 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
     async with serving(triton) as port:
         one = prober(port)
         triton.ready = False
-        assert await one.look() == WorkerView(alive=True)
+        assert await only(one) == WorkerView(alive=True)
         await one.close()
 
 
@@ -148,7 +177,7 @@ async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() ->
     triton = FakeServer()
     async with serving(triton) as port:
         one = prober(port)
-        assert (await one.look()).alive
+        assert (await only(one)).alive
     assert await one.look() == DEAD
     async with serving(triton, port=port):
         await look_until_seen(one, WorkerView(alive=True, ready=frozenset({"m"})))
@@ -175,11 +204,11 @@ async def test_steps_go_to_the_control_service() -> None:
     control = FakeControl()
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
-        await one.act(Act.PREFETCH, "a")
-        await one.act(Act.EVICT, "b")
+        await one.act(Act.PREFETCH, "a", None)
+        await one.act(Act.EVICT, "b", None)
         assert control.steps == [("prefetch", "a"), ("evict", "b")]
         with pytest.raises(ActError, match="NOT_FOUND: there is no model"):
-            await one.act(Act.EVICT, "unknown")
+            await one.act(Act.EVICT, "unknown", None)
         await one.close()
 
 
@@ -211,7 +240,7 @@ async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> No
     triton.restricted = ("admin-key", "sesame=1")
     async with serving(triton) as port:
         one = prober(port, worker_repository_key="admin-key", worker_repository_value_file=value)
-        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
         await one.close()
 
 
@@ -223,13 +252,13 @@ async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCap
     async with serving(triton) as port:
         one = prober(port)
         for _ in range(2):
-            assert await one.look() == WorkerView(alive=True)
+            assert await only(one) == WorkerView(alive=True)
         (line,) = caplog.messages
         assert line.startswith("worker w answers but does not list its ready models")
         assert "set gateway.worker_repository_key to admin-key" in line
         assert "sesame" not in line
         triton.restricted = None
-        assert (await one.look()).ready
+        assert (await only(one)).ready
         triton.restricted = ("admin-key", "sesame")
         await one.look()
         assert len(caplog.messages) == 2
@@ -243,7 +272,7 @@ async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptur
     triton.ready = False
     async with serving(triton) as port:
         one = prober(port)
-        assert await one.look() == WorkerView(alive=True)
+        assert await only(one) == WorkerView(alive=True)
         assert caplog.messages == []
         await one.close()
 
@@ -298,8 +327,8 @@ async def test_a_worker_that_answers_nonsense() -> None:
     server = grpc.aio.server(handlers=[_Everything(nonsense)], options=[("grpc.so_reuseport", 0)])
     one = prober(server.add_insecure_port("127.0.0.1:0"), control=True)
     await server.start()
-    assert await one.look() == WorkerView(alive=True)
-    assert await one.look() == WorkerView(alive=True)
+    assert await only(one) == WorkerView(alive=True)
+    assert await only(one) == WorkerView(alive=True)
     await one.close()
     await server.stop(None)
 
@@ -324,7 +353,7 @@ async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -
     )
     async with serving(FakeServer(), control) as port:
         one = prober(port, control=True)
-        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        assert await only(one) == WorkerView(alive=True, ready=frozenset({"m"}))
         await one.close()
 
 

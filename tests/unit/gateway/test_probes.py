@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from rsrv.placement.contract import Act, Worker, WorkerView
+from rsrv_gateway.devices import ServerDevice
 from rsrv_gateway.probes import DEAD, ActError, ActionQueue, Probes
 from tests.unit.control.virtual import run
 
@@ -17,21 +18,21 @@ class FakeProber:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.view = ALIVE
+        self.views: tuple[WorkerView, ...] = (ALIVE,)
         self.seconds = 0.001
         self.looks: list[float] = []
         self.closed = False
-        self.acts: list[tuple[Act, str]] = []
+        self.acts: list[tuple[Act, str, int | None]] = []
 
-    async def look(self) -> WorkerView:
+    async def look(self) -> tuple[WorkerView, ...]:
         assert not self.closed
         self.looks.append(asyncio.get_running_loop().time())
-        view = self.view
+        views = self.views
         await asyncio.sleep(self.seconds)
-        return view
+        return views
 
-    async def act(self, act: Act, model: str) -> None:
-        self.acts.append((act, model))
+    async def act(self, act: Act, model: str, device: int | None) -> None:
+        self.acts.append((act, model, device))
 
     async def metrics(self) -> str | None:
         return None
@@ -96,7 +97,7 @@ async def test_each_worker_is_looked_at_again_and_again(world: World) -> None:
     assert world.probes.views() == {"a": DEAD, "b": DEAD}
     world.probers["b:1"].seconds = 1.0
     await asyncio.sleep(10)
-    assert world.probes.views() == {"a": ALIVE, "b": ALIVE}
+    assert world.probes.views() == {"a": (ALIVE,), "b": (ALIVE,)}
     assert len(world.probers["a:1"].looks) == pytest.approx(20, abs=1)
     assert len(world.probers["b:1"].looks) == pytest.approx(7, abs=1)
     assert world.seen == 2
@@ -108,11 +109,11 @@ async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
     world.watch("a")
     await world.sees()
     prober = world.probers["a:1"]
-    prober.view, prober.seconds = DEAD, 1.0
+    prober.views, prober.seconds = DEAD, 1.0
     died = now()
     assert await world.sees() - died < 2
     assert world.probes.views() == {"a": DEAD}
-    prober.view, prober.seconds = ALIVE, 0.001
+    prober.views, prober.seconds = (ALIVE,), 0.001
     assert await world.sees() - died < 4
     assert world.seen == 3
 
@@ -123,18 +124,18 @@ async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World)
     world.watch("a")
     prober = world.probers["a:1"]
     await world.sees()
-    prober.view = DEAD
+    prober.views = DEAD
     failed = now()
     for _ in range(1000):
         world.probes.failed("a")
     assert await world.sees() - failed < 0.1
 
-    prober.view, prober.seconds = ALIVE, 0.2
+    prober.views, prober.seconds = (ALIVE,), 0.2
     await world.sees()
     looks = len(prober.looks)
     while len(prober.looks) == looks:  # Until it is probed again and found alive.
         await asyncio.sleep(0.01)
-    prober.view, prober.seconds = DEAD, 0.001
+    prober.views, prober.seconds = DEAD, 0.001
     failed = now()
     world.probes.failed("a")
     assert await world.sees() - failed < 0.3
@@ -149,10 +150,10 @@ async def test_a_refresh_waits_for_new_probes(world: World) -> None:
     await world.sees()
     prober = world.probers["a:1"]
     world.probers["b:1"].seconds = 1e9
-    prober.view = WorkerView(alive=True, ready=frozenset({"m", "new"}))
+    prober.views = (WorkerView(alive=True, ready=frozenset({"m", "new"})),)
     looking = asyncio.create_task(world.probes.look())
     await world.probes.look(["a"])
-    assert "new" in world.probes.views()["a"].ready
+    assert "new" in world.probes.summaries()["a"].ready
     await asyncio.sleep(1)
     assert not looking.done()
     world.watch("a")
@@ -166,39 +167,59 @@ async def test_a_worker_that_leaves_is_not_probed_any_more(world: World) -> None
     await asyncio.sleep(1)
     world.watch("a")
     assert list(world.probes.views()) == ["a"]
-    assert world.probes.views()["a"] == ALIVE
+    assert world.probes.views()["a"] == (ALIVE,)
     await asyncio.sleep(0.1)
     assert world.probers["b:1"].closed
     world.watch("a", port=2)
     assert world.probes.views() == {"a": DEAD}
     await asyncio.sleep(1)
-    assert (world.probers["a:1"].closed, world.probes.views()["a"]) == (True, ALIVE)
+    assert (world.probers["a:1"].closed, world.probes.views()["a"]) == (True, (ALIVE,))
     with pytest.raises(ActError):
-        await world.probes.act(Act.EVICT, "b", "m")
+        await world.probes.act(Act.EVICT, ServerDevice("b", None), "m")
 
 
-def test_steps_of_one_worker_run_in_order_and_once() -> None:
-    """Steps of a worker run in order and once, do not delay another worker's, and failures are logged."""
+@in_world
+async def test_a_server_keeps_its_devices_while_it_does_not_name_them(world: World) -> None:
+    """A server that dies, or whose control service is away, loses no device, so what was placed there is not forgotten."""
+    figures = [WorkerView(True, frozenset({"m"}), "i", device=number) for number in (0, 1)]
+    world.watch("a")
+    await world.sees()
+    prober = world.probers["a:1"]
+    prober.views = tuple(figures)
+    await world.probes.look()
+    for alone, alive in ((DEAD, False), ((ALIVE,), True)):
+        prober.views = alone
+        await world.probes.look()
+        shown = world.probes.views()["a"]
+        assert [(view.device, view.alive, view.instance) for view in shown] == [
+            (0, alive, None),
+            (1, alive, None),
+        ]
+        assert world.probes.summaries()["a"].alive is alive
+
+
+def test_steps_of_one_device_run_in_order_and_once() -> None:
+    """Steps of a device run in order and once, do not delay another device's, and failures are logged."""
     done: list[str] = []
 
-    async def do(act: Act, worker: str, model: str) -> None:
-        await asyncio.sleep(10 if worker == "slow" else 1)
+    async def do(act: Act, place: ServerDevice, model: str) -> None:
+        await asyncio.sleep(10 if place.server == "slow" else 1)
         if model == "bad":
             raise ActError("it does not want to")
-        done.append(f"{worker} {model}")
+        done.append(f"{place.server} {model}")
 
     async def main() -> None:
         errands = ActionQueue(do)
         for _ in range(3):
             for model in ("x", "bad", "y"):
-                errands.send(Act.PREFETCH, "slow", model)
-                errands.send(Act.PREFETCH, "fast", model)
+                errands.send(Act.PREFETCH, ServerDevice("slow", 0), model)
+                errands.send(Act.PREFETCH, ServerDevice("fast", 0), model)
         await asyncio.sleep(5)
         assert done == ["fast x", "fast y"]
         await asyncio.sleep(26)
         assert done[2:] == ["slow x", "slow y"]
-        errands.send(Act.PREFETCH, "fast", "x")
-        errands.send(Act.PREFETCH, "fast", "y")
+        errands.send(Act.PREFETCH, ServerDevice("fast", 0), "x")
+        errands.send(Act.PREFETCH, ServerDevice("fast", 0), "y")
         await asyncio.sleep(1.5)
         await errands.close()
         assert done[4:] == ["fast x"]

@@ -58,6 +58,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(devices=[pb.DeviceLoad(instance="1")])
         self.steps: list[tuple[str, str]] = []
+        #: those of the last prefetch
+        self.devices: list[int] = []
         #: Metrics for Prometheus; None for an older version without them.
         self.metrics: str | None = None
         self.token: str | None = None
@@ -76,6 +78,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
         self.steps.append(("prefetch", request.model))
+        self.devices = list(request.devices)
         return pb.PrefetchResponse()
 
     async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictResponse:

@@ -82,16 +82,19 @@ class WorldProber:
         self._world = world
         self._name = worker.name
 
-    async def look(self) -> WorkerView:
+    async def look(self) -> tuple[WorkerView, ...]:
         self._world.looks.append(self._name)
         await asyncio.sleep(self._world.seconds)
         ready = self._world.ready.get(self._name.removesuffix(":8001"))
         if ready is None:
             return DEAD
-        return WorkerView(True, frozenset(ready.split())) if isinstance(ready, str) else ready
+        if isinstance(ready, str):
+            ready = WorkerView(True, frozenset(ready.split()))
+        return ready if isinstance(ready, tuple) else (ready,)
 
-    async def act(self, act: Act, model: str) -> None:
-        self._world.acts.append(f"{self._name} {act.value} {model}")
+    async def act(self, act: Act, model: str, device: int | None) -> None:
+        where = self._name if device is None else f"{self._name}/{device}"
+        self._world.acts.append(f"{where} {act.value} {model}")
 
     async def metrics(self) -> str | None:
         return self._world.pages.get(self._name)
@@ -104,9 +107,11 @@ class WorldProber:
 
 
 class World:
-    """`ready`: the ready models or the whole view of each worker; a missing worker is dead."""
+    """`ready`: the ready models, the view, or the views of the devices of each worker; a missing worker is dead."""
 
-    def __init__(self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView | tuple[WorkerView, ...]
+    ) -> None:
         self.ready = ready
         self.addresses = sorted(ready)
         self.looks: list[str] = []

@@ -1,0 +1,86 @@
+"""Models are placed on the devices of servers, and requests go to servers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rsrv.placement.contract import Act, ModelView, Routes, WeightAction, WeightsView, WorkerView
+from rsrv_gateway.devices import ServerDevice, devices_of, routes_to_servers
+from tests.unit.control.virtual import run
+from tests.unit.gateway.worlds import World
+
+MODELS = ("m", "n")
+
+
+def device(number: int, *, alive: bool = True, **models: float) -> WorkerView:
+    """Return the view of a device with room for one model; `models` have executed for so many seconds."""
+    views = {
+        name: ModelView(
+            100,
+            WeightsView.RESIDENT if name in models else WeightsView.ABSENT,
+            item_s=0.01,
+            device_seconds=models.get(name, 0.0),
+        )
+        for name in MODELS
+    }
+    return WorkerView(
+        alive, frozenset(MODELS), f"runtime {number}", budget_bytes=100, models=views, device=number
+    )
+
+
+def test_a_server_is_named_once_for_all_its_devices() -> None:
+    """The proxy sends requests to servers, which choose among their devices themselves."""
+    places = devices_of({"one": (device(0),), "two": (device(0), device(1))})
+    assert places == {
+        "one": ServerDevice("one", None),
+        "two/0": ServerDevice("two", 0),
+        "two/1": ServerDevice("two", 1),
+    }
+    table = {"m": Routes(("one", "two/0", "two/1"), ("two/0", "two/1"), quantum=3), "n": Routes(())}
+    assert routes_to_servers(table, places) == {
+        "m": Routes(("one", "two"), ("two",), quantum=3),
+        "n": Routes(()),
+    }
+    alone = {"m": Routes(("one",), ("one",))}
+    assert routes_to_servers(alone, devices_of({"one": (device(0),)})) is alone
+
+
+def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
+    """Two models that fill a device each are placed on one server with two devices; a step names the device."""
+
+    async def main() -> None:
+        world = World({"mode": "lpt_packing"}, a=(device(0, m=1.0), device(1, n=1.0)))
+        async with world.running():
+            status = await world.gateway.status()
+            assert status is not None
+            assert {one.name: one.placed for one in status.models} == {
+                "m": ("a:8001/0",),
+                "n": ("a:8001/1",),
+            }
+            table = world.gateway.table
+            assert {name: routes.placed for name, routes in table.items()} == {
+                "m": ("a:8001",),
+                "n": ("a:8001",),
+            }
+            world.planner.steps = (WeightAction(Act.PREFETCH, "a:8001/1", "m"),)
+            await world.gateway.round()
+            await asyncio.sleep(0.1)
+            assert world.acts == ["a:8001/1 prefetch m"]
+
+    run(main())
+
+
+def test_a_device_that_is_lost_leaves_its_models_to_another_server() -> None:
+    """While its runtime is gone, the other device of its server keeps what it has."""
+
+    async def main() -> None:
+        world = World({"mode": "lpt_packing"}, a=(device(0, m=1.0), device(1, n=1.0)), b=(device(0),))
+        async with world.running():
+            assert world.gateway.table["n"].placed == ("a:8001",)
+            world.ready["a"] = (device(0, m=1.0), device(1, alive=False))
+            await world.gateway.refresh(sure=True)
+            placed = {name: routes.placed for name, routes in world.gateway.table.items()}
+            assert placed == {"m": ("a:8001",), "n": ("b:8001",)}
+            assert world.gateway.ready
+
+    run(main())

@@ -14,7 +14,6 @@ from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.peek import Malformed
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
-METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 #: name of the header, and of the entry in the metadata, by which Envoy's policy override_host chooses
 DESTINATION = "x-gateway-destination-endpoint"
 #: namespace of that metadata, and names of those that limit the choice (Gateway API inference extension, proposal 004)
@@ -23,8 +22,8 @@ _NAMESPACE, _SUBSET_NAMESPACE, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{
 _PREFIX_BYTES = 5
 #: Bytes at the start of a body that are enough: all but tensors comes before.
 ENOUGH_BYTES = 8 << 10
-#: bytes of a compressed message that are decompressed
-_DECOMPRESSED_MAX_BYTES = 64 << 10
+#: bytes of a body, and of a compressed message, that are read
+READ_MAX_BYTES = 64 << 10
 _EVERY_PART = ("request_headers", "response_headers", "request_body", "response_body")
 _TRAILERS = ("request_trailers", "response_trailers")
 
@@ -81,7 +80,7 @@ def first_message(head: Head, body: bytes) -> tuple[bytes, bool]:
     if encoding not in ("gzip", "deflate"):
         raise Malformed(f"the request's compression {encoding!r} is unknown here; gzip and deflate are not")
     try:
-        return zlib.decompressobj(47).decompress(content, _DECOMPRESSED_MAX_BYTES), False
+        return zlib.decompressobj(47).decompress(content, READ_MAX_BYTES), False
     except zlib.error as error:
         raise Malformed(f"the request cannot be decompressed: {error}") from None
 

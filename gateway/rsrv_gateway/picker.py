@@ -6,7 +6,7 @@ protocol, and keeps it while the request is in flight, so the stream's length is
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,17 +14,18 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-import grpc
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from rsrv.address import Address, parse_address
-from rsrv.control.grpc_server import GrpcServer
+from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
 from rsrv.placement.routing import Choice
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import ext_proc
-from rsrv_gateway.connections import SERVICE, Token, server_credentials, server_options
+from rsrv_gateway.connections import SERVICE, Token, server_tls
 from rsrv_gateway.ext_proc import Head
+from rsrv_gateway.http2 import EnvoyConnection
 from rsrv_gateway.http_protocol import UnknownPath, overstated, peek, target_of
 from rsrv_gateway.members import addresses_of
 from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
@@ -56,8 +57,6 @@ _OF_ANY = frozenset(
         "index",
     ]
 )
-_HEALTH = "/grpc.health.v1.Health/Check"
-_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 class Picker:
@@ -66,7 +65,6 @@ class Picker:
     def __init__(self, address: str, settings: GatewaySection, brain: Brain) -> None:
         """Prepare the server for `address`. Raises ListenError."""
         self._address = address
-        self._settings = settings
         self._token = Token(settings)
         self.traffic = Traffic(settings.mode, brain)
         self.max_bytes = settings.max_message_bytes
@@ -76,23 +74,28 @@ class Picker:
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
         self._resolved: dict[str, str] = {}
         self._turns = count()
-        self._streams: set[asyncio.Task[None]] = set()
-        self._server = GrpcServer(self._make, "--picker")
+        self._connections: set[EnvoyConnection] = set()
+        self._tls = server_tls(settings)
+        if self._tls is not None:
+            self._tls.set_alpn_protocols(["h2"])
+        self._listener: asyncio.Server | None = None
         #: the port that it listens on; 0: not started
         self.port = 0
 
     async def start(self) -> None:
         """Listen from now on. Raises ListenError."""
-        self.port = await self._server.start(self._address, server_credentials(self._settings))
-
-    def _make(self) -> Any:
-        handlers = {
-            ext_proc.METHOD: grpc.stream_stream_rpc_method_handler(
-                self._process, pb.ProcessingRequest.FromString
-            ),
-            _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
-        }
-        return grpc.aio.server(handlers=[_Methods(handlers)], options=server_options(self._settings))
+        address = parse_address(self._address, any_host=True, any_port=True)
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: EnvoyConnection(self.request, self._connections, self.max_bytes),
+                address.host or None,
+                address.port,
+                ssl=self._tls,
+                reuse_address=True,
+            )
+        except OSError as error:
+            raise ListenError(f"--picker: cannot listen on {self._address}: {error}") from None
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         """Replace the workers and the table, as `Proxy.apply` does."""
@@ -105,36 +108,18 @@ class Picker:
     def counts(self) -> TrafficCounts:
         return self.traffic.counts()
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, _: float) -> None:
         """Refuse new requests. Those in flight go on without the picker: Envoy has been told their servers."""
-        stopping = asyncio.ensure_future(self._server.stop(seconds))
-        await asyncio.sleep(0)
-        for stream in self._streams:
-            stream.cancel()
-        await stopping
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.finish()
 
     async def stop(self) -> None:
-        await self._server.stop(None)
-
-    async def _process(self, messages: AsyncIterator[Any], context: Any) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._streams.add(task)
-        request = self.request()
-        # Ended by Envoy, with its request, or by `drain`: Envoy goes on if the stream ends well.
-        with suppress(asyncio.CancelledError):
-            try:
-                async for message in messages:
-                    for answer in await request.answers(message):
-                        await context.write(answer)
-                    if request.refused:
-                        break
-            finally:
-                request.end()
-                self._streams.discard(task)
-
-    async def _check(self, _: bytes, __: Any) -> bytes:
-        return _SERVING if self.traffic.workers else _NOT_SERVING
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.abort()
 
     async def _addresses(self, wanted: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return IP:PORT by worker, because override_host knows no names; without workers that have none."""
@@ -205,14 +190,6 @@ class Picker:
         return workers[at:] + workers[:at]
 
 
-class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, handlers: Mapping[str, Any]) -> None:
-        self._handlers = handlers
-
-    def service(self, details: Any) -> Any:
-        return self._handlers.get(details.method)
-
-
 @dataclass(frozen=True, slots=True)
 class _Question:
     """Method of gRPC, or operation as in `Target`, that a request asks for, and the model if it is in the path."""
@@ -265,27 +242,47 @@ class PickedRequest:
         self._decided = False
         self._wanted = _Wanted("")
         self._choice: Choice | None = None
-        self.refused = False
+        #: the model is unknown, and all workers are being probed
+        self._looking = False
+        #: refused: Envoy needs nothing more
+        self.done = False
 
-    async def answers(self, message: Any) -> list[bytes]:
-        """Return the answers that are due after this message."""
+    def take(self, data: bytes) -> Iterable[bytes]:
+        """Return the answers that are due after this message. Raises ValueError if it is none."""
+        try:
+            message = pb.ProcessingRequest.FromString(data)
+        except DecodeError as error:
+            raise ValueError(str(error)) from None
         part = message.WhichOneof("request")
         if self._decided or (self._head is not None and part.startswith("response")):
             return [self._passed(message)]
         if self._head is None:
             if part != "request_headers":
+                if part is None:
+                    raise ValueError("a message of another kind")
                 return [self._refuse(_without("request_header_mode: SEND"))]
             self._head = Head(message)
-            return await self._begin(self._head, message)
+            return self._begin(self._head, message)
         if part == "request_trailers" and not self._ahead:
             return [self._refuse(Refusal(StatusCode.INVALID_ARGUMENT, "the request has no body"))]
         self._waiting.append(message)
+        if self._looking:
+            return []
         if part == "request_body":
-            self._body += message.request_body.body
+            self._body += message.request_body.body[: ext_proc.READ_MAX_BYTES]
             more = self._ahead and not message.request_body.end_of_stream
             if more and not ext_proc.is_enough(self._head, self._body):
                 return []
-        return await self._decide(self._head)
+        return self._decide(self._head)
+
+    def later(self) -> Coroutine[Any, Any, Iterable[bytes]] | None:
+        """Return the look for an unknown model, which ends with the answers that it delayed."""
+        return self._look(self._head) if self._looking and self._head is not None else None
+
+    async def _look(self, head: Head) -> Iterable[bytes]:
+        await self._picker.traffic.brain.refresh()
+        self._looking = False
+        return self._decide(head, looked=True)
 
     def end(self) -> None:
         """Stop counting it."""
@@ -297,7 +294,7 @@ class PickedRequest:
             traffic.count_finished(wanted.model, worker, PICKED, wanted.items, seconds)
             self._choice = None
 
-    async def _begin(self, head: Head, message: Any) -> list[bytes]:
+    def _begin(self, head: Head, message: Any) -> list[bytes]:
         mode = message.protocol_config.request_body_mode
         self._duplex = mode == pb.FULL_DUPLEX_STREAMED
         self._ahead = self._duplex or (
@@ -310,19 +307,22 @@ class PickedRequest:
             return [self._refuse(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))]
         self._waiting.append(message)
         if question is None or not question.needs_body or not head.has_body:
-            return await self._decide(head)
+            return self._decide(head)
         if self._ahead:
             return []
         if mode not in (pb.BUFFERED, pb.BUFFERED_PARTIAL):
             if head.is_grpc:
                 return [self._refuse(_without("request_body_mode: BUFFERED_PARTIAL"))]
-            return await self._decide(head)
+            return self._decide(head)
         self._waiting.clear()
         return [ext_proc.passed("request_headers")]
 
-    async def _decide(self, head: Head) -> list[bytes]:
-        """Choose, and return the answers to all parts that wait."""
-        found = await self._endpoints(head, self._question)
+    def _decide(self, head: Head, looked: bool = False) -> list[bytes]:
+        """Choose, and return the answers to all parts that wait; none if the model is unknown and was not looked for."""
+        found = self._endpoints(head, self._question, looked)
+        if found is None:
+            self._looking = True
+            return []
         if isinstance(found, Refusal):
             return [self._refuse(found)]
         self._decided = True
@@ -331,32 +331,40 @@ class PickedRequest:
         answer = self._picker.directed(first.WhichOneof("request"), found)
         return [answer, *(self._passed(other) for other in others)]
 
-    async def _endpoints(self, head: Head, question: _Question | None) -> Sequence[str] | Refusal:
-        """Return the endpoints for the request, the best first; a request for inference is counted."""
+    def _endpoints(
+        self, head: Head, question: _Question | None, looked: bool
+    ) -> Sequence[str] | Refusal | None:
+        """Return the endpoints for the request, the best first; None: its model is unknown so far.
+
+        A request for inference is counted.
+        """
         picker, traffic = self._picker, self._picker.traffic
+        workers: Iterable[str] = ()
         if question is None or question.what in _OF_ANY:
-            workers: Iterable[str] = picker.in_turn()
-        elif question.what in _INFERENCE or question.what in _ABOUT_A_MODEL:
+            workers = picker.in_turn()
+        elif question.what not in _INFERENCE and question.what not in _ABOUT_A_MODEL:
+            return unsupported()
+        else:
             try:
                 wanted = self._wanted = self._read(head, question)
             except Malformed as error:
                 traffic.count_refused("", StatusCode.INVALID_ARGUMENT.name)
                 return Refusal(StatusCode.INVALID_ARGUMENT, str(error))
+            routes = traffic.table.get(wanted.model)
+            if routes is None and wanted.model and not looked:
+                return None
             if question.what in _INFERENCE:
-                return await self._infer(head, wanted)
-            workers = await traffic.workers_for(wanted.model) if wanted.model else picker.in_turn()
-        else:
-            return unsupported()
+                return self._infer(head, wanted)
+            workers = routes.ready if routes is not None and routes.ready else picker.in_turn()
         return list(picker.allowed(head, workers).values()) or no_worker()
 
-    async def _infer(self, head: Head, wanted: _Wanted) -> Sequence[str] | Refusal:
+    def _infer(self, head: Head, wanted: _Wanted) -> Sequence[str] | Refusal:
         picker, traffic = self._picker, self._picker.traffic
-        found = traffic.router.select(wanted.model, wanted.items) or await traffic.find(
-            wanted.model, wanted.items
-        )
-        if isinstance(found, Refusal):
-            traffic.count_refused(wanted.model, found.code.name)
-            return found
+        found = traffic.router.select(wanted.model, wanted.items)
+        if found is None:
+            refusal = traffic.reason_for(wanted.model)
+            traffic.count_refused(wanted.model, refusal.code.name)
+            return refusal
         if wanted.sequence:
             traffic.pin_sequence(found, wanted.model, wanted.sequence)
         # A sequence's state is at one server.
@@ -400,7 +408,7 @@ class PickedRequest:
         return ext_proc.passed(part)
 
     def _refuse(self, refusal: Refusal) -> bytes:
-        self.refused = True
+        self.done = True
         return ext_proc.refused(refusal, self._head is None or self._head.is_grpc)
 
 

@@ -1,4 +1,4 @@
-"""The cost of passing a request on: direct, through a minimal proxy in Python, and through the gateway."""
+"""The cost of passing a request on: direct, through a minimal proxy in Python, the gateway, and an Envoy with a picker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tests.bench.figures import Rounds, Sample, Spread, Target
 from tests.bench.gateway.stage import (
     BARE,
     DIRECT,
+    ENVOY,
     GATEWAY,
     PASSING,
+    PICKER,
     WORKERS,
     Way,
     bare,
     entry,
+    envoy,
     gateway,
     write_workers,
 )
@@ -30,7 +33,7 @@ from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.report import rounds_line, spread_text, table
 from tests.bench.verify import verify
 
-WAYS = (DIRECT, BARE, GATEWAY)
+WAYS = (DIRECT, BARE, GATEWAY, ENVOY)
 CLIENTS = (1, 16)
 #: Size of a request -> the model that takes it.
 SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
@@ -88,7 +91,7 @@ def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[
     ways = [Way(DIRECT, servers[0].grpc_url, {}), stack.enter_context(bare(servers))]
     running = stack.enter_context(gateway(file))
     running.wait_alive({f"worker-{n}" for n in range(len(servers))})
-    return [*ways, running.way()]
+    return [*ways, running.way(), stack.enter_context(envoy(file, servers))]
 
 
 def _idle(ways: Sequence[Way]) -> float:
@@ -154,8 +157,8 @@ def _measure(
 
 
 def passing_us(sample: Sample) -> float:
-    """Return the microseconds of CPU per request of the processes between client and workers."""
-    return sample.cpu_us.get(PASSING, 0.0)
+    """Return the microseconds of CPU per request of the processes between client and workers, and of the picker."""
+    return sample.cpu_us.get(PASSING, 0.0) + sample.cpu_us.get(PICKER, 0.0)
 
 
 def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
@@ -185,6 +188,12 @@ def _summary(kept: Mapping[str, Rounds]) -> tuple[list[str], list[Target], dict[
             found = rounds.ratio(GATEWAY, BARE, clients, passing_us)
             ratios[f"{size}, {clients} clients, {GATEWAY} / {BARE}"] = asdict(found)
             lines.append(f"CPU per request at {clients} clients, {GATEWAY} / {BARE}: {spread_text(found)}")
+            picker = rounds.spread(ENVOY, clients, lambda sample: sample.cpu_us[PICKER])
+            lines.append(f"CPU per request at {clients} clients, of the picker: {spread_text(picker, 0)} us")
+            for way in (GATEWAY, ENVOY):
+                found = rounds.ratio(way, DIRECT, clients, _p50)
+                ratios[f"{size}, {clients} clients, p50, {way} / {DIRECT}"] = asdict(found)
+                lines.append(f"p50 at {clients} clients, {way} / {DIRECT}: {spread_text(found)}")
         lines += [rounds_line(rounds), ""]
     return lines, _targets(kept[SMALL]), ratios
 

@@ -23,10 +23,11 @@ from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.bench.load import BenchFailed
 from tests.bench.places import ROOT, WORK
+from tests.envoys import running_envoy
 
-DIRECT, BARE, GATEWAY = "direct", "bare", "gateway"
-#: Roles of processes: those that pass requests on, and those that answer them.
-PASSING, WORKERS = "passing", "workers"
+DIRECT, BARE, GATEWAY, ENVOY = "direct", "bare", "gateway", "envoy"
+#: Roles of processes: those that pass requests on, the one that names servers to Envoy, and those that answer.
+PASSING, PICKER, WORKERS = "passing", "picker", "workers"
 #: Seconds until a gateway accepts requests, or sees a change.
 _PATIENCE = 30.0
 
@@ -90,8 +91,16 @@ class Gateway:
 @contextmanager
 def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
     """Yield a ready one in front of the workers. `settings` are of the section gateway."""
+    with _gateway(workers_file, "gateway", [], settings) as running:
+        yield running
+
+
+@contextmanager
+def _gateway(
+    workers_file: Path, name: str, arguments: Sequence[str], settings: Mapping[str, Any]
+) -> Iterator[Gateway]:
     ports = free_ports(3)
-    config, log = WORK / "gateway.yaml", WORK / "gateway.log"
+    config, log = WORK / f"{name}.yaml", WORK / f"{name}.log"
     section = dict(
         zip(("grpc", "http", "admin"), (f"{LOOPBACK}:{port}" for port in ports), strict=True),
         workers_file=str(workers_file),
@@ -99,10 +108,24 @@ def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
     )
     with config.open("w") as file:
         YAML(typ="safe").dump({"gateway": section}, file)
-    with _process([sys.executable, "-m", "rsrv_gateway", "--config", str(config)], log) as process:
+    command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config), *arguments]
+    with _process(command, log) as process:
         running = Gateway(process, ports, log)
         running.wait_ready()
         yield running
+
+
+@contextmanager
+def envoy(workers_file: Path, servers: Sequence[TritonServer]) -> Iterator[Way]:
+    """Run an Envoy with deploy/envoy.yaml on one core, and a picker."""
+    (port,) = free_ports(1)
+    grpc_ports, http_ports = [one.grpc_port for one in servers], [one.http_port for one in servers]
+    with (
+        _gateway(workers_file, "gateway-picker", ["--picker", f"{LOOPBACK}:{port}"], {}) as picker,
+        running_envoy(WORK, port, grpc_ports, http_ports) as running,
+    ):
+        picker.wait_alive({f"worker-{number}" for number in range(len(servers))})
+        yield Way(ENVOY, running.url, {running.process.pid: PASSING, picker.process.pid: PICKER})
 
 
 @contextmanager

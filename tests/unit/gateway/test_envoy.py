@@ -255,6 +255,31 @@ async def test_when_the_picker_dies_envoy_asks_any_server(tmp_path: Path) -> Non
 
 
 @looped
+async def test_an_orderly_end_of_the_picker_costs_no_request(tmp_path: Path) -> None:
+    """Though Envoy must not go on without a picker, a request that was given its server before the end is answered."""
+
+    def strict(config: Any) -> None:
+        ext_proc(config)["failure_mode_allow"] = False
+
+    async with street(tmp_path, strict) as town:
+        gate, arrived = asyncio.Event(), asyncio.Event()
+
+        async def hold(request: Any, context: Any) -> Any:
+            arrived.set()
+            await gate.wait()
+            return await town.workers["b"].echo(request, context)
+
+        town.workers["b"].does["ModelInfer"] = hold
+        call = town.infer("m")
+        await arrived.wait()
+        await town.picker.drain(0)
+        await town.picker.stop()
+        gate.set()
+        assert (await call).model_version == "b"
+        assert (await refusal(town.infer("m")))[0] != "OK"
+
+
+@looped
 async def test_the_token_holds_if_envoy_does_not_go_on_without_the_picker(tmp_path: Path) -> None:
     """The picker refuses clients without the token; with failure_mode_allow false, so does Envoy when the picker is dead."""
     file = tmp_path / "token"

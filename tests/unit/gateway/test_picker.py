@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Table, Worker
@@ -463,6 +464,30 @@ async def _decide(table: Table, workers: Mapping[str, Worker], count: int) -> fl
     for number in range(count):
         request = picker.request()
         for part in parts[number % 100]:
-            assert await request.answers(pb.ProcessingRequest.FromString(part))
+            assert request.take(part)
         request.end()
     return (process_time() - began) / count
+
+
+@looped
+async def test_envoy_can_be_asked_for_a_certificate(tmp_path: Path) -> None:
+    """With TLS, a client without a certificate of the authority gets no answer, and one with it does."""
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    ca, chain, key = (tmp_path / name for name in ("ca.pem", "chain.pem", "key.pem"))
+    authority.cert_pem.write_to_path(str(ca))
+    chain.write_bytes(b"".join(blob.bytes() for blob in pair.cert_chain_pems))
+    pair.private_key_pem.write_to_path(str(key))
+    async with picking(tls_certificate=chain, tls_key=key, tls_client_ca=ca) as desk:
+        address = f"127.0.0.1:{desk.picker.port}"
+        own = key.read_bytes(), chain.read_bytes()
+        credentials = [grpc.ssl_channel_credentials(ca.read_bytes(), *more) for more in ((), own)]
+        for one, answered in zip(credentials, (False, True), strict=True):
+            async with grpc.aio.secure_channel(address, one) as channel:
+                client = Desk(desk.picker, desk.brain, ext_proc_pb2_grpc.ExternalProcessorStub(channel))
+                asked = client.ask_http("/v2/health/live")
+                if answered:
+                    assert endpoints(await asked)
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await asked

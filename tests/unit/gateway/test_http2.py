@@ -1,0 +1,285 @@
+"""The picker's HTTP/2, frame by frame, as any peer might send it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv_gateway.http2 import EnvoyConnection
+from tests.waiting import looped
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
+
+
+class Echo:
+    """Answers a message with itself, but `quiet`; `bye` is the last, `soon` answered later, `bad` no message, `bug` a fault."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.ended = 0
+        self.looked = asyncio.Event()
+        self._soon = False
+
+    def take(self, data: bytes) -> Iterable[bytes]:
+        if data == b"bad":
+            raise ValueError("bad")
+        if data == b"bug":
+            raise RuntimeError("bug")
+        self.done = data == b"bye"
+        self._soon = data == b"soon"
+        return [] if self._soon or data.startswith(b"quiet") else [data]
+
+    def later(self) -> Coroutine[Any, Any, Iterable[bytes]] | None:
+        return self._look() if self._soon else None
+
+    async def _look(self) -> Iterable[bytes]:
+        await self.looked.wait()
+        return [b"late"]
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Peer:
+    """The other end of a connection, without a network."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self.exchanges: list[Echo] = []
+        self.known: set[EnvoyConnection] = set()
+        self.connection = EnvoyConnection(self._accept, self.known, 1 << 20)
+        self.closed = ""
+        self._written = bytearray()
+        self.connection.connection_made(self)
+        settings = b"" if window is None else struct.pack(">HI", 4, window)
+        self.send(PREFACE + frame(SETTINGS, 0, 0, settings))
+        self.frames()
+
+    def _accept(self) -> Echo:
+        self.exchanges.append(Echo())
+        return self.exchanges[-1]
+
+    def write(self, data: bytes) -> None:
+        self._written += data
+
+    def close(self) -> None:
+        self.closed = "closed"
+
+    def abort(self) -> None:
+        self.closed = "aborted"
+
+    def is_closing(self) -> bool:
+        return bool(self.closed)
+
+    def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    def open(self, number: int = 1) -> Echo:
+        self.send(frame(HEADERS, END_HEADERS, number, b"\x83"))
+        return self.exchanges[-1]
+
+    def say(self, *messages: bytes, number: int = 1, flags: int = 0) -> None:
+        self.send(frame(DATA, flags, number, b"".join(map(framed, messages))))
+
+    def frames(self) -> list[tuple[int, int, int, bytes]]:
+        """Return the frames since the last call: kind, flags, stream, payload."""
+        found, data = [], bytes(self._written)
+        self._written.clear()
+        while data:
+            size = int.from_bytes(data[:3], "big")
+            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))
+            data = data[9 + size :]
+        return found
+
+    def said(self) -> tuple[bytes, str]:
+        """Return the bytes of the answers since the last call, and the status that ended their stream."""
+        data, status = b"", ""
+        for kind, flags, _, payload in self.frames():
+            if kind == DATA:
+                data += payload
+            if kind == HEADERS and flags & END_STREAM:
+                status = payload.rpartition(b"grpc-status")[2][1:].decode()
+        return data, status
+
+
+def frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, number) + payload
+
+
+def framed(message: bytes) -> bytes:
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+def test_a_call_is_answered_and_ends_with_its_client() -> None:
+    """Each message has its answer, in one stream of headers, data and trailers."""
+    peer = Peer()
+    echo = peer.open()
+    peer.say(b"one", b"two")
+    assert [one[0] for one in peer.frames()] == [HEADERS, DATA, DATA]
+    peer.say(b"three", flags=END_STREAM)
+    assert peer.said() == (framed(b"three"), "0")
+    assert echo.ended == 1
+    peer.open(3)
+    peer.say(b"one", b"bye", b"ignored", number=3)
+    assert peer.said() == (framed(b"one") + framed(b"bye"), "0")
+    peer.say(b"ignored", number=3, flags=END_STREAM)
+    assert peer.said() == (b"", "")
+
+
+@given(st.lists(st.integers(1, 40), max_size=30))
+def test_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
+    """Frames and messages that arrive piece by piece, or padded, are read alike."""
+    message = framed(b"hello") + framed(b"")
+    data = frame(HEADERS, END_HEADERS, 1, b"\x83") + frame(9, END_HEADERS, 1, b"\x83")
+    data += frame(DATA, PADDED, 1, b"\x03" + message[:7] + b"\0\0\0") + frame(
+        DATA, END_STREAM, 1, message[7:]
+    )
+    peer = Peer()
+    for cut in cuts:
+        peer.send(data[:cut])
+        data = data[cut:]
+    peer.send(data)
+    assert peer.said() == (message, "0")
+
+
+@pytest.mark.parametrize(
+    ("payload", "status"),
+    [(b"\1\0\0\0\0", "12"), (b"\0\x7f\0\0\0", "8"), (framed(b"bad"), "3"), (framed(b"bug"), "13")],
+    ids=["compressed", "too long", "no message", "a fault"],
+)
+def test_a_wrong_message_ends_its_stream_only(payload: bytes, status: str) -> None:
+    """The stream ends with a status, and others on the connection go on."""
+    peer = Peer()
+    peer.open()
+    other = peer.open(3)
+    peer.send(frame(DATA, 0, 1, payload))
+    assert peer.said() == (b"", status)
+    peer.say(b"still", number=3)
+    assert peer.said()[0] == framed(b"still")
+    assert [echo.ended for echo in peer.exchanges] == [1, 0]
+    peer.connection.connection_lost(None)
+    assert (other.ended, peer.known) == (1, set())
+
+
+def test_answers_wait_for_the_peers_windows() -> None:
+    """No more is sent than stream and connection allow; the rest and the end follow when windows open."""
+    peer = Peer(window=10)
+    peer.open()
+    peer.say(b"x" * 20, flags=END_STREAM)
+    data, status = peer.said()
+    assert (len(data), status) == (10, "")
+    peer.send(frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", 5)))
+    data += peer.said()[0]
+    peer.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
+    more, status = peer.said()
+    assert (data + more, status) == (framed(b"x" * 20), "0")
+    # 65,535 bytes for all streams of the connection.
+    peer = Peer(window=1 << 30)
+    for number in (1, 3):
+        peer.open(number)
+        peer.say(b"y" * 40_000, number=number)
+    assert len(peer.said()[0]) == 65_535
+    peer.send(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 20)))
+    assert len(peer.said()[0]) == 2 * 40_005 - 65_535
+
+
+def test_windows_are_given_back_before_they_close() -> None:
+    """After 16 MiB on one stream, its window and the connection's are as wide as before."""
+    peer = Peer()
+    peer.open()
+    for _ in range(16):
+        peer.say(b"quiet" + b"z" * ((1 << 20) - 10))
+    found = {(number, payload) for kind, _, number, payload in peer.frames() if kind == WINDOW_UPDATE}
+    assert found == {(number, struct.pack(">I", 1 << 24)) for number in (0, 1)}
+
+
+def test_a_reset_or_lost_stream_ends_at_once() -> None:
+    """A reset ends the exchange without an answer; later frames of the stream are ignored."""
+    peer = Peer()
+    echo = peer.open()
+    peer.send(frame(RST_STREAM, 0, 1, struct.pack(">I", 8)))
+    assert echo.ended == 1
+    peer.say(b"late")
+    peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, b""))
+    assert peer.said() == (b"", "")
+
+
+@looped
+async def test_an_answer_may_come_later() -> None:
+    """An answer that waits is sent when it is there; a stream that has ended meanwhile gets none."""
+    peer = Peer()
+    first, second = peer.open(), peer.open(3)
+    peer.say(b"soon")
+    peer.say(b"soon", number=3)
+    await asyncio.sleep(0)
+    peer.send(frame(RST_STREAM, 0, 3, struct.pack(">I", 8)))
+    first.looked.set()
+    second.looked.set()
+    while not (said := peer.said()[0]):
+        await asyncio.sleep(0)
+    assert said == framed(b"late")
+
+
+def test_at_the_end_streams_end_well() -> None:
+    """The connection says that it ends, ends each stream with OK, and closes."""
+    peer = Peer()
+    peer.open()
+    peer.open(3)
+    peer.connection.finish()
+    assert [(kind, flags & END_STREAM) for kind, flags, _, _ in peer.frames()] == [
+        (GOAWAY, 0),
+        (HEADERS, 0),
+        (HEADERS, END_STREAM),
+        (HEADERS, 0),
+        (HEADERS, END_STREAM),
+    ]
+    assert peer.closed == "closed"
+
+
+def test_the_connection_answers_pings_and_settings() -> None:
+    """Pings and settings are acknowledged, acknowledgements are not."""
+    peer = Peer()
+    peer.send(
+        frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"12345678") + frame(SETTINGS, ACK, 0, b"")
+    )
+    peer.send(frame(SETTINGS, 0, 0, b""))
+    assert peer.frames() == [(PING, ACK, 0, b"12345678"), (SETTINGS, ACK, 0, b"")]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\0\0\0\0\0\1",
+        frame(HEADERS, END_HEADERS, 2, b""),
+        frame(SETTINGS, 0, 0, b"12345"),
+        frame(WINDOW_UPDATE, 0, 0, b"1"),
+        frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**31 - 1)),
+        frame(HEADERS, END_HEADERS, 1, b"") + frame(DATA, PADDED, 1, b""),
+    ],
+    ids=["a frame too long", "an even stream", "settings", "an update", "a window too wide", "padding"],
+)
+def test_a_peer_that_breaks_the_protocol_is_told_and_left(data: bytes) -> None:
+    """The connection says goodbye with an error and closes."""
+    peer = Peer()
+    peer.send(data)
+    assert [kind for kind, *_ in peer.frames()][-1] == GOAWAY
+    assert peer.closed == "closed"
+
+
+def test_a_peer_that_speaks_something_else_is_left() -> None:
+    """Whatever is not HTTP/2 ends the connection without a word."""
+    peer = Peer()
+    peer.connection = EnvoyConnection(peer._accept, peer.known, 1 << 20)
+    peer.connection.connection_made(peer)
+    peer.frames()
+    peer.send(b"PRI * HT")
+    assert peer.closed == ""
+    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+    assert peer.closed == "aborted"

@@ -82,7 +82,7 @@ class GatewaySection(Section):
         description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT there.",
     )
     mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
-        "least_outstanding",
+        "lpt_packing",
         description="Choice of a request's worker among those that serve its model. round_robin: each in turn; "
         "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers by "
         "measured load, and move when it changes.",

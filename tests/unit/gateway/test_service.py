@@ -151,7 +151,7 @@ async def test_a_policy_that_is_wrong_anywhere_changes_nothing(
 @looped
 async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
     """In other modes than lpt_packing, packing commands are refused; the basis of work can be set."""
-    async with served(tmp_path, a="m") as gateway:
+    async with served(tmp_path, {"mode": "least_outstanding"}, a="m") as gateway:
         for call, request in (
             ("Repack", pb.RepackRequest()),
             ("SetPlacement", pb.SetPlacementRequest(model="m")),

@@ -102,7 +102,7 @@ bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/bench
 	$(BIN)/python -m tests.bench $(BENCH)
 
 # The others are parts of tests.bench by name: make bench-weights, bench-gateway, bench-gateway.soak, bench-real.
-bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
+bench-devices bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
 bench-real: $(FRAMEWORKS)
 bench-%: $(VENV)
 	$(BIN)/python -m tests.bench.$* $(BENCH)

@@ -196,7 +196,8 @@ def _start_others(count: int, options: argparse.Namespace, environment: Mapping[
                 directory = paths.runtime_directory(options.server_pid, str(number))
                 paths.make_private(directory)
                 command = paths.runtime_command(
-                    sys.executable,
+                    # As the stub that started this process: the variable may name a script.
+                    environment.get("RSRV_RUNTIME_PYTHON") or sys.executable,
                     directory,
                     options.server_pid,
                     options.settings,

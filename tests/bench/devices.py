@@ -1,0 +1,145 @@
+"""`make bench-devices`: one server with two devices beside one with a single device.
+
+Run from the project's root: python -m tests.bench.devices
+
+Two CPU devices stand for two GPUs. Latency: one client asks both servers in turns, request by request, so that the machine's
+other work meets both alike. Throughput: executions sleep until 8 ms have passed, one request each, under 16 clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from rsrv.wire.socket import read_status
+from tests.bench import models
+from tests.bench.load import Side
+from tests.bench.phases import EXECUTION_MS, say, served
+from tests.bench.places import HERE, WORK
+from tests.bench.processes import STUB, memory, server_processes
+from tests.bench.verify import verify
+
+#: requests to each server; rounds and seconds of the throughput, and its clients
+REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 4000, 5, 3.0, 16
+SIDES = {"one": "[cpu]", "two": "[cpu, cpu]"}
+CASE = replace(models.mlp_case(models.MLP), most_rows=1)
+_SHARED = Path(f"/dev/shm/rsrv-weights-u{os.getuid()}")
+
+
+def main() -> int:
+    """Print the figures."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    mlp = models.ensure_bundle(models.MLP, models._export_mlp)
+    with both("devices", [mlp], "", {}) as sides:
+        one, two = (statistics.median(each) * 1e6 for each in latency(sides))
+        say(f"p50, one client: {one:.0f} us with one device, {two:.0f} us with two: {two / one:.3f}")
+        for side in sides:
+            say(f"{side.name}: {footprint(side)}")
+    paced = {
+        "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
+        "RSRV_BENCH_PYTHON": sys.executable,
+        "RSRV_BENCH_EXECUTION_MS": str(EXECUTION_MS),
+    }
+    with both("devices-paced", [mlp], f"models: {{{models.MLP}: {{max_batch_size: 1}}}}\n", paced) as sides:
+        one, two = (statistics.median(each) for each in throughput(sides))
+        say(
+            f"executions of {EXECUTION_MS:.0f} ms: {one:.0f}/s with one device, {two:.0f}/s with two: {two / one:.2f}"
+        )
+    return 0
+
+
+@contextlib.contextmanager
+def both(name: str, bundles: list[Path], settings: str, env: dict[str, str]) -> Iterator[list[Side]]:
+    """Serve the bundles with one device and with two."""
+    with contextlib.ExitStack() as servers:
+        sides = []
+        for side, devices in SIDES.items():
+            text = f"{settings}runtime: {{devices: {devices}}}\nmetrics: {{listen: null}}\n"
+            repository = models.generate(f"{name}-{side}", bundles, text)
+            sides.append(
+                servers.enter_context(served(f"{name}-{side}", repository, has_runtime=True, env=env))
+            )
+            say(f"{side}: {verify(sides[-1].server.grpc_url, CASE)} answers right")
+        yield sides
+
+
+def asking(side: Side) -> Callable[[], object]:
+    """Return a function that sends one request."""
+    client = triton.InferenceServerClient(side.server.grpc_url)
+    tensor = triton.InferInput("x", [1, 256], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
+    return lambda: client.infer(models.MLP, [tensor])
+
+
+def latency(sides: list[Side]) -> list[list[float]]:
+    """Return the seconds of each server's requests, asked in turns."""
+    asks = [asking(side) for side in sides]
+    times: list[list[float]] = [[] for _ in sides]
+    for number in range(REQUESTS + 200):
+        turns = list(enumerate(asks))
+        for index, ask in turns if number % 2 else reversed(turns):
+            started = time.perf_counter()
+            ask()
+            if number >= 200:
+                times[index].append(time.perf_counter() - started)
+    return times
+
+
+def throughput(sides: list[Side]) -> list[list[float]]:
+    """Return each server's answers per second, by round."""
+    rates: list[list[float]] = [[] for _ in sides]
+    for number in range(ROUNDS):
+        for index, side in enumerate(sides):
+            rates[index].append(answers_per_s(side))
+        say(f"[{number + 1}/{ROUNDS}] " + ", ".join(f"{each[-1]:.0f}/s" for each in rates))
+    return rates
+
+
+def answers_per_s(side: Side) -> float:
+    """Return the answers per second to all clients in one window, after a second of warm-up."""
+    began = time.monotonic() + 1
+    counts = [0] * CLIENTS
+
+    def work(client: int) -> None:
+        ask = asking(side)
+        while (now := time.monotonic()) < began + WINDOW_S:
+            ask()
+            counts[client] += now >= began
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / WINDOW_S
+
+
+def footprint(side: Side) -> str:
+    """Return the stubs, and the host weights, as a line."""
+    processes = server_processes(side.server.pid, has_runtime=True)
+    stubs = [pid for pid, role in processes.items() if role is STUB]
+    count = 2 if side.name.endswith("two") else 1
+    held = [read_status(side.server.pid, str(device))["memory"]["host"] for device in range(count)]
+    physical = [int(one["physical_bytes"]) for one in held]
+    return (
+        f"{len(stubs)} stub, {sum(memory(pid).uss for pid in stubs):.0f} MB of its own; weights on the host "
+        f"{' + '.join(f'{each / 1e3:.0f}' for each in physical)} kB by runtime, of which {_shared() / 1e3:.0f} kB are one shared copy"
+    )
+
+
+def _shared() -> int:
+    return sum(path.stat().st_size for path in _SHARED.iterdir()) if _SHARED.is_dir() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -174,6 +174,37 @@ class Freeze(Fault):
             yield "the runtime was only frozen, and is another one now"
 
 
+class KillDevice(Fault):
+    name = "kill -9 one of two devices' runtimes"
+    expected = Expected(None, in_flight=True)
+    patience = 5.0
+    house = "devices"
+
+    def strike(self, house: House, load: Load) -> float:
+        self._killed = house.runtime_pid()
+        return kill(self._killed, signal.SIGKILL)
+
+    def check(self, house: House) -> Iterable[str]:
+        if house.runtime_pid() == self._killed:
+            yield "the runtime is still the one that was killed"
+
+
+class FreezeDevice(Fault):
+    name = "SIGSTOP one of two devices' runtimes for 4 s"
+    expected = Expected(None, in_flight=True)
+    patience = 5.0
+    house = "devices"
+
+    def strike(self, house: House, load: Load) -> float:
+        self._frozen = house.runtime_pid(1)
+        struck = kill(self._frozen, signal.SIGSTOP)
+        time.sleep(4)
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        os.kill(self._frozen, signal.SIGCONT)
+
+
 # --- stubs --------------------------------------------------------------------------------------------------------
 
 
@@ -571,6 +602,8 @@ FAULTS: Sequence[type[Fault]] = (
     StopStub,
     KillControl,
     Freeze,
+    KillDevice,
+    FreezeDevice,
     FullSharedMemory,
     FullDisk,
     CorruptCache,

@@ -14,6 +14,8 @@ RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
 STRIKE = "strike"
 #: Seconds within which the health service has to report.
 TELLS_WITHIN = 1.0
+#: Seconds after which a request that should not be touched is late.
+LATE_S = 1.0
 #: The least number of answers for a 99th percentile.
 _ENOUGH = 50
 #: The slowdown that is worth a remark.
@@ -53,6 +55,8 @@ class Expected:
     stays: Mapping[str, str] = field(default_factory=dict)
     #: Models whose requests may get each other's answers, and why.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
+    #: Only requests in flight may fail or wait longer than LATE_S, and of each model those of the next execute().
+    in_flight: bool = False
 
     def harms(self, model: str) -> bool:
         return self.victims is None or model in self.victims
@@ -179,6 +183,10 @@ def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterab
     if failed:
         kinds = _counts(Counter(f"{r.model} {r.outcome}" for r in failed))
         yield f"errors of models that it should not touch: {kinds}"
+    if expected.in_flight:
+        harmed = [r for r in touched if r.outcome != RIGHT or r.ended - r.sent > LATE_S]
+        if len(harmed) > row.in_flight + len({r.model for r in touched}):
+            yield f"{len(harmed)} requests failed or were late, and {row.in_flight} were in flight"
     if row.victims_back == inf:
         yield "the victims did not come back"
     if row.bystanders_back == inf:

@@ -31,8 +31,8 @@ from tests.chaos.questions import Question
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.waiting import wait_until
 
-#: A server; one whose runtime reads a clock that can be set; one under `rsrv serve`.
-Kind = Literal["plain", "clock", "serve"]
+#: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`.
+Kind = Literal["plain", "devices", "clock", "serve"]
 #: The models that are served from the start.
 SERVED = (
     "exact",
@@ -55,7 +55,7 @@ HOOK_TIMEOUT, WATCHDOG = 3.0, 5.0
 #: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _SETTINGS = """
-runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}}}
+runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
 lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
 """
@@ -135,6 +135,7 @@ class House:
     def __init__(self, folder: Path, kind: Kind = "plain") -> None:
         """With a clock, `set_clock` sets the time of day of the runtime and its children."""
         self._folder = folder
+        self._devices = "[cpu, cpu]" if kind == "devices" else "all"
         self._server = _SupervisedServer if kind == "serve" else _HousedServer
         self.bundles = folder / "bundles"
         self.gen = folder / "gen"
@@ -178,6 +179,7 @@ class House:
                 hook=HOOK_TIMEOUT,
                 stub=STUB_BYTES,
                 bundles=self.bundles,
+                devices=self._devices,
             )
         )
         self._config = config
@@ -244,14 +246,14 @@ class House:
             return {}
         return found
 
-    def runtime_pid(self) -> int:
-        pid = wait_until(self._runtime_pid, what="a runtime")
+    def runtime_pid(self, device: int = 0) -> int:
+        pid = wait_until(lambda: self._runtime_pid(device), what="a runtime")
         assert pid is not None
         return pid
 
-    def _runtime_pid(self) -> int | None:
+    def _runtime_pid(self, device: int) -> int | None:
         try:
-            return int(self.status()["pid"])
+            return int(read_status(self.server.pid, str(device), timeout=2)["pid"])
         except (OSError, Closed):
             return None
 

@@ -91,7 +91,7 @@ async def serve(settings: Settings, picker: str | None) -> None:
         gateway = GatewayLoop(
             members,
             partial(Probes, probe, section.probe_s),
-            Planner(PlannerOptions.of(section)),
+            Planner(_options(settings)),
             partial(Proxy, section) if picker is None else partial(Picker, picker, section),
             pause=section.probe_s,
             drain=section.drain_s,
@@ -105,7 +105,7 @@ async def _serve_operators(
 ) -> None:
     """Open the control service and the admin port for operators; `stack` closes them."""
     section = settings.gateway
-    service, health = GatewayService(gateway, PlannerOptions.of(section)), GatewayHealth(gateway)
+    service, health = GatewayService(gateway, _options(settings)), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
     stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.control_listen is not None:
@@ -123,6 +123,13 @@ async def _serve_operators(
         await admin.start(section.admin)
         log.info("gateway.admin: /metrics and the live page are at port %d", admin.port)
         stack.push_async_callback(admin.stop)
+
+
+def _options(settings: Settings) -> PlannerOptions:
+    section = settings.gateway
+    return PlannerOptions.of(
+        settings.placement, settings.models, mode=section.mode, work_basis=section.work_basis
+    )
 
 
 def _page_token(file: Path | None) -> bytes | None:

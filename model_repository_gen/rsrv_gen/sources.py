@@ -82,11 +82,9 @@ def _read(name: str, places: Sequence[Path]) -> SourceBundle:
 
 def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
     """Return a line for each model that the settings name and that is not `known`, with the nearest known name."""
-    named = [("models", name) for name in settings.models]
-    named += [("gateway.models", name) for name in settings.gateway.models]
     return [
-        f"{section}.{name}: no bundle has this name{nearest(name, sorted(known))}"
-        for section, name in named
+        f"models.{name}: no bundle has this name{nearest(name, sorted(known))}"
+        for name in settings.models
         if name not in known
     ]
 

@@ -18,7 +18,7 @@ from pydantic_settings import SettingsError as EnvironmentParseError
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
-from rsrv.settings_fleet import GatewaySection, Section
+from rsrv.settings_fleet import GatewaySection, PlacedModelSection, PlacementSection, Section
 from rsrv.text import nearest
 
 
@@ -334,7 +334,7 @@ class TracesSection(Section):
 Residency = Literal["unpinned", "system", "device"]
 
 
-class ModelSection(Section):
+class ModelSection(PlacedModelSection):
     """Settings of one model; absent keys take the general value."""
 
     max_queue_depth: int | None = Field(
@@ -377,6 +377,10 @@ _FORMER = {
     "node.max_restarts": "leave it out: it is 10 in a row",
     "node.hang_s": "leave it out: it is 60 s",
     "node.drain_s": "use `rsrv serve --drain SECONDS`",
+    "gateway.replicas": "use placement.replicas",
+    "gateway.rebalance_device_s": "use placement.rebalance_device_s",
+    "gateway.hysteresis": "use placement.hysteresis",
+    "gateway.models": "use models.NAME.replicas",
 }
 
 
@@ -401,6 +405,7 @@ class Settings(BaseSettings):
     metrics: MetricsSection = MetricsSection()
     logs: LogsSection = LogsSection()
     traces: TracesSection = TracesSection()
+    placement: PlacementSection = PlacementSection()
     gateway: GatewaySection = GatewaySection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
@@ -416,6 +421,17 @@ class Settings(BaseSettings):
                 raise ValueError(
                     "front: native has no traces so far; set front to python, or traces.endpoint to null"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pins_are_devices(self) -> "Settings":
+        devices = self.runtime.devices
+        for name, model in self.models.items() if devices != "all" else ():
+            for number in model.devices or ():
+                if number >= len(devices):
+                    raise ValueError(
+                        f"models.{name}.devices names {number}, and runtime.devices has {len(devices)}, numbered from 0"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -50,10 +50,44 @@ class WorkerEntry(WorkerPorts):
         return host
 
 
-class GatewayModelSection(Section):
-    """Settings of one model; absent keys take the general value."""
+class PlacementSection(Section):
+    """Placement of models on devices: of this server, or of all servers behind the gateway that reads the file."""
 
-    replicas: Replicas | None = Field(None, description="As gateway.replicas, for this model.")
+    mode: Literal["lpt_packing", "least_outstanding", "external"] = Field(
+        "lpt_packing",
+        description="Of a server with several devices. lpt_packing: models are packed onto devices by measured load, and move when "
+        "it changes; least_outstanding: each request goes to the device that is expected to answer first, whatever "
+        "weights must be loaded there; external: a gateway places models, over all of its servers.",
+    )
+    replicas: Replicas = Field(
+        "auto",
+        description="Number of devices that share one model's requests. auto: one, and more while the model keeps those busy that it "
+        "has; all: all devices.",
+    )
+    rebalance_device_s: float = Field(
+        300.0,
+        gt=0,
+        description="Device seconds of all devices together after which all models are packed again; the first repack is due "
+        "after a tenth.",
+    )
+    hysteresis: float = Field(
+        0.1,
+        ge=0,
+        le=10,
+        description="A model keeps its device unless that one would be busier than another by more than this fraction.",
+    )
+
+
+class PlacedModelSection(Section):
+    """Placement of one model; absent keys take the general value."""
+
+    devices: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="Numbers of the devices that may have the model, by their position in runtime.devices. While none of them "
+        "works, any other may. null: all.",
+    )
+    replicas: Replicas | None = Field(None, description="As placement.replicas, for this model.")
 
 
 class GatewaySection(Section):
@@ -91,22 +125,6 @@ class GatewaySection(Section):
         "compute",
         description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the device "
         "time of a row of the model, as the workers measured it.",
-    )
-    replicas: Replicas = Field(
-        1, description="lpt_packing: number of workers that share one model's requests; `all`: all workers."
-    )
-    rebalance_device_s: float = Field(
-        300.0,
-        gt=0,
-        description="lpt_packing: device seconds of all workers together after which all models are "
-        "packed again; the first repack is due after a tenth.",
-    )
-    hysteresis: float = Field(
-        0.1,
-        ge=0,
-        le=10,
-        description="lpt_packing: a model keeps its worker unless that one would be busier than another by more than this "
-        "fraction.",
     )
     probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two probes of each worker.")
     request_timeout_s: float = Field(
@@ -153,7 +171,6 @@ class GatewaySection(Section):
         description="HOST:PORT of the gateway's control service, beside its Unix socket. Like control.listen, it needs "
         "tls_client_ca or token_file.",
     )
-    models: dict[str, GatewayModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @model_validator(mode="after")
     def _whole(self) -> "GatewaySection":

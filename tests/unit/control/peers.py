@@ -18,6 +18,7 @@ from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
+from rsrv.control.placing import Placing
 from rsrv.control.protocols import ModelVersion, RuntimeView
 from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
@@ -340,13 +341,14 @@ async def served(
         health = Health(runtimes, readiness)
         service = ControlService(
             runtimes,
-            load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),
+            parsed := load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),
             repository,
             os.getpid(),
             lifecycle,
             Metrics(runtimes, lambda: lifecycle.failures.keys(), {}),
             live := Live(runtimes, cards, dict, every=0.1),
             cards,
+            Placing(runtimes, parsed, tmp_path / "placement"),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

@@ -11,6 +11,7 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Plan, Planner
+from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.members import Members
@@ -122,11 +123,17 @@ class World:
         self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
-        section = PlannerOptions.model_validate(
-            {"workers_dns": "workers", "probe_s": 0.5, **(settings or {})}
-        )
-        self.section = section
-        self.planner = FakePlanner(section)
+        given = {
+            "workers_dns": "workers",
+            "probe_s": 0.5,
+            "mode": "least_outstanding",
+            "replicas": 1,
+            **(settings or {}),
+        }
+        section = GatewaySection(**{k: v for k, v in given.items() if k in GatewaySection.model_fields})
+        policy = {k: v for k, v in given.items() if k in PlannerOptions.model_fields}
+        self.section = PlannerOptions.model_validate(policy)
+        self.planner = FakePlanner(self.section)
         self.proxy = FakePlane()
 
         async def resolve(_: str) -> list[str]:

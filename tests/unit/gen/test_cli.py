@@ -253,11 +253,11 @@ def test_a_run_that_makes_no_model_compiles_nothing(
     assert "cannot be started" not in error
 
 
-@pytest.mark.parametrize("section", ["models: {%s: {weight: 2}}", "gateway: {models: {%s: {replicas: 2}}}"])
 def test_settings_of_a_model_without_a_bundle_are_refused(
-    bundles: Path, gen: Path, section: str, capsys: pytest.CaptureFixture[str]
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The nearest name is in the message, and nothing is written."""
+    section = "models: {%s: {weight: 2}}"
     config = bundles.parent / "settings.yaml"
     config.write_text(section % "tow")
     assert run(bundles, "-o", gen, "--config", config) == 1

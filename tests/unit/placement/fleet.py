@@ -227,7 +227,7 @@ def homes(table: Table) -> dict[str, tuple[str, ...]]:
 
 
 def options(**changes: object) -> PlannerOptions:
-    return PlannerOptions.model_validate({"mode": "lpt_packing", **changes})
+    return PlannerOptions.model_validate({"replicas": 1, **changes})
 
 
 class Scene:

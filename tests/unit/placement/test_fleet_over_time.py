@@ -23,7 +23,7 @@ class Gateway:
 
     def __init__(self, fleet: Fleet, **changes: object) -> None:
         base: dict[str, object] = {
-            "mode": "lpt_packing",
+            "replicas": 1,
             "first_rebalance_device_s": 10,
             "rebalance_device_s": 30,
         }

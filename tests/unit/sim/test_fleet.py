@@ -161,7 +161,7 @@ def test_settings_of_single_models_may_name_a_group() -> None:
     ("section", "message"),
     [
         ("{mode: fastest}", "gateway.mode: "),
-        ("{grpc: null}", "gateway: the simulator goes by mode, "),
+        ("{grpc: null}", "gateway.grpc: "),
         ("{models: {b: {}}}", "gateway.models.b: there is no model 'b' in `models`"),
         ("{hysteresis: -1}", "gateway.hysteresis: "),
     ],

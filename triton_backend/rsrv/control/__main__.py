@@ -83,6 +83,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.health import Health, Readiness
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
+    from rsrv.control.placing import Placing
     from rsrv.control.reconciler import Reconciler
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlService
@@ -113,8 +114,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         runtimes, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts
     )
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
+    placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     service = ControlService(
-        runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards
+        runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards, placing
     )
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
@@ -145,7 +147,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run()]
+    works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from rsrv.control.card_memory import CardMemory
 from rsrv.control.grpc_service import member, member_name
+from rsrv.control.placing import Trial
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
@@ -268,6 +269,42 @@ def _device_load(number: int, said: Json) -> pb.DeviceLoad:
             )
             for name, model in said["models"].items()
         ],
+    )
+
+
+def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementResponse:
+    status = trial.status
+    return pb.GetPlacementResponse(
+        mode=mode,
+        generation=generation,
+        models=[
+            pb.PlacedModel(
+                name=one.name,
+                devices=map(int, one.placed),
+                moving_to=map(int, one.moving_to),
+                reason=one.reason,
+                utilisation=one.utilisation,
+                bytes=one.bytes,
+            )
+            for one in sorted(status.models, key=lambda one: one.name)
+        ],
+        devices=[
+            pb.DevicePlacement(
+                device=int(one.name),
+                alive=one.alive,
+                models=one.models,
+                utilisation=one.utilisation,
+                busy=one.busy,
+                bytes=one.bytes,
+                budget_bytes=one.budget_bytes,
+            )
+            for one in sorted(status.workers, key=lambda one: int(one.name))
+        ],
+        moves=[
+            pb.PlacementMove(model=name, before=map(int, before), after=map(int, after))
+            for name, (before, after) in trial.moves.items()
+        ],
+        warnings=status.warnings,
     )
 
 

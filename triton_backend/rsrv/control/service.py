@@ -14,6 +14,7 @@ from rsrv.control.card_memory import Cards
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
+from rsrv.control.placing import AddedModel, Placing
 from rsrv.control.protocols import Reloading
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.runtime_link import (
@@ -40,6 +41,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         metrics: Metrics,
         live: Live,
         cards: Cards,
+        placing: Placing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._runtimes = runtimes
@@ -50,6 +52,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._metrics = metrics
         self._live = live
         self._cards = cards
+        self._placing = placing
         self._clock = clock
 
     # --- the state ------------------------------------------------------------------------------------------
@@ -210,6 +213,32 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Compact(self, request: pb.CompactRequest) -> pb.CompactResponse:
         await self._runtimes.command({"command": "compact"})
         return pb.CompactResponse()
+
+    @answers
+    async def GetPlacement(self, request: pb.GetPlacementRequest) -> pb.GetPlacementResponse:
+        placing = self._placing
+        if placing.packs:
+            added = [AddedModel(one.name, one.bytes, one.device_seconds_per_s) for one in request.added]
+            trial = await placing.trial(request.without_devices, request.without_models, added)
+            return messages.placement(placing.mode, placing.generation, trial)
+        if request.without_devices or request.without_models or request.added:
+            raise StatusError(
+                "FAILED_PRECONDITION",
+                "this server places no models: it has one device, or placement.mode is not lpt_packing",
+            )
+        return pb.GetPlacementResponse(
+            mode=placing.mode,
+            generation=placing.generation,
+            models=[
+                pb.PlacedModel(name=name, devices=devices)
+                for name, devices in sorted(self._runtimes.placement.items())
+            ],
+        )
+
+    @steers
+    async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
+        placed = {_model(one.model): list(one.devices) for one in request.models}
+        return pb.SetPlacementResponse(generation=self._placing.set(placed))
 
     # --- scheduling --------------------------------------------------------------------------------------
 

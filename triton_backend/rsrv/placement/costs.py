@@ -73,6 +73,7 @@ class Costs:
         #: device seconds by model and worker, until the planner removes an entry
         self.where: dict[str, dict[str, float]] = {}
         self._averages: dict[str, _Average] = {}
+        self._assumed: dict[str, Measured] = {}
         #: the last view with counters of each worker, and its time
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
@@ -119,7 +120,13 @@ class Costs:
             self._fold(consumed)
         return consumed
 
+    def assume(self, utilisation: Mapping[str, float]) -> None:
+        """Count these models as measured."""
+        self._assumed = {model: Measured(value) for model, value in utilisation.items()}
+
     def measured(self, model: str) -> Measured:
+        if model in self._assumed:
+            return self._assumed[model]
         average = self._averages.get(model)
         if average is None or not average.weight:
             return Measured(item_s=self._expected.get(model))

@@ -52,6 +52,11 @@ class Moves:
         self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
 
+    def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
+        """Begin with these places."""
+        self.placed, self.targets = dict(placed), dict(placed)
+        self._since = dict.fromkeys(placed, now)
+
     def home(self, unit: Unit) -> tuple[str, ...]:
         """Return the target that all models of a unit share; empty if they have none, differ, or a worker of it is missing."""
         targets = {self.targets.get(name, ()) for name in unit.models}

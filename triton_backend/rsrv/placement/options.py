@@ -1,28 +1,32 @@
-"""Options of the planner: the settings of rsrv.yaml, and the policy that operators change while the gateway runs.
+"""Options of the planner: the settings of rsrv.yaml, and the policy that operators change while it runs.
 
-Each default of the policy suits most fleets; the control service and the simulator may set other values.
+Each default of the policy suits most fleets; the gateway's control service and the simulator may set other values.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from rsrv.settings_fleet import GatewayModelSection, GatewaySection
+from rsrv.settings_fleet import PlacedModelSection, PlacementSection
 
 
-class ModelOptions(GatewayModelSection):
+class ModelOptions(PlacedModelSection):
     """Options of one model; absent keys take the general value."""
 
-    devices: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="Numbers of the devices that may have it; null: all."
-    )
     fill: Literal["least", "rr"] | None = Field(None, description="As `fill`, for this model.")
     fill_factor: float | None = Field(None, gt=0, le=1024, description="As `fill_factor`, for this model.")
 
 
-class PlannerOptions(GatewaySection):
-    """Settings of the gateway with the whole policy of the packing."""
+class PlannerOptions(PlacementSection):
+    """Settings of placement with the whole policy of the packing."""
 
+    mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(  # type: ignore[assignment]
+        "lpt_packing", description="As gateway.mode."
+    )
+    work_basis: Literal["compute", "items", "requests"] = Field(
+        "compute", description="As gateway.work_basis."
+    )
     fill: Literal["least", "rr"] = Field(
         "least",
         description="lpt_packing: which of a model's replicas is filled next. least: the one with the least load; rr: each in "
@@ -51,10 +55,16 @@ class PlannerOptions(GatewaySection):
         description="lpt_packing: never place more weights on a worker than fit at once, if that is possible. If false, "
         "busy models may share a worker that swaps weights.",
     )
-    models: dict[str, ModelOptions] = Field(default_factory=dict, description="Per model, by name.")  # type: ignore[assignment]
+    models: dict[str, ModelOptions] = Field(default_factory=dict, description="Per model, by name.")
 
     @classmethod
-    def of(cls, section: GatewaySection) -> Self:
-        """Return the options with rsrv.yaml's settings and the policy's defaults."""
+    def of(cls, section: PlacementSection, models: Mapping[str, PlacedModelSection], **policy: Any) -> Self:
+        """Return the options with rsrv.yaml's settings and the policy's defaults. `policy`: further values."""
+        placed = {
+            name: {"devices": one.devices, "replicas": one.replicas}
+            for name, one in models.items()
+            if one.devices is not None or one.replicas is not None
+        }
         first = section.rebalance_device_s / 10
-        return cls.model_validate({**section.model_dump(), "first_rebalance_device_s": first})
+        values = section.model_dump(exclude={"mode"})
+        return cls.model_validate({**values, "first_rebalance_device_s": first, "models": placed, **policy})

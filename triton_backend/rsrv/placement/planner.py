@@ -20,6 +20,7 @@ next repack alike.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -57,6 +58,8 @@ class Plan:
     #: the object of the previous plan if nothing in it has changed
     table: Table
     steps: tuple[WeightAction, ...]
+    #: a model is on its way to another worker
+    moving: bool = False
 
 
 class Planner:
@@ -124,6 +127,25 @@ class Planner:
         section = own.model_copy(update={"replicas": replicas, "fill": fill, "fill_factor": fill_factor})
         self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
 
+    def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
+        """Begin with the places that an earlier planner chose, by model. To be called before the first look."""
+        self._moves.resume(placed, now)
+
+    def targets(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the workers that each model has or moves to."""
+        return self._moves.targets
+
+    def packed(self, views: Mapping[str, WorkerView], assumed: Mapping[str, float], now: float) -> "Planner":
+        """Return a planner that has packed all models again by these views, and change nothing.
+
+        `assumed`: device seconds per second of models that no worker has measured.
+        """
+        trial = deepcopy(self)
+        trial._costs.assume(assumed)
+        trial.repack()
+        trial.look(views, now)
+        return trial
+
     def repack(self) -> int:
         """Repack with the next look. Return the number that `PlannerStatus.repacks.done` has when this is done."""
         self._asked += 1
@@ -155,7 +177,8 @@ class Planner:
         if table != self._table:
             self._table = table
         self._views, self._fleet = views, fleet
-        return Plan(self._table, tuple(steps))
+        moving = not all(map(self._moves.settled, fleet.units))
+        return Plan(self._table, tuple(steps), moving)
 
     # --- when ----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class ModelStatus:
     #: device seconds; None: never executed
     item_s: float | None
     bytes: int
+    #: why it is placed where it is
+    reason: str
     #: items
     quantum: int
     fill: Literal["least", "rr"]
@@ -102,24 +104,43 @@ def show_models(
     for name in sorted(table):
         routes, measured = table[name], costs.measured(name)
         target = targets.get(name, ())
+        others = tuple(other for other in along.get(name, ()) if other != name)
         shown.append(
             ModelStatus(
                 name=name,
                 ready=routes.ready,
                 placed=routes.placed,
                 moving_to=target if target != routes.placed else (),
-                along=tuple(other for other in along.get(name, ()) if other != name),
+                along=others,
                 replicas=replicas(options, name),
                 effective_replicas=effective.get(name, len(routes.ready)),
                 utilisation=measured.utilisation,
                 requests_s=measured.requests_s,
                 item_s=measured.item_s,
                 bytes=fleet.models[name].bytes,
+                reason=_reason(options, name, routes.placed, others, costs.demand(name)),
                 quantum=routes.quantum,
                 fill=routes.fill,
             )
         )
     return tuple(shown)
+
+
+def _reason(
+    options: PlannerOptions, name: str, placed: Sequence[str], along: Sequence[str], demand: float
+) -> str:
+    own = options.models.get(name)
+    if not placed:
+        return "not placed: any device"
+    reasons = []
+    if own is not None and own.devices is not None:
+        reasons.append(f"models.{name}.devices")
+    if along:
+        reasons.append(f"with {_names(along)}")
+    if len(placed) > 1:
+        wanted = replicas(options, name)
+        reasons.append(f"demand of {demand:.2g} devices" if wanted == "auto" else f"replicas: {wanted}")
+    return ", ".join(reasons) or "least busy device with room"
 
 
 def show_workers(

@@ -9,13 +9,13 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
-from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Choice, Router
 from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
 from rsrv.sim.arrivals import instant
 from rsrv.sim.device import SimulatedDevice
 from rsrv.sim.scenario import Scenario
+from rsrv.sim.schema import GatewayKeys
 
 #: the input and the axis that stand for the rows of a request.
 _ROWS = ("rows", 0)
@@ -24,9 +24,7 @@ _ROWS = ("rows", 0)
 class Gateway:
     """The router and the planner. Devices have an index; the names of workers are in the same order."""
 
-    def __init__(
-        self, scenario: Scenario, options: PlannerOptions, devices: Sequence[SimulatedDevice]
-    ) -> None:
+    def __init__(self, scenario: Scenario, options: GatewayKeys, devices: Sequence[SimulatedDevice]) -> None:
         digits = len(str(len(devices) - 1))
         self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
         #: time of the next look at the devices; the first one is before all other events.
@@ -89,6 +87,7 @@ class Gateway:
                 return index, Evict((step.model,))
 
     def _view(self, name: str, device: SimulatedDevice, now: float) -> WorkerView:
+        report = device.scheduler.load_report()
         loading = None if device.loading is None else device.loading.model
         seen = {
             model: ModelView(
@@ -105,13 +104,14 @@ class Gateway:
                 max_items=load.max_rows,
                 batch_input=_ROWS,
             )
-            for model, load in device.scheduler.load_report().models.items()
+            for model, load in report.models.items()
         }
         return WorkerView(
             alive=True,
             ready=self._ready,
             instance=name,
             budget_bytes=self._budget,
+            free_bytes=None if self._budget is None else max(self._budget - report.weight_bytes, 0),
             backlog_s=device.scheduler.backlog_seconds(now),
             models=_Models(seen, self._unseen),
         )

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rsrv.placement.options import PlannerOptions
 from rsrv.sim.schema import (
-    GATEWAY_KEYS,
     Arrivals,
     Bursts,
     ClosedLoop,
     DeviceKeys,
     File,
+    GatewayKeys,
     ModelKeys,
     Poisson,
     RequestKeys,
@@ -27,7 +26,7 @@ from rsrv.sim.schema import (
 _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", File),
     ("`device`", DeviceKeys),
-    ("`gateway`", PlannerOptions),
+    ("`gateway`", GatewayKeys),
     ("`models.NAME`", ModelKeys),
     ("`arrivals`", Arrivals),
     ("`arrivals.requests[]`", RequestKeys),
@@ -50,8 +49,6 @@ def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for key, field in model.model_fields.items():
-        if model is PlannerOptions and key not in GATEWAY_KEYS:
-            continue
         meaning = " ".join((field.description or "").replace("|", "\\|").split())
         yield f"| `{key}` | {_default(field)} | {meaning} |"
     yield ""

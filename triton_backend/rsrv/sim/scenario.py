@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from rsrv.explain import YamlError, explain, read_yaml
-from rsrv.placement.options import ModelOptions, PlannerOptions
+from rsrv.placement.options import ModelOptions
 from rsrv.runtime.stored_executables import StoredExecutables, StoredExecutablesError
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Program
@@ -20,6 +20,7 @@ from rsrv.sim.schema import (
     Bursts,
     ClosedLoop,
     File,
+    GatewayKeys,
     ModelKeys,
     Poisson,
     RequestKeys,
@@ -55,7 +56,7 @@ class Scenario:
     closed: Sequence[ClosedLoop]
     devices: int = 1
     #: None: one device, and no gateway. Its `models` name single models.
-    gateway: PlannerOptions | None = None
+    gateway: GatewayKeys | None = None
     #: model, or group of equal ones, whose costs are estimates -> the card that they are for
     estimated: Mapping[str, str] = field(default_factory=dict)
 
@@ -145,10 +146,10 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     )
 
 
-def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> PlannerOptions | None:
+def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> GatewayKeys | None:
     options = file.gateway
     if options is None:
-        return PlannerOptions() if file.devices > 1 else None
+        return GatewayKeys() if file.devices > 1 else None
     single = {name for names in groups.values() for name in names}
     models: dict[str, ModelOptions] = {}
     for one, section in options.models.items():

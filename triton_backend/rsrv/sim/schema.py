@@ -252,31 +252,10 @@ class Arrivals(Part):
         return endless + (["closed"] if self.closed else [])
 
 
-#: options of the planner that the simulator uses
-GATEWAY_KEYS = (
-    "mode",
-    "work_basis",
-    "replicas",
-    "fill",
-    "route",
-    "fill_factor",
-    "rebalance_device_s",
-    "first_rebalance_device_s",
-    "halflife_device_s",
-    "hysteresis",
-    "forbid_memory_oversubscription",
-    "probe_s",
-    "models",
-)
+class GatewayKeys(PlannerOptions):
+    """The planner's options, and the pause between its looks."""
 
-
-def _simulated(given: object) -> object:
-    useless = [key for key in given if key not in GATEWAY_KEYS] if isinstance(given, dict) else []
-    if useless:
-        raise ValueError(
-            f"the simulator goes by {', '.join(GATEWAY_KEYS)}, not by {', '.join(useless)}: leave that out"
-        )
-    return given
+    probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two looks at the devices.")
 
 
 class File(Part):
@@ -301,9 +280,9 @@ class File(Part):
     devices: int = Field(
         1, ge=1, le=1000, description="This many such devices, behind a gateway; each serves all models."
     )
-    gateway: Annotated[PlannerOptions, BeforeValidator(_simulated)] | None = Field(
+    gateway: GatewayKeys | None = Field(
         None,
-        description="How the gateway routes requests and places weights: keys of rsrv.yaml's section `gateway`, and of the policy. "
+        description="How requests are routed and weights placed: keys of rsrv.yaml's section `placement`, of the policy, and `probe_s`. "
         "With several devices its defaults hold; without them and without this there is no gateway.",
     )
     settings: SchedulerSection = Field(

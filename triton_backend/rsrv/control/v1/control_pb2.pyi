@@ -671,6 +671,106 @@ class MetaLoad(_message.Message):
     models: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, name: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class GetPlacementRequest(_message.Message):
+    __slots__ = ("without_devices", "without_models", "added")
+    WITHOUT_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_MODELS_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    without_devices: _containers.RepeatedScalarFieldContainer[int]
+    without_models: _containers.RepeatedScalarFieldContainer[str]
+    added: _containers.RepeatedCompositeFieldContainer[AddedModel]
+    def __init__(self, without_devices: _Optional[_Iterable[int]] = ..., without_models: _Optional[_Iterable[str]] = ..., added: _Optional[_Iterable[_Union[AddedModel, _Mapping]]] = ...) -> None: ...
+
+class AddedModel(_message.Message):
+    __slots__ = ("name", "bytes", "device_seconds_per_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    device_seconds_per_s: float
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., device_seconds_per_s: _Optional[float] = ...) -> None: ...
+
+class GetPlacementResponse(_message.Message):
+    __slots__ = ("mode", "generation", "models", "devices", "moves", "warnings")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    generation: int
+    models: _containers.RepeatedCompositeFieldContainer[PlacedModel]
+    devices: _containers.RepeatedCompositeFieldContainer[DevicePlacement]
+    moves: _containers.RepeatedCompositeFieldContainer[PlacementMove]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, mode: _Optional[str] = ..., generation: _Optional[int] = ..., models: _Optional[_Iterable[_Union[PlacedModel, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DevicePlacement, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[PlacementMove, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PlacedModel(_message.Message):
+    __slots__ = ("name", "devices", "moving_to", "reason", "utilisation", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MOVING_TO_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    moving_to: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    utilisation: float
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., devices: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., utilisation: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class DevicePlacement(_message.Message):
+    __slots__ = ("device", "alive", "models", "utilisation", "busy", "bytes", "budget_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    alive: bool
+    models: int
+    utilisation: float
+    busy: float
+    bytes: int
+    budget_bytes: int
+    def __init__(self, device: _Optional[int] = ..., alive: bool = ..., models: _Optional[int] = ..., utilisation: _Optional[float] = ..., busy: _Optional[float] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+
+class PlacementMove(_message.Message):
+    __slots__ = ("model", "before", "after")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    before: _containers.RepeatedScalarFieldContainer[int]
+    after: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., before: _Optional[_Iterable[int]] = ..., after: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SetPlacementRequest(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelPlacement]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelPlacement, _Mapping]]] = ...) -> None: ...
+
+class ModelPlacement(_message.Message):
+    __slots__ = ("model", "devices")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., devices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SetPlacementResponse(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
 class GetStoryRequest(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]

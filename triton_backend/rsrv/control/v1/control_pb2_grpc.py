@@ -99,6 +99,16 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.GetPlacement = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetPlacement',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementResponse.FromString,
+                _registered_method=True)
+        self.SetPlacement = channel.unary_unary(
+                '/rsrv.control.v1.Control/SetPlacement',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/rsrv.control.v1.Control/GetLoad',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
@@ -224,6 +234,20 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlacement(self, request, context):
+        """On which devices models run, why, and what packing them again would move. With a field set: a dry run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPlacement(self, request, context):
+        """Replace the placement of all models, where placement.mode is external.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """The load, for a balancer, many times a second.
         """
@@ -334,6 +358,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'GetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlacement,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementResponse.SerializeToString,
+            ),
+            'SetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPlacement,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -717,6 +751,60 @@ class Control(object):
             '/rsrv.control.v1.Control/StopProfile',
             rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetPlacement',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetPlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/SetPlacement',
+            rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.FromString,
             options,
             channel_credentials,
             insecure,

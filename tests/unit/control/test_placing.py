@@ -1,0 +1,260 @@
+"""The placement of models on a server's devices: loads in, a table for the stubs and steps for the runtimes out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.control.grpc_service import StatusError
+from rsrv.control.placing import AddedModel, Placing
+from rsrv.control.runtimes import Runtimes
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.settings import SettingsError, load_settings
+from rsrv.wire.placement_table import PlacementReader, PlacementWriter
+from tests.unit.control.peers import FakeRuntime, entry, linked, served, until
+from tests.waiting import looped
+
+MODEL: dict[str, Any] = {
+    "queued": 0,
+    "executing": 0,
+    "weights": "absent",
+    "pinned": False,
+    "bytes": 10,
+    "cost_s": 0.01,
+    "misses": 0,
+    "device_seconds": 0.0,
+    "rows": 0,
+    "requests": 0,
+    "max_rows": 1,
+    "batch_input": None,
+}
+
+
+class Device(FakeRuntime):
+    """A runtime with models, which loads and evicts at once."""
+
+    def __init__(self, path: Path, number: int, names: str, budget: int | None) -> None:
+        super().__init__(path, instance=f"{number}{number}" * 8)
+        self.loads = {name: dict(MODEL) for name in names}
+        self.calls: dict[str, list[str]] = {}
+        self.budget = budget
+        self.entries = {f"{name}@1": entry(name) for name in names}
+        self.answers = self._answer
+
+    def _answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        match command:
+            case {"command": "load"}:
+                used = sum(one["bytes"] for one in self.loads.values() if one["weights"] == "resident")
+                return {
+                    "instance": self.instance,
+                    "backlog_s": 0.0,
+                    "budget_bytes": self.budget,
+                    "free_bytes": None if self.budget is None else self.budget - used,
+                    "models": self.loads,
+                    "metas": self.calls,
+                }
+            case {"command": "prefetch" | "evict" as act, "model": name}:
+                self.loads[name]["weights"] = "resident" if act == "prefetch" else "absent"
+        return {}
+
+    @property
+    def resident(self) -> set[str]:
+        return {name for name, one in self.loads.items() if one["weights"] == "resident"}
+
+
+class World:
+    """Two devices with placement, whose time the test moves."""
+
+    def __init__(self, devices: list[Device], runtimes: Runtimes, path: Path, settings: str) -> None:
+        self.devices = devices
+        self.runtimes = runtimes
+        self.path = path
+        self.now = 0.0
+        self.settings = load_settings(settings)
+        self.placing = Placing(runtimes, self.settings, path, lambda: self.now)
+
+    def masks(self) -> dict[str, int]:
+        names = {name for one in self.devices for name in one.loads}
+        return {name: PlacementReader(self.path, name).mask(0.0) for name in sorted(names)}
+
+    async def look(self, times: int = 1, **device_s: float) -> None:
+        """Look each second. `device_s`: what a model executes at each of its devices meanwhile."""
+        for _ in range(times):
+            await self.placing.look()
+            self.now += 1.0
+            for name, seconds in device_s.items():
+                mask = self.masks()[name]
+                for number, one in enumerate(self.devices):
+                    model = one.loads[name]
+                    if mask >> number & 1:
+                        one.loads[name] = {**model, "device_seconds": model["device_seconds"] + seconds}
+
+
+@asynccontextmanager
+async def placed(
+    tmp_path: Path, names: str = "ab", settings: str = "", budget: int | None = None
+) -> AsyncIterator[World]:
+    folders = [tmp_path / name for name in ("0", "1")]
+    devices = []
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        devices.append(Device(folder / "runtime.sock", number, names, budget))
+    try:
+        async with linked(*folders) as runtimes:
+            await until(runtimes, lambda: len(runtimes.live) == len(folders))
+            yield World(devices, runtimes, tmp_path / "placement", settings)
+    finally:
+        for one in devices:
+            one.die()
+
+
+@looped
+async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
+    """Each model gets one device, where its weights are loaded; stubs and prefetches find it there."""
+    async with placed(tmp_path, "abcd") as world:
+        await world.look(2)
+
+        assert sorted(world.masks().values()) == [1, 1, 2, 2]
+        for number, one in enumerate(world.devices):
+            assert one.resident == {name for name, mask in world.masks().items() if mask == 1 << number}
+        assert {len(devices) for devices in world.runtimes.placement.values()} == {1}
+
+
+@looped
+async def test_a_hot_model_gets_both_devices(tmp_path: Path) -> None:
+    """A model that fills its device is on both after two seconds, and the table changes only then."""
+    async with placed(tmp_path) as world:
+        await world.look(3)
+        generation = world.placing.generation
+        assert generation == 1
+        await world.look(2, a=1.0)
+        await world.look(2)
+
+        assert world.masks()["a"] == 3
+        assert "a" in world.devices[0].resident & world.devices[1].resident
+        assert world.placing.generation == generation + 1
+
+
+@looped
+async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -> None:
+    """After the next look all models are at the device that lives; when the other is back, they return to it."""
+    async with placed(tmp_path, "abcd") as world:
+        await world.look(2)
+        before = world.masks()
+        world.devices[1].die()
+        await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
+        await world.look()
+        assert set(world.masks().values()) == {1}
+        assert world.devices[0].resident == set("abcd")
+
+        path = world.devices[1]._path
+        world.devices[1] = Device(path, 3, "abcd", None)
+        await until(world.runtimes, lambda: len(world.runtimes.live) == 2)
+        await world.look(4)
+        assert world.masks() == before
+        commands = [one["command"] for one in world.devices[1].commands]
+        assert commands.count("prefetch") == 2
+        assert world.runtimes.overrides.models == set()
+
+
+@looped
+async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
+    """The places of the table that an earlier process wrote are kept, however the weights lie."""
+    async with placed(tmp_path, "abc") as world:
+        PlacementWriter(world.path).write({"a": 2, "b": 2, "c": 3})
+        for one in world.devices:
+            for model in one.loads.values():
+                model["weights"] = "resident"
+        running = asyncio.create_task(world.placing.run())
+        while not world.runtimes.placement:
+            await asyncio.sleep(0)
+        running.cancel()
+
+        assert world.masks() == {"a": 2, "b": 2, "c": 3}
+
+
+@looped
+async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> None:
+    """A meta model has the devices of its callees, which have one in common."""
+    async with placed(tmp_path, "abcd") as world:
+        for one in world.devices:
+            one.calls = {"m": ["a", "d"]}
+            one.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
+        await until(world.runtimes, lambda: all("m@1" in link.entries for link in world.runtimes.links))
+        await world.look(2)
+
+        table = world.runtimes.placement
+        assert table["m"] == table["a"] == table["d"]
+        assert len(table["m"]) == 1
+
+
+@looped
+async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
+    """A dry run says where models would be without a device or a model, and with a further one."""
+    async with placed(tmp_path, "abc", budget=100) as world:
+        await world.look(2)
+        before, generation = world.masks(), world.placing.generation
+
+        trial = await world.placing.trial([1], [], [])
+        assert {one.name: one.placed for one in trial.status.models} == dict.fromkeys("abc", ("0",))
+        assert {one.name: one.alive for one in trial.status.workers} == {"0": True, "1": False}
+        trial = await world.placing.trial([], ["a"], [AddedModel("big", 90, 0.5)])
+        places = {one.name: one.placed for one in trial.status.models}
+        assert places.keys() == {"b", "c", "big"}
+        assert places["big"]
+        with pytest.raises(StatusError, match="there is no device 2"):
+            await world.placing.trial([2], [], [])
+        with pytest.raises(StatusError, match="no model 'x'"):
+            await world.placing.trial([], ["x"], [])
+
+        await world.look(2)
+        assert (world.masks(), world.placing.generation) == (before, generation)
+
+
+@looped
+async def test_pins_hold(tmp_path: Path) -> None:
+    """A pinned model is on its device, and one with replicas on as many as its setting says."""
+    text = "models: {a: {devices: [1]}, b: {replicas: all}}"
+    async with placed(tmp_path, settings=text) as world:
+        await world.look(3)
+
+        assert world.masks() == {"a": 2, "b": 3}
+
+
+@looped
+async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> None:
+    """With `external`, the table is what SetPlacement says, and wrong devices are refused."""
+    async with served(tmp_path, models="ab", settings="placement: {mode: external}", devices=2) as server:
+        wanted = [pb.ModelPlacement(model="a", devices=[1]), pb.ModelPlacement(model="b", devices=[0, 1])]
+        answer = await server.control.SetPlacement(pb.SetPlacementRequest(models=wanted))
+        assert answer.generation == 1
+        assert server.runtimes.placement == {"a": (1,), "b": (0, 1)}
+        said = await server.control.GetPlacement(pb.GetPlacementRequest())
+        assert (said.mode, [list(one.devices) for one in said.models]) == ("external", [[1], [0, 1]])
+
+        wrong = pb.SetPlacementRequest(models=[pb.ModelPlacement(model="a", devices=[2])])
+        with pytest.raises(grpc.aio.AioRpcError, match="a: there is no device 2: the server's devices"):
+            await server.control.SetPlacement(wrong)
+
+
+@looped
+async def test_a_server_that_places_models_itself_takes_no_table(tmp_path: Path) -> None:
+    """SetPlacement is refused with the mode, and a dry run where there is nothing to place."""
+    async with served(tmp_path, models="a") as server:
+        with pytest.raises(grpc.aio.AioRpcError, match="mode is lpt_packing") as refused:
+            await server.control.SetPlacement(pb.SetPlacementRequest())
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        with pytest.raises(grpc.aio.AioRpcError, match="this server places no models"):
+            await server.control.GetPlacement(pb.GetPlacementRequest(without_devices=[0]))
+
+
+def test_a_pin_to_a_device_that_is_not_listed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that list the devices name the wrong pin; former keys name their successors."""
+    with pytest.raises(SettingsError, match=r"models\.a\.devices names 2, and runtime\.devices has 2"):
+        load_settings("{runtime: {devices: [cpu, cpu]}, models: {a: {devices: [2]}}}")
+    with pytest.raises(SettingsError, match=r"gateway\.replicas is gone: use placement\.replicas"):
+        load_settings("gateway: {replicas: 2}")

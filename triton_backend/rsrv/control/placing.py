@@ -1,0 +1,277 @@
+"""Placement of the models on the devices of this server: views of the runtimes, the planner, the table for the stubs.
+
+The planner is `rsrv.placement`, as in the gateway; here the workers are the server's devices, named by their numbers.
+What it decides becomes the placement table, which stubs follow, and prefetches and evictions in the runtimes. A
+control process that restarts goes on from the table of the last one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rsrv.control.grpc_service import InvalidArgument, StatusError
+from rsrv.control.runtimes import Runtimes
+from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, WorkerView
+from rsrv.placement.options import PlannerOptions
+from rsrv.placement.planner import Plan, Planner
+from rsrv.placement.status import PlannerStatus
+from rsrv.settings import Settings
+from rsrv.wire.placement_table import PlacementReader, PlacementWriter
+
+log = logging.getLogger("rsrv.control")
+
+#: pause between two looks at the runtimes' loads, and while a model is on its way to another device
+_LOOK_S, _MOVING_S = 1.0, 0.25
+#: least pause between two looks that changes of the runtimes cause
+_HURRY_S = 0.1
+
+_WEIGHTS = {one.value: one for one in WeightsView}
+_DEAD = WorkerView(alive=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedModel:
+    """A model that is not served yet, for a dry run."""
+
+    name: str
+    bytes: int
+    #: device seconds per second
+    utilisation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Placement as it is, and as packing all models would make it."""
+
+    status: PlannerStatus
+    #: models whose devices would change: those now, and then; by name
+    moves: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+class Placing:
+    """Decides on which devices models run. Belongs to one event loop; only the planner's looks run in threads."""
+
+    def __init__(
+        self, runtimes: Runtimes, settings: Settings, path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`path`: of the placement table."""
+        self.mode = settings.placement.mode
+        #: of the table that was written last; 0: none
+        self.generation = 0
+        self._runtimes = runtimes
+        self._path = path
+        self._clock = clock
+        #: this server places models; otherwise there is one device, another placer, or none
+        self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
+        self._planner = Planner(PlannerOptions.of(settings.placement, settings.models))
+        self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
+        self._views: dict[str, WorkerView] = {}
+        self._writer: PlacementWriter | None = None
+        self._written: Mapping[str, int] = {}
+        self._looking = asyncio.Lock()
+
+    async def run(self) -> NoReturn:
+        """Look, decide and act, until cancelled."""
+        while not self.packs:
+            await asyncio.Event().wait()
+        await self._resume()
+        while True:
+            try:
+                moving = await self.look()
+            except Exception:
+                # The last table holds, and the next look tries again.
+                log.exception("the placement of models was not updated")
+                moving = False
+            await self._pause(_MOVING_S if moving else _LOOK_S)
+
+    async def look(self) -> bool:
+        """Decide by the present loads, and act. Return true while a model is on its way to another device."""
+        async with self._looking:
+            self._views = await self._look_at_all()
+            # With thousands of models a look takes longer than an operator should wait.
+            plan = await asyncio.to_thread(self._planner.look, self._views, self._clock())
+            self._write({name: tuple(map(int, routes.placed)) for name, routes in plan.table.items()})
+            await self._act(plan)
+        return plan.moving
+
+    def set(self, placed: Mapping[str, Collection[int]]) -> int:
+        """Replace the table by a gateway's. Return its generation. Raises StatusError, InvalidArgument."""
+        if self.mode != "external":
+            raise StatusError(
+                "FAILED_PRECONDITION",
+                f"placement.mode is {self.mode}: only with external does a gateway place models",
+            )
+        count = len(self._runtimes.links)
+        for name, devices in placed.items():
+            if wrong := [number for number in devices if number >= count]:
+                raise InvalidArgument(
+                    f"{name}: there is no device {wrong[0]}: the server's devices are 0 to {count - 1}"
+                )
+        self._write({name: tuple(sorted(devices)) for name, devices in placed.items()})
+        return self.generation
+
+    async def trial(
+        self, dead: Collection[int], without: Collection[str], added: Sequence[AddedModel]
+    ) -> Trial:
+        """Pack all models without some devices and models, and with further ones, and change nothing.
+
+        For a server that packs. Raises StatusError, InvalidArgument.
+        """
+        known = {str(number) for number in range(len(self._runtimes.links))}
+        for number in dead:
+            if str(number) not in known:
+                raise InvalidArgument(
+                    f"there is no device {number}: the server's devices are 0 to {len(known) - 1}"
+                )
+        async with self._looking:
+            return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)
+
+    def _try(self, dead: Collection[str], without: Collection[str], added: Sequence[AddedModel]) -> Trial:
+        now = self._clock()
+        unknown = sorted({*without} - {name for view in self._views.values() for name in view.ready})
+        if unknown:
+            raise StatusError("NOT_FOUND", f"there is no model {unknown[0]!r}")
+        views = {
+            worker: _DEAD if worker in dead else _changed(view, without, added)
+            for worker, view in self._views.items()
+        }
+        status = self._planner.status()
+        if status is None:
+            raise StatusError("UNAVAILABLE", "the runtimes' loads are not known yet; try again in a second")
+        packed = self._planner.packed(views, {one.name: one.utilisation for one in added}, now)
+        targets = self._planner.targets()
+        moves = {
+            name: (targets.get(name, ()), packed.targets().get(name, ()))
+            for name in sorted(targets.keys() | packed.targets().keys())
+        }
+        changed = {name: move for name, move in moves.items() if move[0] != move[1] and name not in without}
+        dry = bool(dead or without or added)
+        return Trial((packed.status() if dry else status) or status, changed)
+
+    # --- the runtimes ---------------------------------------------------------------------------------------
+
+    async def _look_at_all(self) -> dict[str, WorkerView]:
+        async def view(number: int) -> WorkerView:
+            link = self._runtimes.links[number]
+            if not link.up:
+                return _DEAD
+            try:
+                said = await link.command({"command": "load"})
+            except StatusError:
+                return _DEAD
+            ready = frozenset(entry["name"] for entry in link.entries.values() if entry["state"] == "ready")
+            return self._loads[number].read(said, ready)
+
+        views = await asyncio.gather(*map(view, range(len(self._runtimes.links))))
+        return {str(number): one for number, one in enumerate(views)}
+
+    async def _act(self, plan: Plan) -> None:
+        for step in plan.steps:
+            await self._take(step)
+
+    async def _take(self, step: WeightAction) -> None:
+        command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
+        try:
+            # On a connection of its own: only what operators ask for is asked again of the next runtime.
+            await self._runtimes.slow_command({int(step.worker): command})
+        except StatusError as error:
+            log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
+
+    def _state(self) -> tuple[object, ...]:
+        return tuple((link.up, link.instance, len(link.entries)) for link in self._runtimes.links)
+
+    async def _pause(self, seconds: float) -> None:
+        """Return after this time, or when a runtime or a model has come or gone."""
+        before, end = self._state(), self._clock() + seconds
+        while (left := end - self._clock()) > 0 and self._state() == before:
+            await asyncio.sleep(min(left, _HURRY_S))
+
+    # --- the table ------------------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Take the places of the table that an earlier control process wrote."""
+        while not (names := {entry["name"] for entry in self._runtimes.entries.values()}):
+            await self._runtimes.wait_change()
+        placed = {}
+        for name in names:
+            reader = PlacementReader(self._path, name)
+            mask = reader.mask(self._clock())
+            reader.close()
+            if mask:
+                placed[name] = tuple(sorted(self._devices(mask)))
+        self._planner.resume(placed, self._clock())
+
+    def _devices(self, mask: int) -> list[str]:
+        return [str(number) for number, _ in enumerate(self._runtimes.links) if mask >> number & 1]
+
+    def _write(self, placed: Mapping[str, Sequence[int]]) -> None:
+        """Write the table if it has changed. Models without a place are not in it: they may run on all devices."""
+        masks = {name: sum(1 << number for number in devices) for name, devices in placed.items() if devices}
+        if masks == self._written:
+            return
+        try:
+            self._writer = self._writer or PlacementWriter(self._path)
+            self.generation = self._writer.write(masks)
+        except OSError as error:
+            log.error("the placement table cannot be written, so models stay where they are: %s", error)
+            return
+        self._written = masks
+        self._runtimes.placement = {name: devices for name, devices in placed.items() if devices}
+
+
+class _LoadReader:
+    """Turns the loads of one runtime into views. What has not changed stays the same object."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._last: dict[str, tuple[Any, ModelView]] = {}
+        self._ready: frozenset[str] = frozenset()
+
+    def read(self, said: Mapping[str, Any], ready: frozenset[str]) -> WorkerView:
+        """Read the answer to the command `load`."""
+        last, self._last = self._last, {}
+        for name, model in said["models"].items():
+            before = last.get(name)
+            self._last[name] = before if before is not None and before[0] == model else (model, _model(model))
+        self._ready = self._ready if self._ready == ready else ready
+        return WorkerView(
+            alive=True,
+            ready=self._ready,
+            instance=said["instance"],
+            budget_bytes=said["budget_bytes"],
+            backlog_s=said["backlog_s"],
+            models={name: view for name, (_, view) in self._last.items()},
+            calls={name: frozenset(called) for name, called in said["metas"].items()},
+            device=self._device,
+            free_bytes=said["free_bytes"],
+        )
+
+
+def _model(said: Mapping[str, Any]) -> ModelView:
+    return ModelView(
+        bytes=said["bytes"],
+        weights=_WEIGHTS.get(said["weights"], WeightsView.ABSENT),
+        pinned=said["pinned"],
+        item_s=said["cost_s"],
+        queued=said["queued"],
+        executing=said["executing"],
+        requests=said["requests"],
+        items=said["rows"],
+        device_seconds=said["device_seconds"],
+        misses=said["misses"],
+    )
+
+
+def _changed(view: WorkerView, without: Collection[str], added: Sequence[AddedModel]) -> WorkerView:
+    """Return a device's view without some models and with further ones."""
+    new = {one.name: ModelView(bytes=one.bytes, weights=WeightsView.ABSENT) for one in added}
+    return replace(
+        view,
+        ready=(view.ready - {*without}).union(new),
+        models={name: one for name, one in view.models.items() if name not in without} | new,
+        calls={name: called - {*without} for name, called in view.calls.items() if name not in without},
+    )

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import grpc
 import pytest
 
 from local_triton import LOOPBACK
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import demo
+from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import read_status
 from tests.e2e.lives import first_value, place, write_version
 from tests.e2e.test_serve import serving
@@ -82,6 +86,10 @@ def test_one_server_uses_all_cards(
             device = wait_until(partial(device_status, terminal.server_pid, number))
             assert selector in device["name"]
             assert device["limit_bytes"] == arena
+        cards = [one.card for one in control_status(terminal.server_pid).devices]
+        # The fake driver counts a partitioned card as a whole.
+        assert all(one.used_bytes >= arena and one.total_bytes == 80 * GIB for one in cards)
+        assert len(cards) == len(selectors)
         first_value(terminal.grpc_port, "cats")  # any number: the card computes nothing
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
@@ -89,6 +97,15 @@ def test_one_server_uses_all_cards(
     takers = gpu.calls("alloc")
     assert sorted((call.stream, call.bytes) for call in takers) == [(0, arena), (1, arena)]
     assert len({call.pid for call in takers}) == 2
+
+
+def control_status(server_pid: int) -> pb.GetStatusResponse:
+    """Return what the control process says."""
+    socket = runtime_directory(server_pid, "0") / CONTROL_SOCKET
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        stub: Any = control_pb2_grpc.ControlStub(channel)
+        found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
+        return found
 
 
 def device_status(server_pid: int, number: int) -> dict[str, Any]:

@@ -127,7 +127,7 @@ API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*,
     return 0;
 }
 
-// --- NVML: what rsrv.serve.nvml and XLA ask ---------------------------------------------------------------------------
+// --- NVML: what rsrv and XLA ask --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -168,6 +168,16 @@ API int nvmlDeviceGetUUID(NvmlDevice device, char* uuid, unsigned length) {
     std::string text = instance < 0 ? uuid_of_physical(card) : uuid_of(card * instances() + instance);
     snprintf(uuid, length, "%s", text.c_str());
     return 0;
+}
+API int nvmlDeviceGetHandleByUUID(const char* wanted, NvmlDevice* device) {
+    for (int64_t card = 1; card <= cards()->count; card++)
+        for (int64_t instance = 0; instance <= cards()->mig_instances; instance++) {
+            char uuid[96];
+            *device = static_cast<NvmlDevice>(card + 100 * instance);
+            nvmlDeviceGetUUID(*device, uuid, sizeof uuid);
+            if (!strcmp(uuid, wanted)) return 0;
+        }
+    return NVML_NOT_FOUND;
 }
 API int nvmlDeviceGetName(NvmlDevice, char* name, unsigned length) {
     snprintf(name, length, "NVIDIA H100 80GB HBM3");

@@ -152,6 +152,42 @@ async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) 
 
 
 @looped
+async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Path) -> None:
+    """ReloadWeights returns when no device loads the model any more, also if one of them failed."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        first, second = server.all
+        for one in (first, second):
+            one.change("a@2", entry("a", state="loading", weights="absent"))
+        await until(server.runtimes, lambda: all(link.revision == 6 for link in server.runtimes.links))
+        call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
+        await server.lifecycle.asked.wait()
+        first.change("a@2", entry("a"))
+        await until(server.runtimes, lambda: server.link.revision == 7)
+        await server.link.status()
+        assert not call.done()
+        second.change("a@2", entry("a", state="failed", error="no room", weights="absent"))
+
+        assert [(one.key, one.state) for one in (await call).versions] == [
+            ("a@1", pb.STATE_READY),
+            ("a@2", pb.STATE_READY),
+        ]
+
+
+@looped
+async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that failed on one of two devices serves, is no failure of the server, and the page says where it is not."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        server.all[1].change("a@1", entry("a", state="failed", error="no\nroom", weights="absent", stubs=[]))
+        await until(server.runtimes, lambda: server.runtimes.links[1].revision == 6)
+
+        assert server.health.serving("") is True
+        status_page(await server.control.GetStatus(pb.GetStatusRequest()))
+        assert capsys.readouterr().out.splitlines()[-1] == "a does not run on device 1: no room"
+
+
+@looped
 async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
     """Each device's spans are read on from its own position; a new runtime's from the start."""
 

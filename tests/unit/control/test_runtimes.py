@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.control import runtime_link
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes, device_directories, server_devices
@@ -77,6 +78,30 @@ async def test_a_dead_runtime_costs_only_its_device(tmp_path: Path) -> None:
             await runtimes.command(PIN)
         with pytest.raises(RuntimeDown):
             await runtimes.query({"command": "load"})
+
+
+@looped
+async def test_stubs_that_only_a_dead_runtime_knew_have_time_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub of a dead runtime counts while others answer, until it had the time to find the next one; then no more."""
+    async with two(tmp_path) as (runtimes, (first, second)):
+        first.change("b@1", entry("b", stubs=[7]))
+        await until(runtimes, lambda: "b" in runtimes.stubs())
+        first.die()
+        await until(runtimes, lambda: len(runtimes.live) == 1)
+        assert runtimes.stubs() == {"a": {100, 101}, "b": {7}}
+
+        again = reborn(first)
+        await until(runtimes, lambda: len(runtimes.live) == 2)
+        assert runtimes.stubs() == {"a": {100, 101}, "b": {7}}
+        monkeypatch.setattr(runtime_link, "CONNECT_S", 0.0)
+        assert runtimes.stubs() == {"a": {101}}
+
+        again.die()
+        second.die()
+        await until(runtimes, lambda: not runtimes.up)
+        assert runtimes.stubs() == {}
 
 
 @looped

@@ -327,6 +327,10 @@ def _places(model: pb.ModelStatus) -> str:
 
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
+    for model in answer.models:
+        for device in model.devices if _state(model.versions) == "ready" else ():
+            if device.state == pb.STATE_FAILED:
+                print(f"\n{model.name} does not run on device {device.number}: {one_line(device.error)}")
     for failure in answer.failures:
         print(f"\n{failure.name} could not be loaded, {failure.tries} tries: {one_line(failure.text)}")
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import LASTING, Command, Overrides
 from rsrv.control.protocols import ModelVersion
+from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import SharedMemoryError, read_document
@@ -214,6 +215,8 @@ class RuntimeLink:
         self._down = self._loop.create_future()
         self._since = 0.0
         self._down_at = self._loop.time()
+        #: Stubs of the runtime before its last silence or end.
+        self._stubs_before: Mapping[str, frozenset[int]] = {}
         self._entries: dict[str, ModelVersion] = {}
         self.instance = ""
         #: Number of runtimes so far.
@@ -250,6 +253,11 @@ class RuntimeLink:
         for entry in self._entries.values() if self._up else ():
             found[entry["name"]] = found.get(entry["name"], frozenset()).union(entry["stubs"])
         return found
+
+    def returning(self) -> Mapping[str, frozenset[int]]:
+        """Return the stubs that may connect again, by name: those of the runtime before, while the next one is awaited."""
+        waited = self._loop.time() - (self._since if self._up else self._down_at)
+        return self._stubs_before if waited < (CONNECT_S if self._up else RESTART_S) else {}
 
     def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
         """Subscribe to all changes from now on, after a snapshot; each sets the event. Close the subscription."""
@@ -404,6 +412,7 @@ class RuntimeLink:
         self._publish(None)
 
     def _go_down(self) -> None:
+        self._stubs_before = self.stubs()
         self._up = False
         self._down_at = self._loop.time()
         self._down.set_result(None)

@@ -101,10 +101,19 @@ class Runtimes:
         return self._changes.count
 
     def stubs(self) -> Mapping[str, frozenset[int]]:
+        """Return the pids of the connected stubs by name; none while no runtime answers.
+
+        A stub whose only runtime has ended counts until it has had the time to find the next one: else it would be taken
+        for dead, because the other runtimes do not know it.
+        """
+        live = len(self.live)
         found: dict[str, frozenset[int]] = {}
-        for link in self.links:
-            for name, pids in link.stubs().items():
-                found[name] = found.get(name, frozenset()) | pids
+        for link in self.links if live else ():
+            # With no other runtime, no stub counts as dead before that time.
+            returning = link.returning() if live - link.up else {}
+            for stubs in (link.stubs(), returning):
+                for name, pids in stubs.items():
+                    found[name] = found.get(name, frozenset()) | pids
         return found
 
     async def wait_change(self, seen: int | None = None) -> None:

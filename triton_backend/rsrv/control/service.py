@@ -304,8 +304,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if error.code != "UNAVAILABLE" or loop.time() > deadline:
                     raise
             await asyncio.sleep(section.look_s)
+        await self._until_tried(model)
         versions = messages.by_name(self._runtimes.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
+
+    async def _until_tried(self, model: str) -> None:
+        """Return when no device loads a version of the model; Triton waits only for the first ones that take long."""
+        while True:
+            seen = self._runtimes.changes
+            versions = (entry for link in self._runtimes.live.values() for entry in link.entries.values())
+            if not any(one["name"] == model and one["state"] == "loading" for one in versions):
+                return
+            await self._runtimes.wait_change(seen)
 
     @steers
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:

@@ -215,7 +215,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReloadWeights(self, request, context):
-        """Read a model's bundle now, and serve it. Returns when it is served, or an error; then the version before still serves.
+        """Read a model's bundle now, and serve it. Returns when all devices that can have it serve it, or an error;
+        then the version before still serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,15 +28,20 @@ from tests.unit.deploy.manifests import (
     render,
 )
 
-GATEWAY = {"gateway": {"enabled": True, "settings": {"mode": "lpt_packing"}}}
+#: the default
+GATEWAY: dict[str, Any] = {}
+ALONE = {"gateway": {"enabled": False}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cpu": {"gpu": {"perPod": 0}, "tolerations": []},
     "mig": {"gpu": {"perPod": 7, "resource": "nvidia.com/mig-1g.10gb"}},
-    "gateway": GATEWAY,
+    "without-gateway": ALONE,
+    "picker": {"gateway": {"picker": True, "tls": {"secret": "certificate"}}},
+    "tls-and-token": {
+        "gateway": {"tls": {"secret": "certificate", "clients": True}, "tokenSecret": "clients"}
+    },
     "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
     "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
-    "gateway-keda": {**GATEWAY, "autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True}},
     "alerts-and-dashboards": {
         "prometheusRule": {"enabled": True, "labels": {"release": "monitoring"}},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "rsrv"}},
@@ -44,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bundles-in-an-image": {"bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": "bundles"}},
     "own-secrets": {
         "restrict": {"existingSecret": "mine"},
-        "gateway": {"enabled": True, "existingSecret": "mine-too"},
+        "gateway": {"existingSecret": "mine-too"},
         "serviceAccount": {"name": "somebody"},
     },
     "cache-kept": {"cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}}},
@@ -128,7 +133,8 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
                 assert {p["port"] for p in manifest["spec"]["podMetricsEndpoints"]} <= ports
             if manifest["kind"] == "NetworkPolicy":
                 assert {p["port"] for rule in manifest["spec"]["ingress"] for p in rule["ports"]} <= ports
-    given = {("Secret", "mine"), ("Secret", "mine-too"), ("ServiceAccount", "somebody")}
+    given = {("Secret", name) for name in ("mine", "mine-too", "certificate", "clients")}
+    given.add(("ServiceAccount", "somebody"))
     for pod in pods(manifests):
         spec = pod["spec"]
         volumes = {v["name"]: v for v in spec["volumes"]}
@@ -200,9 +206,62 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
 
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
     """The Service for clients selects the gateway's pods if there is a gateway, and else the servers'."""
-    for values, component in ((GATEWAY, "gateway"), ({}, "server")):
+    for values, component in (
+        (GATEWAY, "gateway"),
+        (ALONE, "server"),
+        (VARIANTS["picker"], "server"),
+    ):
         selector = one(render(values), "Service", "demo-rsrv")["spec"]["selector"]
         assert selector["app.kubernetes.io/component"] == component
+
+
+def test_a_gateway_mounts_the_files_that_its_settings_name() -> None:
+    """TLS and the clients' token are entries of Secrets, at the paths of the gateway's settings; the token is private."""
+    manifests = render(VARIANTS["tls-and-token"])
+    settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
+    pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    secrets = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
+    files = {
+        "tls.crt": settings.tls_certificate,
+        "tls.key": settings.tls_key,
+        "ca.crt": settings.tls_client_ca,
+        "token": settings.token_file,
+    }
+    for entry, path in files.items():
+        assert path is not None
+        assert path.name == entry
+        secret = secrets[mounts[str(path.parent)]]
+        assert secret["secretName"] == ("clients" if entry == "token" else "certificate")
+        assert secret["defaultMode"] == 0o440
+    service = one(manifests, "Service", "demo-rsrv")
+    assert [port.get("appProtocol") for port in service["spec"]["ports"]] == [None, None]
+    for manifest in (GATEWAY, ALONE):
+        ports = one(render(manifest), "Service", "demo-rsrv")["spec"]["ports"]
+        assert ports[1]["appProtocol"] == "kubernetes.io/h2c"
+
+
+def test_a_picker_is_reached_by_envoy_which_reaches_the_servers() -> None:
+    """The picker has a Service of its own and no client ports; clients' peers may connect to both."""
+    manifests = render(VARIANTS["picker"])
+    container = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][-2:] == ["--picker", "0.0.0.0:9002"]
+    assert {p["name"] for p in container["ports"]} == {"picker", "metrics"}
+    assert one(manifests, "Service", "demo-rsrv-picker")["spec"]["ports"] == [
+        {"name": "picker", "port": 9002, "targetPort": "picker"}
+    ]
+    for name, wanted in (("server", {"http", "grpc"}), ("gateway", {"picker"})):
+        rules = one(manifests, "NetworkPolicy", f"demo-rsrv-{name}")["spec"]["ingress"]
+        assert wanted in [{p["port"] for p in rule["ports"]} for rule in rules if "from" not in rule]
+
+
+def test_a_gateways_memory_holds_its_buffers() -> None:
+    """The default limit is enough for the default message; a larger message needs more."""
+    (limit,) = one(render(), "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]["containers"][0][
+        "resources"
+    ]["limits"].values()
+    assert limit == "3Gi"
+    render({"gateway": {"settings": {"max_message_bytes": 2**30}, "resources": {"limits": {"memory": "6G"}}}})
 
 
 def test_what_only_operators_may_ask_wants_a_key() -> None:
@@ -370,6 +429,19 @@ def test_bundles_have_to_be_somewhere() -> None:
             r"settings\.gateway: the servers have no such",
         ),
         ({"settings": {"node": {"drain_s": 5}}}, r"settings\.node: the servers have no such section"),
+        ({"sharedMemory": "64Gi"}, r"sharedMemory: 64Gi counts as memory of the pod, whose limit .*: 32Gi"),
+        ({"gateway": {"settings": {"tls_key": "/a"}}}, r"gateway\.settings\.tls_key: the chart sets"),
+        ({"gateway": {"settings": {"grpc": "0.0.0.0:1"}}}, r"gateway\.settings\.grpc: the chart sets"),
+        ({"gateway": {"settings": {"workers_dns": "a"}}}, r"gateway\.settings\.workers_dns: the chart sets"),
+        ({"gateway": {"tls": {"clients": True}}}, r"gateway\.tls\.clients: .* need gateway\.tls\.secret"),
+        (
+            {"gateway": {"resources": {"limits": {"memory": "2G"}}}},
+            r"memory: 2G is less than the 2684354560 bytes",
+        ),
+        (
+            {"gateway": {"settings": {"max_message_bytes": 2**30}}},
+            r"memory: 3Gi is less than the 5905580032 bytes",
+        ),
     ],
     ids=str,
 )
@@ -389,8 +461,8 @@ def test_what_cannot_work_is_not_rendered(values: dict[str, Any], message: str) 
         {"bundles": {"volume": {"a": {}, "b": {}}}},
         {"tritonArguments": ["log-verbose=1"]},
         {"drain": {"servers": 30}},
-        {"rollout": {"maxSurge": 0}},
-        {"rollout": {"maxSurge": "0%"}},
+        {"rollout": {"maxUnavailable": 0}},
+        {"rollout": {"maxUnavailable": "0%"}},
         {"rollout": {"maxSurge": "one"}},
         {"autoscaling": {"min": 5}},
         {"fullnameOverride": "Capitals"},

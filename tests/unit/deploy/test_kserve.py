@@ -56,7 +56,9 @@ def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) ->
     assert (options.http_port, options.grpc_port, str(options.log)) == (8080, 9000, "-")
     port = spec["annotations"]["prometheus.kserve.io/port"]
     assert load_settings().metrics.listen == f"0.0.0.0:{port}"
-    assert container["ports"][0]["containerPort"] == 8080
+    # KServe sends what a protocol needs to this port.
+    assert [port["containerPort"] for port in container["ports"]] == [8080]
+    assert spec["protocolVersions"] == ["v2"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == 8080
     assert container["name"] == "kserve-container"

@@ -80,6 +80,13 @@ checksum/control: {{ include "rsrv.tokenValue" . | sha256sum }}
 {{- end }}
 {{- end }}
 
+{{/* Bytes of a Kubernetes quantity. */}}
+{{- define "rsrv.bytes" -}}
+{{- $text := toString . -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- mul (regexFind "^[0-9]+" $text | int64) (get $units (regexFind "[A-Za-z]*$" $text) | int64) -}}
+{{- end }}
+
 {{- define "rsrv.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 1000

@@ -17,7 +17,7 @@ from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.runtimes import Runtimes
 from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, WorkerView
 from rsrv.placement.options import PlannerOptions
-from rsrv.placement.planner import Plan, Planner
+from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings import Settings
 from rsrv.wire.placement_table import PlacementReader, PlacementWriter
@@ -26,6 +26,8 @@ log = logging.getLogger("rsrv.control")
 
 #: pause between two looks at the runtimes' loads, and while a model is on its way to another device
 _LOOK_S, _MOVING_S = 1.0, 0.25
+#: longest time without a decision while no load changes
+_IDLE_S = 10.0
 #: least pause between two looks that changes of the runtimes cause
 _HURRY_S = 0.1
 
@@ -67,12 +69,15 @@ class Placing:
         self._clock = clock
         #: this server places models; otherwise there is one device, another placer, or none
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
-        self._planner = Planner(PlannerOptions.of(settings.placement, settings.models))
+        # Stubs count the work themselves.
+        self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
         self._views: dict[str, WorkerView] = {}
         self._writer: PlacementWriter | None = None
         self._written: Mapping[str, int] = {}
         self._looking = asyncio.Lock()
+        self._moving = False
+        self._decided = -_IDLE_S
 
     async def run(self) -> NoReturn:
         """Look, decide and act, until cancelled."""
@@ -91,11 +96,17 @@ class Placing:
     async def look(self) -> bool:
         """Decide by the present loads, and act. Return true while a model is on its way to another device."""
         async with self._looking:
-            self._views = await self._look_at_all()
+            views, now = await self._look_at_all(), self._clock()
+            same = views.keys() == self._views.keys() and all(views[one] is self._views[one] for one in views)
+            if same and not self._moving and now - self._decided < _IDLE_S:
+                return False
+            self._views, self._decided = views, now
             # With thousands of models a look takes longer than an operator should wait.
-            plan = await asyncio.to_thread(self._planner.look, self._views, self._clock())
+            plan = await asyncio.to_thread(self._planner.look, views, now)
             self._write({name: tuple(map(int, routes.placed)) for name, routes in plan.table.items()})
-            await self._act(plan)
+            for step in plan.steps:
+                await self._carry_out(step)
+            self._moving = plan.moving
         return plan.moving
 
     def set(self, placed: Mapping[str, Collection[int]]) -> int:
@@ -169,11 +180,7 @@ class Placing:
         views = await asyncio.gather(*map(view, range(len(self._runtimes.links))))
         return {str(number): one for number, one in enumerate(views)}
 
-    async def _act(self, plan: Plan) -> None:
-        for step in plan.steps:
-            await self._take(step)
-
-    async def _take(self, step: WeightAction) -> None:
+    async def _carry_out(self, step: WeightAction) -> None:
         command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
         try:
             # On a connection of its own: only what operators ask for is asked again of the next runtime.
@@ -229,18 +236,21 @@ class _LoadReader:
     def __init__(self, device: int) -> None:
         self._device = device
         self._last: dict[str, tuple[Any, ModelView]] = {}
-        self._ready: frozenset[str] = frozenset()
+        self._said: Mapping[str, Any] = {}
+        self._view = _DEAD
 
     def read(self, said: Mapping[str, Any], ready: frozenset[str]) -> WorkerView:
         """Read the answer to the command `load`."""
+        if said == self._said and ready == self._view.ready:
+            return self._view
         last, self._last = self._last, {}
         for name, model in said["models"].items():
             before = last.get(name)
             self._last[name] = before if before is not None and before[0] == model else (model, _model(model))
-        self._ready = self._ready if self._ready == ready else ready
-        return WorkerView(
+        self._said = said
+        self._view = WorkerView(
             alive=True,
-            ready=self._ready,
+            ready=ready,
             instance=said["instance"],
             budget_bytes=said["budget_bytes"],
             backlog_s=said["backlog_s"],
@@ -249,6 +259,7 @@ class _LoadReader:
             device=self._device,
             free_bytes=said["free_bytes"],
         )
+        return self._view
 
 
 def _model(said: Mapping[str, Any]) -> ModelView:

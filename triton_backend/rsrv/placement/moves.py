@@ -59,9 +59,9 @@ class Moves:
 
     def home(self, unit: Unit) -> tuple[str, ...]:
         """Return the target that all models of a unit share; empty if they have none, differ, or a worker of it is missing."""
-        targets = {self.targets.get(name, ()) for name in unit.models}
-        home = targets.pop()
-        return home if not targets and set(home) <= set(unit.allowed) else ()
+        home, *others = [self.targets.get(name, ()) for name in unit.models]
+        same = all(other == home for other in others)
+        return home if same and all(worker in unit.allowed for worker in home) else ()
 
     def settled(self, unit: Unit) -> bool:
         return all(self.placed.get(name) == self.targets.get(name) for name in unit.models)

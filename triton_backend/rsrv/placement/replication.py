@@ -46,12 +46,15 @@ class Replication:
             costs: measured loads.
             now: the planner's time, seconds.
         """
-        self._quiet = {name: at for name, at in self._quiet.items() if name in {unit.name for unit in units}}
+        known = {unit.name for unit in units} if self._quiet else ()
+        self._quiet = {name: at for name, at in self._quiet.items() if name in known}
         spare: dict[str, float] | None = None
         pressure: dict[str, float] = {}
         for unit in units:
             demand = sum(costs.demand(name) for name in unit.models)
             here = list(home(unit))
+            if demand <= GROW_AT and len(here) == 1:
+                continue
             wanted = min(self._wanted(unit.name, demand, len(here), now), len(unit.allowed))
             if not here or wanted == len(here):
                 continue

@@ -207,7 +207,8 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
     } else
         right = frame.kind == REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
-    if (!right) lose(link, why, NULL);
+    // A description that is wrong once is wrong again: the model counts as rejected.
+    if (!right) lose(link, why, frame.kind == REGISTERED ? "" : NULL);
     return right;
 }
 

@@ -144,7 +144,7 @@ struct cursor {
 static const uint8_t* next(struct cursor* from, size_t bytes) {
     static const uint8_t nothing[8];
     if (from->why || bytes > from->left) {
-        from->why = from->why ? from->why : "it ends too early";
+        from->why = from->why ? from->why : "the model's description ends too early";
         return bytes <= sizeof nothing ? nothing : NULL;
     }
     from->at += bytes;
@@ -160,16 +160,16 @@ static void refuse(struct cursor* from, bool wrong, const char* why) {
 
 static uint32_t next_count(struct cursor* from, uint32_t most) {
     uint32_t count = next_u32(from);
-    refuse(from, count == 0 || count > most, "a number is out of its range");
+    refuse(from, count == 0 || count > most, "the model's description has a number out of its range");
     return from->why ? 0 : count;
 }
 
 static char* next_text(struct cursor* from) {
     uint32_t length = next_u32(from);
     const uint8_t* bytes = length <= TEXT_BYTES ? next(from, length) : NULL;
-    refuse(from, !bytes || memchr(bytes, 0, length), "a name cannot be read");
+    refuse(from, !bytes || memchr(bytes, 0, length), "the model's description has a name that cannot be read");
     char* text = from->why ? NULL : strndup((const char*)bytes, length);
-    refuse(from, !text || !is_utf8(text), "a name cannot be read");
+    refuse(from, !text || !is_utf8(text), "the model's description has a name that cannot be read");
     return text;
 }
 
@@ -257,7 +257,7 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
         return NULL;
     }
     atomic_init(&model->users, 1);
-    refuse(&from, next_u32(&from) != FLAT_MAGIC, "it is of another version");
+    refuse(&from, next_u32(&from) != FLAT_MAGIC, "the model's description is of another version");
     uint32_t flags = next_u32(&from);
     model->batched = flags & 1;
     model->exact = flags & 2;

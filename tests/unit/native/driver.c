@@ -1,0 +1,257 @@
+// A program that plays tritonserver to the native front: one model, requests as lines of stdin, outcomes as lines of
+// stdout. It is linked with the front's sources, so that a sanitizer sees both.
+//
+//   open                    -> opened | refused TEXT
+//   send ID ROWS [KEY=VALUE] -> answer ID ok ROWS SUM | answer ID CODE TEXT    (when the front answers)
+//   batch ID COUNT          sends requests of one row in one call
+//   cancel ID
+//   close                   -> closed    (after the last answer)
+//
+// Parameters that begin with a digit or a minus sign are integers. Each request must be answered and released once.
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../../triton_backend/rsrv/native/triton.h"
+
+#define COLUMNS 4
+#define MAX_REQUESTS 100000
+
+struct TRITONSERVER_Error { int code; char* text; };
+struct TRITONBACKEND_Model { void* state; const char* folder; };
+struct TRITONBACKEND_ModelInstance { void* state; TRITONBACKEND_Model* model; };
+struct TRITONBACKEND_Input { int64_t shape[2]; float* values; };
+struct TRITONBACKEND_Request {
+    char id[32], key[64], text[64];
+    int64_t number;
+    bool has_parameter, is_number;
+    atomic_bool cancelled;
+    atomic_int answers, releases;
+    TRITONBACKEND_Input input;
+};
+struct TRITONBACKEND_Output { float* values; uint64_t bytes; };
+struct TRITONBACKEND_Response { TRITONBACKEND_Request* request; TRITONBACKEND_Output output; int64_t rows; };
+
+TRITONSERVER_Error* TRITONBACKEND_Initialize(TRITONBACKEND_Backend*);
+TRITONSERVER_Error* TRITONBACKEND_ModelInitialize(TRITONBACKEND_Model*);
+TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model*);
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelInstance*);
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceExecute(TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t);
+
+static TRITONBACKEND_Request* requests[MAX_REQUESTS];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
+static int outstanding;
+
+static void fail(const char* what) {
+    fprintf(stderr, "driver: %s\n", what);
+    abort();
+}
+
+static void say(const char* format, const char* id, const char* text, int64_t rows, double sum, int code) {
+    pthread_mutex_lock(&lock);
+    if (text)
+        printf("%s %s %d %s\n", format, id, code, text);
+    else
+        printf("%s %s ok %" PRId64 " %g\n", format, id, rows, sum);
+    fflush(stdout);
+    pthread_mutex_unlock(&lock);
+}
+
+// --- Triton's functions ---------------------------------------------------------------------------------------------
+
+TRITONSERVER_Error* TRITONSERVER_ErrorNew(int code, const char* text) {
+    TRITONSERVER_Error* error = malloc(sizeof *error);
+    *error = (TRITONSERVER_Error){code, strdup(text)};
+    return error;
+}
+void TRITONSERVER_ErrorDelete(TRITONSERVER_Error* error) { free(error->text); free(error); }
+const char* TRITONSERVER_ErrorMessage(TRITONSERVER_Error* error) { return error->text; }
+TRITONSERVER_Error* TRITONSERVER_LogMessage(int level, const char* file, int line, const char* text) {
+    (void)level, (void)file, (void)line;
+    fprintf(stderr, "%s\n", text);
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ApiVersion(uint32_t* major, uint32_t* minor) { *major = 1; *minor = 19; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelName(TRITONBACKEND_Model* m, const char** name) { (void)m; *name = "doubling"; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelVersion(TRITONBACKEND_Model* m, uint64_t* version) { (void)m; *version = 1; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelRepository(TRITONBACKEND_Model* m, int* artifact, const char** location) {
+    *artifact = ARTIFACT_FILESYSTEM;
+    *location = m->folder;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ModelState(TRITONBACKEND_Model* m, void** state) { *state = m->state; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelSetState(TRITONBACKEND_Model* m, void* state) { m->state = state; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceModel(TRITONBACKEND_ModelInstance* i, TRITONBACKEND_Model** m) { *m = i->model; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceState(TRITONBACKEND_ModelInstance* i, void** state) { *state = i->state; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceSetState(TRITONBACKEND_ModelInstance* i, void* state) { i->state = state; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceReportStatistics(
+    TRITONBACKEND_ModelInstance* i, TRITONBACKEND_Request* r, bool success, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    (void)i, (void)success;
+    if (atomic_load(&r->releases)) fail("statistics of a released request");
+    if (a > b || c > d) fail("times are out of order");
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ModelInstanceReportBatchStatistics(
+    TRITONBACKEND_ModelInstance* i, uint64_t size, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    (void)i, (void)size, (void)a, (void)b, (void)c, (void)d;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_RequestId(TRITONBACKEND_Request* r, const char** id) { *id = r->id; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_InferenceRequestTimeoutMicroseconds(TRITONBACKEND_Request* r, uint64_t* timeout) { (void)r; *timeout = 0; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_RequestParameterCount(TRITONBACKEND_Request* r, uint32_t* count) { *count = r->has_parameter; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_RequestParameter(
+    TRITONBACKEND_Request* r, uint32_t index, const char** key, int* type, const void** value) {
+    (void)index;
+    *key = r->key;
+    *type = r->is_number ? PARAMETER_INT : PARAMETER_STRING;
+    *value = r->is_number ? (const void*)&r->number : r->text;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* r, bool* cancelled) {
+    if (atomic_load(&r->releases)) fail("a released request is asked whether it is cancelled");
+    *cancelled = atomic_load(&r->cancelled);
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_RequestInputCount(TRITONBACKEND_Request* r, uint32_t* count) { (void)r; *count = 1; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_RequestInputByIndex(TRITONBACKEND_Request* r, uint32_t index, TRITONBACKEND_Input** input) { (void)index; *input = &r->input; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_RequestOutputCount(TRITONBACKEND_Request* r, uint32_t* count) { (void)r; *count = 1; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_RequestOutputName(TRITONBACKEND_Request* r, uint32_t index, const char** name) { (void)r, (void)index; *name = "y"; return NULL; }
+TRITONSERVER_Error* TRITONBACKEND_InputProperties(
+    TRITONBACKEND_Input* in, const char** name, int* type, const int64_t** shape, uint32_t* rank, uint64_t* bytes, uint32_t* buffers) {
+    if (name) *name = "x";
+    if (type) *type = 11;
+    if (shape) *shape = in->shape;
+    if (rank) *rank = 2;
+    if (bytes) *bytes = (uint64_t)in->shape[0] * COLUMNS * sizeof(float);
+    if (buffers) *buffers = in->shape[0] > 1 ? 2 : 1;
+    return NULL;
+}
+// Two buffers, where there are two rows, of different lengths.
+TRITONSERVER_Error* TRITONBACKEND_InputBuffer(
+    TRITONBACKEND_Input* in, uint32_t index, const void** buffer, uint64_t* bytes, int* memory, int64_t* id) {
+    uint64_t all = (uint64_t)in->shape[0] * COLUMNS * sizeof(float), first = in->shape[0] > 1 ? 4 : all;
+    *buffer = (char*)in->values + (index ? first : 0);
+    *bytes = index ? all - first : first;
+    *memory = MEMORY_CPU;
+    *id = 0;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ResponseNew(TRITONBACKEND_Response** response, TRITONBACKEND_Request* r) {
+    *response = calloc(1, sizeof **response);
+    (*response)->request = r;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ResponseDelete(TRITONBACKEND_Response* response) {
+    free(response->output.values);
+    free(response);
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ResponseOutput(
+    TRITONBACKEND_Response* response, TRITONBACKEND_Output** output, const char* name, int type, const int64_t* shape, uint32_t rank) {
+    if (strcmp(name, "y") != 0 || type != 11 || rank != 2 || shape[1] != COLUMNS) fail("an output is not the model's");
+    response->rows = shape[0];
+    *output = &response->output;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_OutputBuffer(TRITONBACKEND_Output* output, void** buffer, uint64_t bytes, int* memory, int64_t* id) {
+    output->values = malloc(bytes ? bytes : 1);
+    output->bytes = bytes;
+    *buffer = output->values;
+    *memory = MEMORY_CPU;
+    *id = 0;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONBACKEND_ResponseSend(TRITONBACKEND_Response* response, uint32_t flags, TRITONSERVER_Error* error) {
+    TRITONBACKEND_Request* r = response->request;
+    double sum = 0;
+    if (flags != RESPONSE_FINAL) fail("a response that is not final");
+    if (atomic_fetch_add(&r->answers, 1)) fail("a request is answered twice");
+    for (uint64_t i = 0; i < response->output.bytes / sizeof(float); i++) sum += response->output.values[i];
+    say("answer", r->id, error ? error->text : NULL, response->rows, sum, error ? error->code : 0);
+    return TRITONBACKEND_ResponseDelete(response);
+}
+TRITONSERVER_Error* TRITONBACKEND_RequestRelease(TRITONBACKEND_Request* r, uint32_t flags) {
+    if (flags != RELEASE_ALL || atomic_load(&r->answers) != 1) fail("a request is released without an answer");
+    if (atomic_fetch_add(&r->releases, 1)) fail("a request is released twice");
+    pthread_mutex_lock(&lock);
+    outstanding--;
+    pthread_cond_broadcast(&released);
+    pthread_mutex_unlock(&lock);
+    return NULL;
+}
+
+// --- commands -------------------------------------------------------------------------------------------------------
+
+static TRITONBACKEND_Request* make(int number, int64_t rows, const char* parameter) {
+    TRITONBACKEND_Request* r = calloc(1, sizeof *r);
+    if (number < 0 || number >= MAX_REQUESTS || requests[number]) fail("a number of a request is wrong");
+    snprintf(r->id, sizeof r->id, "%d", number);
+    const char* value = parameter ? strchr(parameter, '=') : NULL;
+    if (value) {
+        r->has_parameter = true;
+        snprintf(r->key, sizeof r->key, "%.*s", (int)(value - parameter), parameter);
+        snprintf(r->text, sizeof r->text, "%s", value + 1);
+        r->is_number = strchr("-0123456789", value[1]) != NULL;
+        r->number = strtoll(value + 1, NULL, 10);
+    }
+    r->input.shape[0] = rows;
+    r->input.shape[1] = COLUMNS;
+    r->input.values = malloc((size_t)rows * COLUMNS * sizeof(float) + 1);
+    for (int64_t i = 0; i < rows * COLUMNS; i++) r->input.values[i] = (float)(number + i);
+    pthread_mutex_lock(&lock);
+    outstanding++;
+    pthread_mutex_unlock(&lock);
+    return requests[number] = r;
+}
+
+static void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** batch, uint32_t count) {
+    if (TRITONBACKEND_ModelInstanceExecute(instance, batch, count)) fail("execute() returned an error");
+}
+
+int main(int count, char** arguments) {
+    TRITONBACKEND_Model model = {.folder = count > 1 ? arguments[1] : "."};
+    TRITONBACKEND_ModelInstance instance = {.model = &model};
+    char line[512], parameter[256];
+    int number, more;
+    if (TRITONBACKEND_Initialize(NULL)) fail("the front does not start");
+    while (fgets(line, sizeof line, stdin)) {
+        int64_t rows;
+        *parameter = 0;
+        if (strncmp(line, "open", 4) == 0) {
+            TRITONSERVER_Error* error = TRITONBACKEND_ModelInitialize(&model);
+            if (!error && TRITONBACKEND_ModelInstanceInitialize(&instance)) fail("an instance does not start");
+            if (error)
+                say("refused", "-", error->text, 0, 0, error->code);
+            else
+                say("opened", "-", NULL, 0, 0, 0);
+            if (error) TRITONSERVER_ErrorDelete(error);
+        } else if (sscanf(line, "send %d %" SCNd64 " %255s", &number, &rows, parameter) >= 2) {
+            TRITONBACKEND_Request* one = make(number, rows, *parameter ? parameter : NULL);
+            execute(&instance, &one, 1);
+        } else if (sscanf(line, "batch %d %d", &number, &more) == 2) {
+            for (int i = 0; i < more; i++) make(number + i, 1, NULL);
+            execute(&instance, requests + number, (uint32_t)more);
+        } else if (sscanf(line, "cancel %d", &number) == 1) {
+            atomic_store(&requests[number]->cancelled, true);
+        } else if (strncmp(line, "close", 5) == 0) {
+            pthread_mutex_lock(&lock);
+            while (outstanding) pthread_cond_wait(&released, &lock);
+            pthread_mutex_unlock(&lock);
+            if (TRITONBACKEND_ModelFinalize(&model)) fail("the model does not end");
+            model.state = NULL;
+            say("closed", "-", NULL, 0, 0, 0);
+        } else
+            fail("no such command");
+    }
+    for (int i = 0; i < MAX_REQUESTS; i++) {
+        if (!requests[i]) continue;
+        if (atomic_load(&requests[i]->releases) != 1) fail("a request was not answered");
+        free(requests[i]->input.values);
+        free(requests[i]);
+    }
+    return 0;
+}

@@ -1,0 +1,236 @@
+"""The native front in a program that plays tritonserver, and a runtime for it that answers, or misbehaves."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+import native_front
+from rsrv.wire import paths
+from rsrv.wire.frames import (
+    Completion,
+    Kind,
+    Status,
+    pack_completions,
+    pack_json,
+    read_header,
+    unpack_ids,
+    unpack_json,
+    unpack_submissions,
+)
+from rsrv.wire.layout import Block, Interface, Tensor, Variant, pack_flat
+from rsrv.wire.memory import Board, Bytes, create_document, map_segment
+from rsrv.wire.socket import Closed, Receiver, listen, send
+
+HERE = Path(__file__).parent
+BUILT = native_front.ROOT / "build" / "native"
+
+#: options by sanitizer. Only the first one comes with Zig; the others take the system's compiler.
+SANITIZERS: dict[str, Sequence[str]] = {
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=undefined"),
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address",),
+}
+
+
+def driver(sanitizer: str) -> Path:
+    """Return the program, built again if one of its sources is younger."""
+    program = BUILT / f"driver-{sanitizer}"
+    sources = [HERE / "driver.c", *native_front.SOURCES.glob("*.c")]
+    watched = [*sources, *native_front.SOURCES.glob("*.h"), Path(__file__)]
+    if program.is_file() and program.stat().st_mtime > max(path.stat().st_mtime for path in watched):
+        return program
+    BUILT.mkdir(parents=True, exist_ok=True)
+    compiler = native_front.compiler()
+    if sanitizer != "undefined":
+        found = shutil.which("cc")
+        assert found is not None, "this sanitizer takes a C compiler of the system: install gcc or clang"
+        compiler = [found]
+    options = (
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-g",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-pthread",
+        *SANITIZERS[sanitizer],
+    )
+    new = program.with_suffix(".new")
+    subprocess.run([*compiler, *options, "-o", new, *sorted(sources), "-lm"], check=True)
+    new.replace(program)
+    return program
+
+
+COLUMNS = 4
+CLIENT = {"inputs": [("x", "f32", (-1, COLUMNS))], "outputs": [("y", "f32", (-1, COLUMNS))]}
+INTERFACE = Interface(
+    (
+        Variant(
+            Block((Tensor("x", "f32", (-1, COLUMNS), 0),)),
+            Block((Tensor("y", "f32", (-1, COLUMNS), 0),)),
+            (1, 8),
+        ),
+    ),
+    exact=False,
+)
+
+
+def described() -> bytes:
+    return pack_flat(CLIENT, INTERFACE, batched=True)
+
+
+class Connection:
+    """The runtime's end of a connection of the front."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._receiver = Receiver(sock)
+        self.segments: dict[int, Bytes] = {}
+
+    def receive(self) -> tuple[Kind, int, bytes]:
+        """Return the next frame; segments are mapped on the way."""
+        while True:
+            frame, fds = self._receiver.receive()
+            kind, count = read_header(frame)
+            content = bytes(frame)
+            if kind is Kind.SEGMENT:
+                self.segments[unpack_ids(content, count)[0]] = map_segment(fds[0], 1 << 40)
+            for fd in fds:
+                os.close(fd)
+            if kind is not Kind.SEGMENT:
+                return kind, count, content
+
+    def greet(self) -> None:
+        """Exchange the first frames, and take the registration."""
+        assert self.receive()[0] is Kind.HELLO
+        send(self.sock, pack_json(Kind.WELCOME, {"devices": 1}), (Board().fd,))
+        kind, _, frame = self.receive()
+        assert kind is Kind.REGISTER
+        assert unpack_json(frame)["flat"] is True
+
+    def register(self, document: bytes) -> None:
+        fd = create_document(document)
+        send(self.sock, pack_json(Kind.REGISTERED, {}), (fd,))
+        os.close(fd)
+
+    def answer(self, frame: bytes, count: int) -> None:
+        """Double the inputs of a SUBMIT frame."""
+        done = []
+        for id, _, rows, _, _, segment, inputs_at, outputs_at, *_ in unpack_submissions(frame, count):
+            memory = self.segments[segment]
+            nbytes = rows * COLUMNS * 4
+            values = memory[inputs_at : inputs_at + nbytes].view(np.float32)
+            memory[outputs_at : outputs_at + nbytes].view(np.float32)[:] = 2 * values
+            done.append(Completion(id, Status.OK, 8, rows, 1000))
+        for answer in pack_completions(done):
+            send(self.sock, answer)
+
+
+#: serves one connection of the front until it returns, or the front is gone
+Behaviour = Callable[[Connection], object]
+
+
+def behave(connection: Connection) -> None:
+    """Serve a connection as a runtime should."""
+    connection.greet()
+    connection.register(described())
+    while True:
+        kind, count, frame = connection.receive()
+        if kind is Kind.SUBMIT:
+            connection.answer(frame, count)
+
+
+class Front:
+    """The program with a front, and the runtime that it finds. A context manager.
+
+    The runtime serves the connections one after the other, each with the next behaviour, the last ones with `behave`.
+    """
+
+    def __init__(self, program: Path, folder: Path, behaviours: Sequence[Behaviour] = ()) -> None:
+        #: those that were not needed so far
+        self.behaviours = list(behaviours)
+        environment = {
+            **os.environ,
+            "RSRV_RUNTIME_DIR": str(folder / "run"),
+            "TSAN_OPTIONS": "halt_on_error=1",
+        }
+        self._log = (folder / "front.log").open("w+")
+        self.process = subprocess.Popen(
+            [program, folder / "repository" / "doubling"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+            env=environment,
+        )
+        (folder / "run").mkdir(mode=0o700)
+        directory = folder / "run" / f"{self.process.pid}-{paths.start_time(self.process.pid)}-gpu0"
+        directory.mkdir(mode=0o700)
+        self._listener = listen(directory / paths.SOCKET)
+        self._listener.setblocking(True)
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.process.kill()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        status = self.process.wait(60)
+        self._listener.close()
+        self._log.seek(0)
+        log = self._log.read()
+        self._log.close()
+        assert error is not None or status == 0, f"the front ended with {status}:\n{log[-4000:]}"
+
+    def tell(self, *commands: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("".join(f"{command}\n" for command in commands))
+
+    def hear(self, count: int = 1) -> list[str]:
+        """Return the next lines of the program, in any order."""
+        try:
+            return sorted(self._said.get(timeout=60) for _ in range(count))
+        except queue.Empty:
+            self._log.flush()
+            raise AssertionError(f"no answer: {Path(self._log.name).read_text()[-4000:]}") from None
+
+    def ask(self, *commands: str) -> list[str]:
+        """Return the lines that follow commands with one line each."""
+        self.tell(*commands)
+        return self.hear(len(commands))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.put(line.rstrip("\n"))
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            behaviour = self.behaviours.pop(0) if self.behaviours else behave
+            with sock, suppress(Closed, OSError):
+                behaviour(Connection(sock))

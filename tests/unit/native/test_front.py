@@ -1,0 +1,281 @@
+"""The native front with a runtime that answers, and with runtimes that misbehave: it answers each request once, and lives.
+
+The program is built with a sanitizer, which ends it at the first fault. Every sanitizer runs in the long tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rsrv.wire import frames
+from rsrv.wire.frames import (
+    HEADER,
+    PROTOCOL_VERSION,
+    Completion,
+    Kind,
+    Status,
+    pack_completions,
+    pack_json,
+    pack_rejected,
+)
+from rsrv.wire.socket import send
+from tests.fuzz.speaker import Speaker, some_fds
+from tests.unit.native.front import SANITIZERS, Behaviour, Connection, Front, described, driver
+from tests.waiting import wait_until
+
+DOWN = "[rsrv:RUNTIME_DOWN] the model runtime is not reachable; it is being restarted, try again"
+
+
+@pytest.fixture(
+    params=[
+        name if name == "undefined" else pytest.param(name, marks=pytest.mark.long) for name in SANITIZERS
+    ]
+)
+def program(request: pytest.FixtureRequest) -> Path:
+    """Return the program with each sanitizer in turn."""
+    return driver(request.param)
+
+
+def doubled(number: int, rows: int = 1) -> str:
+    """Return the answer to a request whose values count up from its number."""
+    count = 4 * rows
+    return f"answer {number} ok {rows} {2 * (count * number + count * (count - 1) / 2):g}"
+
+
+def refusing(status: Status, text: str) -> Behaviour:
+    """Return a runtime that ends every request in this way."""
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while True:
+            kind, count, frame = connection.receive()
+            if kind is Kind.SUBMIT:
+                ids = [entry[0] for entry in frames.unpack_submissions(frame, count)]
+                for answer in pack_completions([Completion(id, status, text=text) for id in ids]):
+                    send(connection.sock, answer)
+
+    return serve
+
+
+def test_requests_are_answered(program: Path, tmp_path: Path) -> None:
+    """Single requests, several rows in several buffers, and batches larger than a frame get their own rows."""
+    with Front(program, tmp_path) as front:
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert front.ask("send 7 1", "send 8 8") == [doubled(7), doubled(8, 8)]
+        front.tell("batch 100 200")
+        assert front.hear(200) == sorted(doubled(number) for number in range(100, 300))
+        assert front.ask("send 9 9") == [
+            "answer 9 3 9 rows exceed the largest compiled batch size; compiled are 1, 8. Send fewer rows a request"
+        ]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "tag"),
+    [
+        (Status.INVALID, 3, ""), (Status.NOT_FOUND, 2, ""), (Status.QUEUE_FULL, 4, "[rsrv:QUEUE_FULL] "),
+        (Status.DEADLINE, 4, "[rsrv:DEADLINE] "), (Status.CANCELLED, 7, ""), (Status.INTERNAL, 1, ""),
+        (Status.RUNTIME_DOWN, 4, "[rsrv:RUNTIME_DOWN] "), (Status.NOT_RESIDENT, 4, "[rsrv:NOT_RESIDENT] "),
+        (Status.PAUSED, 4, "[rsrv:PAUSED] "),
+    ],
+)  # fmt: skip
+def test_each_status_has_its_code_and_its_tag(tmp_path: Path, status: Status, code: int, tag: str) -> None:
+    """The runtime's text reaches the client behind the status's tag; a sub-call's always has one."""
+    with Front(driver("undefined"), tmp_path, [refusing(status, "because \u20ac")]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 {code} {tag}because \u20ac"]
+        assert front.ask("send 2 1 rsrv_run=5") == [f"answer 2 {code} [rsrv:{status.name}] because \u20ac"]
+        front.ask("close")
+
+
+def test_a_rejected_model_is_refused_with_the_reason(program: Path, tmp_path: Path) -> None:
+    """The load fails with the runtime's reason, and a later load may succeed."""
+
+    def reject(connection: Connection) -> None:
+        connection.greet()
+        send(connection.sock, pack_rejected("its weights are cursed", ""))
+
+    with Front(program, tmp_path, [reject]) as front:
+        assert front.ask("open") == ["refused - 1 doubling: its weights are cursed"]
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert front.ask("send 1 1", "close")[0] == doubled(1)
+
+
+def test_a_runtime_that_ends_fails_its_requests_and_is_found_again(program: Path, tmp_path: Path) -> None:
+    """Requests in flight fail with RUNTIME_DOWN; the model is registered with the next runtime, which answers."""
+
+    def end(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        connection.receive()
+
+    with Front(program, tmp_path, [end]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
+        numbers = itertools.count(2)
+
+        def is_back() -> bool:
+            number = next(numbers)
+            (line,) = front.ask(f"send {number} 1")
+            assert line in (doubled(number), f"answer {number} 4 {DOWN}")
+            return line == doubled(number)
+
+        wait_until(is_back)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path: Path) -> None:
+    """CANCEL names the request; its end answers it."""
+
+    def wait(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while True:
+            kind, count, frame = connection.receive()
+            if kind is Kind.CANCEL:
+                ids = frames.unpack_ids(frame, count)
+                ended = [Completion(id, Status.CANCELLED, text="the request was cancelled") for id in ids]
+                send(connection.sock, pack_completions(ended)[0])
+
+    with Front(program, tmp_path, [wait]) as front:
+        front.ask("open")
+        front.tell("send 1 1", "cancel 1")
+        assert front.hear() == ["answer 1 7 the request was cancelled"]
+        front.ask("close")
+
+
+def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> None:
+    """A runtime that does not answer costs a request its deadline and no more; its late answer is dropped."""
+
+    def be_late(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        first: tuple[bytes, int] | None = None
+        while True:
+            kind, count, frame = connection.receive()
+            if kind is Kind.SUBMIT:
+                if first is None:
+                    first = frame, count
+                else:
+                    connection.answer(*first)
+                    connection.answer(frame, count)
+
+    with Front(program, tmp_path, [be_late]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1 reactant_timeout_ns=1000000") == [
+            "answer 1 4 [rsrv:DEADLINE] the deadline passed before the answer was there"
+        ]
+        assert front.ask("send 2 1") == [doubled(2)]
+        front.ask("close")
+
+
+# --- a runtime that misbehaves --------------------------------------------------------------------------------
+
+
+def broken_descriptions() -> Iterator[bytes]:
+    """Yield descriptions of a model that are cut, longer, or have one wrong byte."""
+    good = described()
+    yield good + b"\0"
+    yield from (good[:at] for at in range(1, len(good), 7))
+    for at in range(len(good)):
+        yield good[:at] + bytes([good[at] ^ 0x80]) + good[at + 1 :]
+    for at in range(4, len(good) - 4, 3):
+        yield good[:at] + b"\xff\xff\xff\xff" + good[at + 4 :]
+    yield struct.pack("<IIIII", 0x54414C46, 0, 2**32 - 1, 2**32 - 1, 2**32 - 1)
+
+
+def test_no_description_of_a_model_does_harm(program: Path, tmp_path: Path) -> None:
+    """Each broken description is refused, or is one that a runtime could have meant; a right one then serves."""
+    documents = list(broken_descriptions())
+
+    def describe(document: bytes) -> Behaviour:
+        def serve(connection: Connection) -> None:
+            connection.greet()
+            connection.register(document)
+            connection.receive()
+
+        return serve
+
+    with Front(program, tmp_path, [describe(document) for document in documents]) as front:
+        for _ in documents:
+            (line,) = front.ask("open")
+            if line.startswith("opened"):
+                assert front.ask("close") == ["closed - ok 0 0"]
+            else:
+                assert line.startswith("refused - 1 doubling: ")
+        assert front.ask("open", "send 1 1", "close")[0] == doubled(1)
+
+
+MISDEEDS = {
+    "a frame without a header": b"\1",
+    "an unknown kind": HEADER.pack(999, 0, 0),
+    "a frame for runtimes": HEADER.pack(Kind.SUBMIT, 0, 0),
+    "registered twice": pack_json(Kind.REGISTERED, {}),
+    "more answers than bytes": HEADER.pack(Kind.DONE, 0, 2**32 - 1),
+    "an unknown status": HEADER.pack(Kind.DONE, 0, 1) + struct.pack("<QHHIIIQ", 0, 99, 0, 1, 1, 0, 1),
+    "a text that is too long": HEADER.pack(Kind.DONE, 0, 1)
+    + struct.pack("<QHHIIIQ", 0, 1, 0, 1, 1, 2**32 - 1, 1),
+    "bytes behind the texts": HEADER.pack(Kind.DONE, 0, 1)
+    + struct.pack("<QHHIIIQ", 0, 0, 0, 1, 1, 0, 1)
+    + b"x",
+}
+
+
+@pytest.mark.parametrize("frame", MISDEEDS.values(), ids=MISDEEDS.keys())
+def test_a_runtime_that_breaks_the_protocol_is_left(tmp_path: Path, frame: bytes) -> None:
+    """The connection is closed, the request fails once, and another connection serves."""
+
+    def misbehave(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while connection.receive()[0] is not Kind.SUBMIT:
+            pass
+        send(connection.sock, frame)
+        connection.receive()
+
+    with Front(driver("undefined"), tmp_path, [misbehave]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
+        front.ask("close")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_random_frames_of_a_runtime_do_no_harm(program: Path, tmp_path: Path, seed: int) -> None:
+    """Runtimes that send frames with random faults and descriptors: each request is answered once, and the front lives."""
+    rng = random.Random(seed)
+
+    def talk(connection: Connection) -> None:
+        speaker = Speaker(rng, ())
+        connection.greet()
+        if rng.random() < 0.9:
+            connection.register(described())
+        for _ in range(rng.choice((1, 3, 20))):
+            with ExitStack() as stack:
+                fds = some_fds(rng, stack) if rng.random() < 0.2 else []
+                send(connection.sock, speaker.frame(Kind.DONE if rng.random() < 0.7 else None), fds)
+
+    numbers = itertools.count()
+    with Front(program, tmp_path, [talk] * (30 if seed == 0 else 500)) as front:
+
+        def is_over() -> bool:
+            number = next(numbers)
+            (line,) = front.ask(f"send {number} {1 + number % 8}")
+            return line == doubled(number, 1 + number % 8) and not front.behaviours
+
+        assert front.ask("open") == ["opened - ok 0 0"]
+        wait_until(is_over, timeout=30 if seed == 0 else 600)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_the_versions_agree() -> None:
+    """The library and the runtime speak one version of the protocol."""
+    header = (Path(__file__).parents[3] / "triton_backend/rsrv/native/native.h").read_text()
+    assert f"#define PROTOCOL_VERSION {PROTOCOL_VERSION}\n" in header

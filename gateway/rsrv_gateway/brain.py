@@ -11,12 +11,12 @@ from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory
-from rsrv_gateway.devices import ServerDevice, ServerDevices, devices_of, routes_to_servers
+from rsrv_gateway.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
 from rsrv_gateway.picker import Picker
-from rsrv_gateway.probes import ActionQueue, Probes
+from rsrv_gateway.probes import ActionQueue, PlacementSender, Probes
 from rsrv_gateway.traffic import Traffic
 
 
@@ -92,6 +92,7 @@ class GatewayLoop:
         self.planner = planner
         self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
+        self._placements = PlacementSender(self.probes.place)
         #: the devices of the last round
         self.devices: ServerDevices = {}
         self._pause = pause
@@ -142,6 +143,7 @@ class GatewayLoop:
             await asyncio.gather(*self._rounding)
             await self.proxy.stop()
             await self._errands.close()
+            await self._placements.close()
             await self.probes.close()
 
     async def round(self) -> None:
@@ -179,6 +181,9 @@ class GatewayLoop:
             for step in plan.steps:
                 device = named.get(step.worker, ServerDevice(step.worker, None))
                 self._errands.send(step.act, device, step.model)
+            if self.planner.options.mode == "lpt_packing":
+                told = placements(plan.table, named)
+                self._placements.update({server: told[server] for server in told.keys() & alive.keys()})
             self._rounded.set()
             self._rounded = asyncio.Event()
 

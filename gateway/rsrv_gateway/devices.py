@@ -20,6 +20,8 @@ class ServerDevice(NamedTuple):
 
 #: devices by name
 ServerDevices = Mapping[str, ServerDevice]
+#: numbers of the devices of one server that serve each model
+ModelDevices = Mapping[str, tuple[int, ...]]
 
 
 def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, ServerDevice]:
@@ -61,3 +63,16 @@ def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
         name: replace(routes, ready=servers(routes.ready), placed=servers(routes.placed))
         for name, routes in table.items()
     }
+
+
+def placements(table: Table, devices: ServerDevices) -> dict[str, ModelDevices]:
+    """Return the devices of each placed model, by server, for the servers with several devices."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {
+        device.server: {} for device in devices.values() if device.number is not None
+    }
+    for model, routes in table.items():
+        for device in map(devices.__getitem__, routes.placed):
+            if device.number is not None:
+                mine = found[device.server]
+                mine[model] = (*mine.get(model, ()), device.number)
+    return dict(found)

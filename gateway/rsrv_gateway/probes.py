@@ -19,7 +19,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
-from rsrv_gateway.devices import ServerDevice, summed, taken_over
+from rsrv_gateway.devices import ModelDevices, ServerDevice, summed, taken_over
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -38,6 +38,9 @@ class Prober(Protocol):
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
         """Request this action on a device, or all, from its control service. Raises ActError."""
+
+    async def place(self, models: ModelDevices) -> bool:
+        """Tell its control service the devices of its models; false: it places them itself. Raises ActError."""
 
     async def metrics(self) -> str | None:
         """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
@@ -100,6 +103,10 @@ class Probes:
     async def act(self, act: Act, device: ServerDevice, model: str) -> None:
         """Request an action from a worker. Raises ActError, also for an unknown worker."""
         await self._prober(device.server).act(act, model, device.number)
+
+    async def place(self, worker: str, models: ModelDevices) -> bool:
+        """Tell a worker its models' devices, as `Prober.place`. Raises ActError, also for an unknown worker."""
+        return await self._prober(worker).place(models)
 
     def _prober(self, worker: str) -> Prober:
         watch = self._watches.get(worker)
@@ -258,6 +265,52 @@ class _Late(Enum):
 _LATE: Final = _Late.LATE
 
 
+class PlacementSender:
+    """Tells servers with several devices which of them each model is placed on, in the background.
+
+    A server keeps what it was told until it ends.
+    """
+
+    def __init__(self, place: Callable[[str, ModelDevices], Awaitable[bool]]) -> None:
+        self._place = place
+        #: by server: what it was told, and the last complaint about it
+        self._told: dict[str, ModelDevices] = {}
+        self._said: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def update(self, wanted: Mapping[str, ModelDevices]) -> None:
+        """Tell these servers, by name, what has changed; all others do not answer, and forget it."""
+        self._told = {server: told for server, told in self._told.items() if server in wanted}
+        for server, models in wanted.items():
+            if self._told.get(server) != models and server not in self._tasks:
+                self._told[server] = models
+                self._tasks[server] = asyncio.create_task(
+                    self._tell(server, models), name=f"place at {server}"
+                )
+
+    async def _tell(self, server: str, models: ModelDevices) -> None:
+        said = ""
+        try:
+            if not await self._place(server, models):
+                said = "places models on its devices itself: set placement.mode to external in its rsrv.yaml"
+        except ActError as error:
+            self._told.pop(server, None)
+            said = f"was not told the devices of its models: {error}"
+        finally:
+            del self._tasks[server]
+        if said != self._said.get(server, ""):
+            self._said[server] = said
+            if said:
+                log.warning("worker %s %s", server, said)
+
+    async def close(self) -> None:
+        """Cancel all calls."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class GrpcProber:
     """Probes one worker over gRPC.
 
@@ -309,15 +362,23 @@ class GrpcProber:
             case Act.EVICT:
                 await self._order("Evict", pb.EvictRequest(target=pb.Target(model=model), devices=devices))
 
-    async def _order(self, call: str, request: Any) -> None:
-        """Call the control service. Raises ActError."""
+    async def place(self, models: ModelDevices) -> bool:
+        pairs = [pb.ModelPlacement(model=name, devices=numbers) for name, numbers in sorted(models.items())]
+        return await self._order("SetPlacement", pb.SetPlacementRequest(models=pairs), "FAILED_PRECONDITION")
+
+    async def _order(self, call: str, request: Any, refusal: str = "") -> bool:
+        """Call the control service; return false if it answers with the code `refusal`. Raises ActError."""
         if self._control is None:
             raise ActError("no control service is known for it")
         stub = control_pb2_grpc.ControlStub(self._control)
         try:
             await getattr(stub, call)(request, **self._terms(_ACTION_TIMEOUT_S))
         except grpc.RpcError as error:
+            answer: Any = error
+            if answer.code().name == refusal:
+                return False
             raise ActError(_said(error)) from None
+        return True
 
     async def metrics(self) -> str | None:
         if self._control is None:

@@ -62,6 +62,8 @@ def test_models_are_packed_onto_the_devices_of_all_servers() -> None:
                 "m": ("a:8001",),
                 "n": ("a:8001",),
             }
+            await asyncio.sleep(0.1)
+            assert world.placements == [("a:8001", {"m": (0,), "n": (1,)})]
             world.planner.steps = (WeightAction(Act.PREFETCH, "a:8001/1", "m"),)
             await world.gateway.round()
             await asyncio.sleep(0.1)

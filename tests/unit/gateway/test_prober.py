@@ -116,6 +116,10 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
         )
         await one.act(Act.PREFETCH, "a", 1)
         assert control.devices == [1]
+        assert await one.place({"n": (0, 1), "m": (1,)})
+        assert control.placed == {"m": [1], "n": [0, 1]}
+        control.is_external = False
+        assert not await one.place({})
         control.load.devices[0].instance = ""
         assert await one.look() == (WorkerView(True, ready),)
         await one.close()

@@ -14,6 +14,7 @@ from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import ControlClient
+from rsrv_gateway.devices import ModelDevices
 from rsrv_gateway.members import Members
 from rsrv_gateway.probes import DEAD, Probes
 
@@ -97,6 +98,10 @@ class WorldProber:
         where = self._name if device is None else f"{self._name}/{device}"
         self._world.acts.append(f"{where} {act.value} {model}")
 
+    async def place(self, models: ModelDevices) -> bool:
+        self._world.placements.append((self._name, models))
+        return True
+
     async def metrics(self) -> str | None:
         return self._world.pages.get(self._name)
 
@@ -117,6 +122,7 @@ class World:
         self.addresses = sorted(ready)
         self.looks: list[str] = []
         self.acts: list[str] = []
+        self.placements: list[tuple[str, ModelDevices]] = []
         #: The metrics of the workers' control services.
         self.pages: dict[str, str] = {}
         #: The workers' addresses.

@@ -302,6 +302,7 @@ class Served:
     lifecycle: FakeLifecycle
     repository: Path
     service: ControlService
+    placing: Placing
     health: Health
     socket: Path
     control: Any
@@ -348,7 +349,7 @@ async def served(
             Metrics(runtimes, lambda: lifecycle.failures.keys(), {}),
             live := Live(runtimes, cards, dict, every=0.1),
             cards,
-            Placing(runtimes, parsed, tmp_path / "placement"),
+            placing := Placing(runtimes, parsed, tmp_path / "placement"),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())
@@ -365,6 +366,7 @@ async def served(
                     lifecycle,
                     repository,
                     service,
+                    placing,
                     health,
                     tmp_path / "control.sock",
                     control_pb2_grpc.ControlStub(channel),

@@ -1,6 +1,7 @@
 """The placement of models on a server's devices: loads in, a table for the stubs and steps for the runtimes out."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rsrv.cli import main as cli
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.placing import AddedModel, Placing
 from rsrv.control.runtimes import Runtimes
@@ -34,18 +36,16 @@ MODEL: dict[str, Any] = {
 }
 
 
-class Device(FakeRuntime):
-    """A runtime with models, which loads and evicts at once."""
+class Weights:
+    """A runtime's answers about models that it loads and evicts at once."""
 
-    def __init__(self, path: Path, number: int, names: str, budget: int | None) -> None:
-        super().__init__(path, instance=f"{number}{number}" * 8)
+    def __init__(self, instance: str, names: str, budget: int | None) -> None:
+        self.instance = instance
         self.loads = {name: dict(MODEL) for name in names}
         self.calls: dict[str, list[str]] = {}
         self.budget = budget
-        self.entries = {f"{name}@1": entry(name) for name in names}
-        self.answers = self._answer
 
-    def _answer(self, command: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, command: dict[str, Any]) -> dict[str, Any]:
         match command:
             case {"command": "load"}:
                 used = sum(one["bytes"] for one in self.loads.values() if one["weights"] == "resident")
@@ -66,6 +66,15 @@ class Device(FakeRuntime):
         return {name for name, one in self.loads.items() if one["weights"] == "resident"}
 
 
+class Device(FakeRuntime):
+    """A runtime with models."""
+
+    def __init__(self, path: Path, number: int, names: str, budget: int | None) -> None:
+        super().__init__(path, instance=f"{number}{number}" * 8)
+        self.entries = {f"{name}@1": entry(name) for name in names}
+        self.weights = self.answers = Weights(self.instance, names, budget)
+
+
 class World:
     """Two devices with placement, whose time the test moves."""
 
@@ -78,7 +87,7 @@ class World:
         self.placing = Placing(runtimes, self.settings, path, lambda: self.now)
 
     def masks(self) -> dict[str, int]:
-        names = {name for one in self.devices for name in one.loads}
+        names = {name for one in self.devices for name in one.weights.loads}
         return {name: PlacementReader(self.path, name).mask(0.0) for name in sorted(names)}
 
     async def look(self, times: int = 1, **device_s: float) -> None:
@@ -89,9 +98,12 @@ class World:
             for name, seconds in device_s.items():
                 mask = self.masks()[name]
                 for number, one in enumerate(self.devices):
-                    model = one.loads[name]
+                    model = one.weights.loads[name]
                     if mask >> number & 1:
-                        one.loads[name] = {**model, "device_seconds": model["device_seconds"] + seconds}
+                        one.weights.loads[name] = {
+                            **model,
+                            "device_seconds": model["device_seconds"] + seconds,
+                        }
 
 
 @asynccontextmanager
@@ -120,7 +132,9 @@ async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
 
         assert sorted(world.masks().values()) == [1, 1, 2, 2]
         for number, one in enumerate(world.devices):
-            assert one.resident == {name for name, mask in world.masks().items() if mask == 1 << number}
+            assert one.weights.resident == {
+                name for name, mask in world.masks().items() if mask == 1 << number
+            }
         assert {len(devices) for devices in world.runtimes.placement.values()} == {1}
 
 
@@ -135,7 +149,7 @@ async def test_a_hot_model_gets_both_devices(tmp_path: Path) -> None:
         await world.look(2)
 
         assert world.masks()["a"] == 3
-        assert "a" in world.devices[0].resident & world.devices[1].resident
+        assert "a" in world.devices[0].weights.resident & world.devices[1].weights.resident
         assert world.placing.generation == generation + 1
 
 
@@ -149,7 +163,7 @@ async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -
         await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
         await world.look()
         assert set(world.masks().values()) == {1}
-        assert world.devices[0].resident == set("abcd")
+        assert world.devices[0].weights.resident == set("abcd")
 
         path = world.devices[1]._path
         world.devices[1] = Device(path, 3, "abcd", None)
@@ -167,7 +181,7 @@ async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
     async with placed(tmp_path, "abc") as world:
         PlacementWriter(world.path).write({"a": 2, "b": 2, "c": 3})
         for one in world.devices:
-            for model in one.loads.values():
+            for model in one.weights.loads.values():
                 model["weights"] = "resident"
         running = asyncio.create_task(world.placing.run())
         while not world.runtimes.placement:
@@ -182,7 +196,7 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
     """A meta model has the devices of its callees, which have one in common."""
     async with placed(tmp_path, "abcd") as world:
         for one in world.devices:
-            one.calls = {"m": ["a", "d"]}
+            one.weights.calls = {"m": ["a", "d"]}
             one.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
         await until(world.runtimes, lambda: all("m@1" in link.entries for link in world.runtimes.links))
         await world.look(2)
@@ -239,6 +253,44 @@ async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> Non
         wrong = pb.SetPlacementRequest(models=[pb.ModelPlacement(model="a", devices=[2])])
         with pytest.raises(grpc.aio.AioRpcError, match="a: there is no device 2: the server's devices"):
             await server.control.SetPlacement(wrong)
+
+
+@looped
+async def test_the_command_shows_places_and_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rsrv placement` prints devices and models with reasons; a dry run says what a lost device or a new model moves."""
+
+    async def rsrv(*words: str, status: int = 0) -> str:
+        arguments = ["placement", *words, "--server", f"unix:{tmp_path}/control.sock"]
+        assert await asyncio.to_thread(cli.main, arguments) == status
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    async with served(tmp_path, models="ab", devices=2) as server:
+        for number, one in enumerate(server.all):
+            one.answers = Weights(str(number), "ab", 1000)
+        for _ in range(2):
+            await server.placing.look()
+        page = await rsrv()
+        assert "placement lpt_packing, table 1" in page
+        assert page.count("least busy device with room") == 2
+        assert "would move" not in page
+
+        page = await rsrv("--dry-run", "--without-device", "1", "--add", "big:500:0.2")
+        assert "dry run: nothing is changed" in page
+        assert [line.split()[:2] for line in page.splitlines() if line.startswith(("a ", "b ", "big "))][
+            :3
+        ] == [
+            ["a", "0"],
+            ["b", "0"],
+            ["big", "0"],
+        ]
+        assert "dead" in page
+        assert json.loads(await rsrv("--json"))["mode"] == "lpt_packing"
+        assert "need --dry-run" in await rsrv("--without-model", "a", status=2)
+        assert "write NAME:BYTES:UTIL" in await rsrv("--dry-run", "--add", "big", status=2)
+        assert "there is no model 'x'" in await rsrv("--dry-run", "--without-model", "x", status=1)
 
 
 @looped

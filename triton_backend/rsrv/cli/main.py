@@ -141,6 +141,28 @@ def parser() -> CommandParser:
             metavar="N",
             help=f"a device's number; may be repeated (default: {default})",
         )
+    placement = command("placement", "show on which devices models run, why, and what would move next")
+    placement.add_argument(
+        "--dry-run", action="store_true", help="pack all models with the changes below, and change nothing"
+    )
+    placement.add_argument(
+        "--without-device",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="as if this device were gone",
+    )
+    placement.add_argument(
+        "--without-model", action="append", default=[], metavar="NAME", help="as if this model were gone"
+    )
+    placement.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        metavar="NAME:BYTES:UTIL",
+        help="with a further model: bytes of its weights, such as 2e9, and device seconds per second",
+    )
     command("compact", "evict all weights that are not pinned, and load them again without gaps")
 
     policy = command("policy", "set a model's share of the device, and its queue")

@@ -135,6 +135,36 @@ def _evict(server: Server) -> int:
     return server.done(answer, f"freed: {', '.join(answer.models) or 'nothing'}")
 
 
+def _placement(server: Server) -> int:
+    options = server.options
+    changes = bool(options.without_device or options.without_model or options.add)
+    if changes and not options.dry_run:
+        raise CommandLineError(
+            "--without-device, --without-model and --add need --dry-run: nothing is changed by them"
+        )
+    if min(options.without_device, default=0) < 0:
+        raise CommandLineError("--without-device is a number from 0")
+    request = pb.GetPlacementRequest(
+        without_devices=options.without_device,
+        without_models=options.without_model,
+        added=[_added(text) for text in options.add],
+    )
+    return server.show(
+        server.ask("GetPlacement", request), lambda answer: pages.placement_page(answer, dry=changes)
+    )
+
+
+def _added(text: str) -> pb.AddedModel:
+    try:
+        name, size, utilisation = text.rsplit(":", 2)
+        added = pb.AddedModel(name=name, bytes=int(float(size)), device_seconds_per_s=float(utilisation))
+    except (ValueError, OverflowError):
+        raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, as cats:2e9:0.3") from None
+    if not name or not 0 <= added.device_seconds_per_s <= 1e6:
+        raise CommandLineError(f"--add {text}: NAME is empty, or UTIL is no number of devices")
+    return added
+
+
 def _compact(server: Server) -> int:
     return server.done(
         server.ask("Compact", pb.CompactRequest()),
@@ -236,6 +266,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "residency": lambda server: _set_residency(server, server.options.residency),
     "prefetch": _prefetch,
     "evict": _evict,
+    "placement": _placement,
     "compact": _compact,
     "policy": _policy,
     "scheduler": _scheduler,

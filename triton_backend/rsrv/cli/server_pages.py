@@ -6,7 +6,7 @@ from typing import Any
 
 from rsrv.cli.output import print_table
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.text import amount, duration, one_line, printable
+from rsrv.text import amount, duration, one_line, percent, printable
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
@@ -420,3 +420,60 @@ def _word(enum: Any, value: int) -> str:
     """Return the name of a member for people; empty for UNSPECIFIED."""
     name: Callable[[int], str] = enum.Name
     return "" if not value else name(value).partition("_")[2].lower()
+
+
+def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
+    """Print the devices, the models with the reasons for their places, and the next moves; `dry`: as a dry run has them."""
+    state = (
+        "dry run: nothing is changed"
+        if dry
+        else f"table {answer.generation}"
+        if answer.generation
+        else "no table"
+    )
+    print(f"placement {answer.mode}, {state}")
+    if answer.devices:
+        print()
+        print_table(
+            ("DEVICE", "STATE", "MODELS", "UTILISATION", "BUSY", "WEIGHTS", "BUDGET"),
+            (
+                (
+                    str(one.device),
+                    "alive" if one.alive else "dead",
+                    str(one.models),
+                    percent(one.utilisation),
+                    percent(one.busy),
+                    amount(one.bytes),
+                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+                )
+                for one in answer.devices
+            ),
+        )
+    if answer.models:
+        print()
+        print_table(
+            ("MODEL", "DEVICES", "MOVING TO", "UTILISATION", "SIZE", "REASON"),
+            (
+                (
+                    one.name,
+                    _numbers(one.devices) or "any",
+                    _numbers(one.moving_to) or "-",
+                    percent(one.utilisation),
+                    amount(one.bytes),
+                    one.reason or "-",
+                )
+                for one in answer.models
+            ),
+        )
+    if answer.moves:
+        print("\nmoves:" if dry else "\nthe next packing would move:")
+        print_table(
+            ("MODEL", "FROM", "TO"),
+            ((one.model, _numbers(one.before) or "-", _numbers(one.after) or "-") for one in answer.moves),
+        )
+    for text in answer.warnings:
+        print(f"\n! {text}")
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    return " ".join(map(str, devices))

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller, random_u32
 from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.test_control import SERVING, Control
 from tests.waiting import wait_until
 
 SETTINGS = """
@@ -96,3 +98,33 @@ def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: Runnin
         ask(server, device)
         said(_BACK, device + 1)
         assert read_status(server.pid, str(device))["pid"] != old
+
+
+def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server: RunningTriton) -> None:
+    """While a runtime is stopped the server is healthy, its status says which device is down, and a pin reaches the other.
+
+    When the runtime goes on, it gets the pin.
+    """
+    control = Control(server)
+    pid = read_status(server.pid, "1")["pid"]
+
+    def devices() -> list[bool]:
+        return [device.HasField("runtime") for device in control.status().devices]
+
+    def pinned(device: int) -> bool:
+        return bool(read_status(server.pid, str(device))["models"]["exact"]["residency"] == "device")
+
+    wait_until(lambda: devices() == [True, True], what="both runtimes")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: devices() == [True, False], what="the silence")
+        assert control.status().devices[1].down_since_unix_s > 0
+        assert control.health() == SERVING
+        request = pb.SetResidencyRequest(model="exact", residency=pb.RESIDENCY_DEVICE)
+        control.stub.SetResidency(request, timeout=20)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: devices() == [True, True], what="its end")
+    wait_until(lambda: pinned(0) and pinned(1), what="the pin on both devices")
+    load = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
+    assert [one.number for one in load.devices if one.instance] == [0, 1]

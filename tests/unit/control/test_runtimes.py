@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from rsrv.control import runtime_link
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
-from rsrv.control.runtimes import Runtimes, device_directories, server_devices
+from rsrv.control.runtimes import Runtimes, device_directories, merge, server_devices
 from rsrv.wire import paths
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.waiting import looped
@@ -54,6 +55,28 @@ async def test_a_version_has_the_best_of_its_states(tmp_path: Path) -> None:
         assert runtimes.entries["a@1"] == entry("a", stubs=[101])
         assert runtimes.entries["b@1"] == entry("b", state="loading", weights="loading", stubs=[1, 2])
         assert runtimes.stubs() == {"a": {7, 101}, "b": {1, 2}, "c": {100}}
+
+
+@looped
+async def test_the_merged_state_follows_each_change(tmp_path: Path) -> None:
+    """After each change of one device, the merged state is that of a fresh merge; a version that is gone everywhere is gone."""
+    async with two(tmp_path) as (runtimes, (first, second)):
+        changes = [
+            (first, "a@1", entry("a", weights="absent")),
+            (second, "a@1", entry("a", weights="loading")),
+            (second, "b@1", entry("b")),
+            (first, "a@1", None),
+            (second, "a@1", entry("a", state="leaving")),
+            (second, "a@1", None),
+        ]
+        for runtime, key, changed in changes:
+            runtime.change(key, changed)
+            link = runtimes.links[runtime is second]
+            await until(
+                runtimes, partial(lambda link, runtime: link.revision == runtime.revision, link, runtime)
+            )
+            assert runtimes.entries == merge([one.entries for one in runtimes.links])
+        assert runtimes.entries.keys() == {"b@1"}
 
 
 @looped

@@ -1,4 +1,4 @@
-"""`python -m rsrv.control`: the control process of one runtime's server, started by the runtime."""
+"""`python -m rsrv.control`: the control process of a server, started by the runtime of its first device."""
 
 import argparse
 import asyncio

@@ -101,7 +101,7 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     if len(found) == 1:
         return found[0].address
     listed = "; ".join(
-        # Two devices of one server differ only by their sockets.
+        # Two servers of one folder may have no ports of their own.
         f"{one} ({one.address})" if sum(str(other) == str(one) for other in running) > 1 else str(one)
         for one in found or running
     )

@@ -17,6 +17,7 @@ from rsrv.control.runtime_link import (
     LinkTiming,
     RuntimeDown,
     RuntimeLink,
+    StateChange,
     StateUpdate,
 )
 from rsrv.wire import paths
@@ -63,8 +64,9 @@ class Runtimes:
         )
         #: Devices that placement allows a model, by its name; others may be on any device.
         self.placement: Mapping[str, Collection[int]] = {}
-        self._merged: Mapping[str, ModelVersion] = {}
-        self._merged_at = -1
+        self._merged: dict[str, ModelVersion] = {}
+        #: Changes that are not merged yet, of each link.
+        self._unmerged = [link.subscribe() for link in self.links] if len(self.links) > 1 else []
 
     async def run(self) -> None:
         """Keep the links up until cancelled."""
@@ -91,9 +93,23 @@ class Runtimes:
     def entries(self) -> Mapping[str, ModelVersion]:
         if len(self.links) == 1:
             return self.links[0].entries
-        if self._merged_at != self._changes.count:
-            self._merged_at = self._changes.count
-            self._merged = merge([link.entries for link in (*self.live.values(),) or self.links])
+        changed: set[str] | None = set()
+        for part in self._unmerged:
+            while part.pending:
+                match part.take():
+                    case StateChange(key=key) if changed is not None:
+                        changed.add(key)
+                    case _:
+                        changed = None
+        found = [link.entries for link in (*self.live.values(),) or self.links]
+        if changed is None:
+            self._merged = merge(found)
+        else:
+            # Weights of hundreds of models may move within a second.
+            for key in changed:
+                self._merged |= merge([{key: entries[key]} for entries in found if key in entries])
+                if not any(key in entries for entries in found):
+                    self._merged.pop(key, None)
         return self._merged
 
     @property

@@ -434,15 +434,6 @@ class Settings(BaseSettings):
                     )
         return self
 
-    @model_validator(mode="after")
-    def _calls_stay_on_a_device(self) -> "Settings":
-        if self.meta.transport == "bls" and self.runtime.devices != "all" and len(self.runtime.devices) > 1:
-            raise ValueError(
-                "runtime.devices names several, and meta.transport is bls: a call through Triton may reach another device "
-                "than its run; set meta.transport to direct, or name one device"
-            )
-        return self
-
     @classmethod
     def settings_customise_sources(
         cls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -34,10 +35,12 @@ class FakeReplica:
     asked: int = 0
     taken: list[ClientRequest] = field(default_factory=list)
     meters: Any = None
+    transport: str = "direct"
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
-        attachment = SimpleNamespace(direct=SimpleNamespace(devices=self.devices))
+        direct = SimpleNamespace(devices=self.devices)
+        attachment = SimpleNamespace(direct=direct, settings={"meta": {"transport": self.transport}})
         self.session = cast(Session, SimpleNamespace(attachment=attachment))
 
     @property
@@ -47,6 +50,11 @@ class FakeReplica:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         self.asked += len(requests)
         return [self.device] * len(requests)
+
+    def execute_later(self, requests: Sequence[Any]) -> list[Any] | None:
+        for request in requests:
+            request.get_response_sender().send(self.device, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        return None
 
     def answers_in_s(self) -> float:
         return self.seconds
@@ -79,6 +87,7 @@ def made(
     failing: dict[int, list[Exception]] | None = None,
     reader: PlacementReader | None = None,
     process: StubProcess | None = None,
+    transport: str = "direct",
 ) -> tuple[Replicas, list[Any]]:
     """Return a model's replicas, and the fakes by device; None for those that failed. `failing`: errors of the attempts."""
     fakes: dict[int, FakeReplica] = {}
@@ -86,7 +95,7 @@ def made(
     def make(device: int) -> ModelReplica:
         if failing and failing.get(device):
             raise failing[device].pop(0)
-        fakes[device] = FakeReplica(device, devices)
+        fakes[device] = FakeReplica(device, devices, transport=transport)
         return fakes[device]
 
     replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader)
@@ -94,7 +103,7 @@ def made(
 
 
 def home_of(replicas: Replicas) -> int:
-    (device,) = replicas.execute([object()]) or []
+    (device,) = replicas.execute([FakeRequest({})]) or []
     return int(device)
 
 
@@ -203,6 +212,25 @@ def test_a_request_of_a_dead_runtime_is_tried_once_elsewhere() -> None:
 
     fakes[1].seconds = fakes[3].seconds = inf
     assert not process.retry(ClientRequest(FakeRequest({}), ArrivalTime.now()), fakes[0].session)
+
+
+def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
+    """Its runtime alone knows the run. A batch of several devices' runs is answered later, by each of them."""
+    replicas, _ = made(3, transport="bls")
+
+    def call(device: int | None, run: str = "77") -> FakeRequest:
+        parameters = {"rsrv_run": run} | ({} if device is None else {"rsrv_device": str(device)})
+        return FakeRequest({}, parameters=json.dumps(parameters))
+
+    assert replicas.execute([call(2), call(2)]) == [2, 2]
+    assert replicas.execute([call(None)]) == [0]
+    assert replicas.execute([FakeRequest({})]) == [home_of(replicas)]
+    gone, broken = call(7), FakeRequest({}, parameters="{")
+    assert len(replicas.execute([gone]) or []) == len(replicas.execute([broken]) or []) == 1
+    mixed = [call(1), call(2), call(None)]
+    assert replicas.execute(mixed) is None
+    answers: list[Any] = [one.answers.get(timeout=1) for one in mixed]
+    assert answers == [1, 2, 0]
 
 
 def test_a_bundle_that_the_first_device_rejects_is_not_tried_elsewhere() -> None:

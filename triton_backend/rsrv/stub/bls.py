@@ -23,7 +23,7 @@ import numpy as np
 from rsrv.logs import TEXT, of_request, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.replies import RequestFailure, untag
-from rsrv.stub.request import RUN
+from rsrv.stub.request import RUN, RUN_DEVICE
 from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
@@ -128,6 +128,8 @@ class _BlsCall:
     #: the client's id of the request that makes the call
     client_id: str
     traceparent: str
+    #: of the run
+    device: int
     #: end of the time limit of all calls
     hung_ns: int
     #: resolved with the answer, or at the end of the call's time
@@ -192,19 +194,20 @@ class Bls:
         run: int = 0,
         client_id: str = "",
         traceparent: str = "",
+        device: int = 0,
     ) -> Future[Arrays]:
         """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
         `dtypes` has the types of inputs that numpy has no type for (bf16, as its bits). Shapes are Triton's: a scalar
         per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token
-        of the caller's run, 0 for none; `client_id` is the id of its request, and `traceparent` its trace context, ""
+        of the caller's run, 0 for none, and `device` that run's device; `client_id` is the id of its request, and `traceparent` its trace context, ""
         for none. The future ends when the call's time is over at the latest, with RequestFailure if
         there is no answer. Cancelling it has an effect only before Triton has the call.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
         call = _BlsCall(
-            model, inputs, dtypes or {}, outputs, deadline_ns, run, client_id, traceparent, hung_ns
+            model, inputs, dtypes or {}, outputs, deadline_ns, run, client_id, traceparent, device, hung_ns
         )
         with self._lock:
             refused = self._refuse(call, now)
@@ -361,6 +364,8 @@ class Bls:
         parameters = {}
         if call.run:
             parameters[RUN] = str(call.run)  # as text: integers there are signed
+        if call.device:
+            parameters[RUN_DEVICE] = str(call.device)
         if call.traceparent:
             parameters[TRACEPARENT] = call.traceparent
         if parameters:
@@ -412,8 +417,11 @@ def _about(call: _BlsCall) -> dict[str, Any]:
 class ThroughTriton:
     """The sub-calls of one run through Triton: tensors travel by value, and none stays on the device."""
 
-    def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
-        """`client_id` is that of the run's request. Calls become children of `span`."""
+    def __init__(
+        self, bls: Bls, deadline_ns: int, client_id: str, device: int, span: OpenSpan | None = None
+    ) -> None:
+        """`client_id` is that of the run's request, `device` that of the run. Calls become children of `span`."""
+        self._device = device
         self._bls = bls
         self._client_id = client_id
         self._deadline_ns = deadline_ns
@@ -440,6 +448,7 @@ class ThroughTriton:
             outputs=[wire.name for wire in remote.outputs],
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             run=token,
+            device=self._device,
         )
         return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 

@@ -189,6 +189,10 @@ class Engine:
         self.execute = EntryPoint(
             self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
+        #: the same after execute() returned, or with failures at once
+        self.execute_later = EntryPoint(
+            partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
+        ).execute
         self._deferred.rescue = self._rescue
         session.on_attach = self._deferred.watch
         self._deferred.watch(attachment)
@@ -231,14 +235,14 @@ class Engine:
 
     # --- a batch ------------------------------------------------------------------------------------------
 
-    def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
-        """Answer a batch, as `request.Answer`."""
+    def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
+        """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
             return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
         if attachment is not self._attachment:
             self._switch(attachment)
-        if self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
+        if at_once and self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
             try:
                 return self._answer_in_place(attachment, attachment.direct, requests)
             except BaseException:

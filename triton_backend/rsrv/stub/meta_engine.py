@@ -182,6 +182,10 @@ class MetaEngine:
         self.execute = EntryPoint(
             self._answer, self._outcomes, self._deferred.reply, self._process.end
         ).execute
+        #: the same after execute() returned, or with failures at once
+        self.execute_later = EntryPoint(
+            partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
+        ).execute
         self._deferred.rescue = self._rescue
         session.on_attach = self._use
         self._use(attachment)
@@ -229,8 +233,8 @@ class MetaEngine:
 
     # --- a batch ------------------------------------------------------------------------------------------
 
-    def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
-        """Answer a batch, as `request.Answer`."""
+    def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
+        """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
             return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
@@ -241,7 +245,7 @@ class MetaEngine:
         ]
         running, waiting = self._divide(batch)
         limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
-        if not waiting and self._run_length.seconds <= limit_s:
+        if at_once and not waiting and self._run_length.seconds <= limit_s:
             return self._answer_in_place(batch, running)
         for one in batch:
             self._deferred.reply(one.request)
@@ -383,7 +387,9 @@ class MetaEngine:
 
     def _call_user(self, one: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
         client_id, deadline_ns = one.request.id, one.request.params.deadline_ns
-        triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, client_id, run.span)
+        triton = None
+        if self._bls is not None:
+            triton = ThroughTriton(self._bls, deadline_ns, client_id, self.session.device, run.span)
         router = CallRouter(
             run,
             self._callees,

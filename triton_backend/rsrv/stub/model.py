@@ -96,7 +96,7 @@ class Setup:
         `calls` are the bundles of a meta model's callees, by name.
         """
         launcher = replace(self.launcher, device=str(device))
-        session = Session(launcher.open, self.name, str(self.bundle), calls)
+        session = Session(launcher.open, self.name, str(self.bundle), calls, device)
         try:
             yield session
         except BaseException:

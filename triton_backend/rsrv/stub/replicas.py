@@ -1,5 +1,6 @@
 """A model's replicas in its stub, one per device of the server: which of them answers a batch."""
 
+import json
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from zlib import crc32
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
-from rsrv.stub.request import ClientRequest
+from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
 from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.wire.placement_table import PlacementReader
 
@@ -35,6 +36,7 @@ class StubProcess:
         #: those of all replicas
         self.sessions: list[Session] = []
         self.end = DrainAndExit(self._stop, responses)
+        self.responses = responses
         #: replicas that the model is to have
         self.devices = 1
         #: gives a request to another replica than that of a session, whose runtime died before it launched the request;
@@ -63,6 +65,10 @@ class ModelReplica(Protocol):
     @property
     def execute(self) -> Callable[[Sequence[Any]], list[Any] | None]:
         """Answer Triton's requests, as `EntryPoint.execute`."""
+
+    @property
+    def execute_later(self) -> Callable[[Sequence[Any]], list[Any] | None]:
+        """Answer them after execute() returned; a list has failures, which are not sent."""
 
     @property
     def ready(self) -> bool: ...
@@ -97,6 +103,7 @@ class Replicas:
         model, the others do, and it is tried again.
         """
         self._make = make
+        self._responses = process.responses
         self._placement = placement
         self._first = first = make(0)
         attachment = first.session.attachment
@@ -115,7 +122,10 @@ class Replicas:
         self._started = False
         self._mirror: TritonMirror | None = None
         #: answers Triton's requests, as `EntryPoint.execute`
-        self.execute = self._spread if count > 1 else first.execute
+        self.execute = first.execute
+        if count > 1 and attachment is not None:
+            through_triton = attachment.settings["meta"]["transport"] == "bls"
+            self.execute = self._follow_runs if through_triton else self._spread
         attempts = [threading.Event() for _ in range(1, count)]
         for device, attempted in enumerate(attempts, 1):
             threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
@@ -174,6 +184,26 @@ class Replicas:
             chosen, _ = _soonest(list(self._replicas.values()))
         return chosen.execute(requests)
 
+    def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
+        """Answer each sub-call on the device of its run, whose runtime alone knows the run, and spread other requests."""
+        parts: dict[int | None, list[Any]] = {}
+        for request in requests:
+            parts.setdefault(_device_of_run(request), []).append(request)
+        if parts.keys() == {None}:
+            return self._spread(requests)
+        # A device without a replica cannot have the run any more: any other says so.
+        shares = [
+            (self._replicas.get(-1 if device is None else device, self._allowed[0]), part)
+            for device, part in parts.items()
+        ]
+        if len(shares) == 1:
+            return shares[0][0].execute(requests)
+        for replica, part in shares:
+            failures = replica.execute_later(part)
+            for request, failure in zip(part, failures or (), strict=False):
+                request.get_response_sender().send(failure, flags=self._responses.final)
+        return None
+
     def _retry(self, request: ClientRequest, lost: Session) -> bool:
         """Give a request of a runtime that died to another one, once; `StubProcess.retry`."""
         if request.retried:
@@ -218,6 +248,15 @@ class Replicas:
             one.close()
         if self._placement is not None:
             self._placement.close()
+
+
+def _device_of_run(request: Any) -> int | None:
+    """Return the device of the run that a request says it is a sub-call of; None: it does not say so."""
+    try:
+        parameters = json.loads(request.parameters() or "{}")
+        return int(parameters.get(RUN_DEVICE, 0)) if RUN in parameters else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None  # the replica refuses it
 
 
 def _soonest(replicas: Sequence[ModelReplica]) -> tuple[ModelReplica, float]:

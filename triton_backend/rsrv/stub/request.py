@@ -17,6 +17,8 @@ log = logging.getLogger("rsrv.stub")
 
 #: parameter of sub-calls that go through Triton: the token of their run, in decimal
 RUN = "rsrv_run"
+#: and the number of its device, if that is not 0
+RUN_DEVICE = "rsrv_device"
 #: relative deadline in ns, the parameter that clients of ReactantServer send
 _REACTANT_TIMEOUT = "reactant_timeout_ns"
 #: the latest deadline that a frame can carry, in ns

@@ -122,8 +122,10 @@ class Session:
         model: str,
         bundle: str,
         calls: Mapping[str, str] | None = None,
+        device: int = 0,
     ) -> None:
         self._open = open_connection
+        self.device = device
         self.model = model
         self._registration: dict[str, Any] = {"model": model, "bundle": bundle}
         if calls is not None:

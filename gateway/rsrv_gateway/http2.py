@@ -16,12 +16,12 @@ from grpc import StatusCode
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 1, 1, 4, 8
-_SETTING_WINDOW, _SETTING_FRAME = 4, 5
+_SETTING_WINDOW = 4
 _PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR = 1, 3, 6
 _FRAME_HEADER = struct.Struct(">HBBBI")
 _MESSAGE_HEADER = struct.Struct(">BI")
-#: frames that are accepted, and those that any peer accepts
-_FRAME_MAX_BYTES, _FRAME_BYTES = 1 << 20, 1 << 14
+#: bytes of the largest frame, unless both sides agree on more
+_FRAME_BYTES = 1 << 14
 _WINDOW_MAX, _WINDOW = 2**31 - 1, 2**16 - 1
 #: bytes after which their window is given back; far below the window, so that the peer never waits
 _WINDOW_STEP = 1 << 24
@@ -87,7 +87,8 @@ class EnvoyConnection(asyncio.Protocol):
         self._known = known
         self._message_max_bytes = message_max_bytes
         self._transport: Any = None
-        self._buffer = bytearray()
+        #: the beginning of a frame
+        self._rest = b""
         self._greeted = False
         self._streams: dict[int, _Http2Stream] = {}
         self._last = 0
@@ -100,8 +101,7 @@ class EnvoyConnection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._known.add(self)
-        settings = struct.pack(">HIHI", _SETTING_WINDOW, _WINDOW_MAX, _SETTING_FRAME, _FRAME_MAX_BYTES)
-        self._frame(_SETTINGS, 0, 0, settings)
+        self._frame(_SETTINGS, 0, 0, struct.pack(">HI", _SETTING_WINDOW, _WINDOW_MAX))
         self._frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW_MAX - _WINDOW))
         self._flush()
 
@@ -111,34 +111,33 @@ class EnvoyConnection(asyncio.Protocol):
             self._drop(stream)
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        at = 0
+        data, at = self._rest + data, 0
         if not self._greeted:
-            if not _PREFACE.startswith(bytes(buffer[: len(_PREFACE)])):
+            if not _PREFACE.startswith(data[: len(_PREFACE)]):
                 self._transport.abort()
                 return
-            if len(buffer) < len(_PREFACE):
+            if len(data) < len(_PREFACE):
+                self._rest = data
                 return
             self._greeted, at = True, len(_PREFACE)
-        while len(buffer) - at >= _FRAME_HEADER.size:
-            high, low, kind, flags, number = _FRAME_HEADER.unpack_from(buffer, at)
+        while len(data) - at >= _FRAME_HEADER.size:
+            high, low, kind, flags, number = _FRAME_HEADER.unpack_from(data, at)
             size = high << 8 | low
-            if size > _FRAME_MAX_BYTES:
+            if size > _FRAME_BYTES:
                 self._fail(_FRAME_ERROR)
                 return
             start = at + _FRAME_HEADER.size
-            if len(buffer) < start + size:
+            if len(data) < start + size:
                 break
             at = start + size
             try:
-                self._received(kind, flags, number & _WINDOW_MAX, bytes(buffer[start:at]))
+                self._received(kind, flags, number & _WINDOW_MAX, data[start:at])
             except (struct.error, IndexError):
                 self._fail(_PROTOCOL_ERROR)
                 return
             if self._transport.is_closing():
                 return
-        del buffer[:at]
+        self._rest = data[at:]
         self._flush()
 
     def finish(self) -> None:
@@ -222,7 +221,8 @@ class EnvoyConnection(asyncio.Protocol):
         end = _MESSAGE_HEADER.size + size
         if len(received) < end:
             return False
-        data = bytes(received[_MESSAGE_HEADER.size : end])
+        with memoryview(received) as view:
+            data = bytes(view[_MESSAGE_HEADER.size : end])
         del received[:end]
         try:
             answers = stream.exchange.take(data)

@@ -86,7 +86,12 @@ class Peer:
         return self.exchanges[-1]
 
     def say(self, *messages: bytes, number: int = 1, flags: int = 0) -> None:
-        self.send(frame(DATA, flags, number, b"".join(map(framed, messages))))
+        """Send messages in frames of at most 16 KiB; `flags` are of the last one."""
+        data = b"".join(map(framed, messages))
+        while len(data) > 1 << 14:
+            self.send(frame(DATA, 0, number, data[: 1 << 14]))
+            data = data[1 << 14 :]
+        self.send(frame(DATA, flags, number, data))
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Return the frames since the last call: kind, flags, stream, payload."""

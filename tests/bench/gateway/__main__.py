@@ -22,7 +22,7 @@ from tests.bench.places import ROOT, WORK
 from tests.bench.run import environment
 
 RESULT = WORK / "gateway.json"
-PARTS = ("passing", "outage")
+PARTS = ("pairs", "passing", "outage")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets: list[Target] = []
     result: dict[str, object] = {"environment": environment()}
     try:
+        if "pairs" in options.parts:
+            say("== pairs")
+            lines, found, result["pairs"] = passing.pairs(100 * options.rounds)
+            text += lines
+            targets += found
         if "passing" in options.parts:
             say("== passing")
             lines, found, result["passing"] = passing.part(options.rounds, options.window)

@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+
 from local_triton import TritonServer
+from rsrv_gateway.connections import SERVICE
 from tests.bench import models
 from tests.bench.figures import Rounds, Sample, Spread, Target
 from tests.bench.gateway.stage import (
@@ -83,6 +88,32 @@ def part(rounds: int, window_s: float) -> Part:
     lines.append(f"without requests: {100 * idle:.1f} % of a core")
     raw = {size: [asdict(sample) for sample in found] for size, found in samples.items()}
     return lines, targets, {"samples": raw, "ratios": ratios, "idle_cpus": idle}
+
+
+def pairs(count: int) -> Part:
+    """Measure p50 at one client that asks each way in turn, request by request, so that all meet the same disturbances."""
+    repository = models.gateway_repository()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(served("gateway-one", repository, has_runtime=True)).server
+        message = service_pb2.ModelInferRequest(model_name=models.MLP, raw_input_contents=[bytes(4 * 256)])
+        message.inputs.add(name="x", datatype="FP32", shape=[1, 256])
+        data = message.SerializeToString()
+        calls = {
+            way.name: stack.enter_context(grpc.insecure_channel(way.url)).unary_unary(f"{SERVICE}ModelInfer")
+            for way in _ways(stack, [server])
+        }
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(count):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                call(data, timeout=30)
+                taken[name].append((time.perf_counter() - began) * 1e6)
+    direct = float(np.median(taken[DIRECT]))
+    lines = [f"p50 of {count} requests each, in turn, by one client, 1 kB"]
+    for name, found in taken.items():
+        p50 = float(np.median(found))
+        lines.append(f"{name}: {p50:.0f} us, {p50 / direct:.2f} of direct, {p50 - direct:.0f} us added")
+    return [*lines, ""], [], {"taken_us": taken}
 
 
 def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[Way]:

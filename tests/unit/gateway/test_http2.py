@@ -288,3 +288,25 @@ def test_a_peer_that_speaks_something_else_is_left() -> None:
     assert peer.closed == ""
     peer.send(b"GET / HTTP/1.1\r\n\r\n")
     assert peer.closed == "aborted"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10), st.integers(0, 255), st.integers(0, 7), st.binary(max_size=40)),
+        max_size=30,
+    )
+)
+def test_no_frames_break_the_connections_state(sent: list[tuple[int, int, int, bytes]]) -> None:
+    """Whatever frames arrive, the connection is closed or serves a new stream, and each exchange ends exactly once."""
+    peer = Peer()
+    for one in sent:
+        if not peer.closed:
+            peer.send(frame(*one))
+    if not peer.closed:
+        peer.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 20)))
+        peer.frames()
+        peer.open(9)
+        peer.say(b"hello", number=9, flags=END_STREAM)
+        assert framed(b"hello") in peer.said()[0]
+    peer.connection.connection_lost(None)
+    assert [echo.ended for echo in peer.exchanges] == [1] * len(peer.exchanges)

@@ -51,11 +51,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, RunningTriton]]:
-    """Two servers, one of which the last test kills."""
+    """Two servers, the first of which the last test kills. The second one has two devices, on which a gateway places models."""
     folder = tmp_path_factory.mktemp("servers")
+    env = {"RSRV_RUNTIME__DEVICES": '["cpu", "cpu"]', "RSRV_PLACEMENT__MODE": "external"}
     with (
         running_triton(repository, folder / "one.log") as one,
-        running_triton(repository, folder / "two.log") as two,
+        running_triton(repository, folder / "two.log", env=env) as two,
     ):
         yield {"one": one, "two": two}
 
@@ -68,8 +69,15 @@ def infer(client: Any, model: str, **options: Any) -> None:
     assert np.array_equal(answer, X @ KERNELS[model]), model
 
 
-def resident(server: RunningTriton) -> set[str]:
-    models: dict[str, Any] = read_status(server.pid)["models"]
+def models_on(servers: Mapping[str, RunningTriton], device: str) -> dict[str, Any]:
+    """Return the status of the models on a device that the gateway calls SERVER/NUMBER, or SERVER."""
+    name, _, number = device.partition("/")
+    models: dict[str, Any] = read_status(servers[name].pid, number or "0")["models"]
+    return models
+
+
+def resident(servers: Mapping[str, RunningTriton], device: str) -> set[str]:
+    models = models_on(servers, device)
     return {name for name, model in models.items() if model["weights"] == "resident"}
 
 
@@ -129,7 +137,7 @@ def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], 
         aside.rename(file)
 
     def alive() -> set[str]:
-        return {worker.name for worker in gateway.status().workers if worker.alive}
+        return {worker.name.partition("/")[0] for worker in gateway.status().workers if worker.alive}
 
     write("one")
     with running_gateway(tmp_path, workers_file=str(file)) as gateway, Load(gateway) as load:
@@ -217,37 +225,39 @@ def test_the_gateway_ends_without_losing_a_request(
 
 
 def test_models_are_packed_and_their_weights_are_where_requests_go(
-    servers: Mapping[str, RunningTriton], tmp_path: Path
+    servers: Mapping[str, RunningTriton], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four models are packed, two on each of two servers whose memory holds two.
+    """Four models are packed onto the devices of two servers: one server has two, and follows the gateway's placement.
 
     If one server is killed under load, only its requests in flight may fail, all others are answered right, and its
     models move to the other server.
     """
+    monkeypatch.setenv("RSRV_PLACEMENT__REPLICAS", "1")
+    devices = ("one", "two/0", "two/1")
     workers = [entry(server, name) for name, server in servers.items()]
-    with running_gateway(tmp_path, workers, mode="lpt_packing") as gateway:
+    with running_gateway(tmp_path, workers) as gateway:
 
         def settled() -> bool:
             status = gateway.status()
-            placed = {name: {m.name for m in status.models if name in m.placed} for name in servers}
+            placed = {name: {m.name for m in status.models if name in m.placed} for name in devices}
             return all(len(m.placed) == 1 for m in status.models) and all(
-                len(placed[name]) == 2 and resident(server) == placed[name]
-                for name, server in servers.items()
+                placed[name] and placed[name] <= resident(servers, name) for name in devices
             )
+
+        def misses() -> dict[str, dict[str, int]]:
+            return {
+                name: {m: one["misses"] for m, one in models_on(servers, name).items()} for name in devices
+            }
 
         wait_until(settled, what="weights where the models are placed")
         with gateway.client() as client:
             for model in MODELS * 3:
                 infer(client, model)
         assert settled()
-        misses = {name: read_status(server.pid)["models"] for name, server in servers.items()}
+        before = misses()
         with Load(gateway) as load:
             load.more(200)
-            for name, server in servers.items():
-                now = read_status(server.pid)["models"]
-                assert {m: one["misses"] for m, one in now.items()} == {
-                    m: one["misses"] for m, one in misses[name].items()
-                }
+            assert misses() == before
             outstanding = load.threads
             servers["one"].server.kill()
             load.more(200)
@@ -257,7 +267,7 @@ def test_models_are_packed_and_their_weights_are_where_requests_go(
         assert load.failed == failed
         assert load.wrong == []
         alive = {worker.name: worker.alive for worker in gateway.status().workers}
-        assert alive == {"one": False, "two": True}
+        assert alive == {"one": False, "two/0": True, "two/1": True}
         located = gateway.rsrv("locate", "first")
         assert f"127.0.0.1:{servers['two'].grpc_port}" in located
         assert str(servers["one"].grpc_port) not in located

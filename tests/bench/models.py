@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import native_front
 from rsrv_gen import cli as rsrv_gen
 from tests.bench import plain_env
 from tests.bench.places import HERE, ROOT, WORK
@@ -99,6 +100,13 @@ def images_case() -> Case:
 def rsrv_repository(count: int) -> Path:
     """A repository with `count` mlps as bundles."""
     return generate(f"rsrv-{count}", [ensure_bundle(name, _export_mlp) for name in mlp_names(count)])
+
+
+def native_repository(count: int) -> Path:
+    """The same with the native front."""
+    native_front.ensure()
+    bundles = [ensure_bundle(name, _export_mlp) for name in mlp_names(count)]
+    return generate(f"native-{count}", bundles, "stub: {front: native}")
 
 
 def images_repository() -> Path:

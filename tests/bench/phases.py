@@ -18,7 +18,7 @@ from tests.bench.places import HERE, ROOT, WORK
 from tests.bench.processes import Memory, memory, server_processes, shared_memory
 from tests.bench.verify import verify
 
-RSRV, PLAIN = "rsrv", "plain"
+RSRV, NATIVE, PLAIN = "rsrv", "native", "plain"
 CLIENTS = (1, 16, 64)
 BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
@@ -51,18 +51,19 @@ def served(
 
 
 def throughput(rounds: int, window_s: float) -> list[Sample]:
-    """Measure rsrv and the plain model in turns, at each number of clients."""
+    """Measure rsrv with each front and the plain model in turns, at each number of clients."""
     samples = []
     case = models.mlp_case(models.MLP)
     with (
         served(RSRV, models.rsrv_repository(1), has_runtime=True) as rsrv,
+        served(NATIVE, models.native_repository(1), has_runtime=True) as native,
         served(PLAIN, models.plain_repository(1), has_runtime=False) as plain,
     ):
-        for side in (rsrv, plain):
+        for side in (rsrv, native, plain):
             say(f"{side.name}: {verify(side.server.grpc_url, case)} answers right")
         for number in range(rounds):
-            # Each side goes first in every other round.
-            order = (rsrv, plain) if number % 2 == 0 else (plain, rsrv)
+            # The sides beside the plain model, and the first one, change from round to round.
+            order = (rsrv, plain, native) if number % 2 == 0 else (native, plain, rsrv)
             for clients in CLIENTS:
                 for side in order:
                     sample = measure(side, models.MLP, clients, number, window_s)
@@ -89,11 +90,16 @@ class Footprint:
 def footprints(many: int) -> list[Footprint]:
     """Measure both sides with 1, 2 and `many` models, each of which has answered."""
     found = []
-    for side_name, repository in ((RSRV, models.rsrv_repository), (PLAIN, models.plain_repository)):
+    sides = (
+        (RSRV, models.rsrv_repository),
+        (NATIVE, models.native_repository),
+        (PLAIN, models.plain_repository),
+    )
+    for side_name, repository in sides:
         for count in (1, 2, many):
             folder = repository(count)
             started = time.monotonic()
-            with served(f"{side_name}-{count}", folder, has_runtime=side_name == RSRV) as side:
+            with served(f"{side_name}-{count}", folder, has_runtime=side_name != PLAIN) as side:
                 ready = time.monotonic() - started
                 for name in models.mlp_names(count):
                     verify(side.server.grpc_url, models.mlp_case(name))

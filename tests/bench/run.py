@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ from rsrv.serve.triton_install import InstallError
 from tests.bench import breakdown, decisions, metas, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
-from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, PLAIN, RSRV, Footprint, say
+from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, NATIVE, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 
 PARTS = ("throughput", "memory", "busy", "decisions", "metas")
@@ -99,18 +100,19 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 def _throughput(plan: Plan) -> Part:
     samples = phases.throughput(plan.rounds, plan.window_s)
     kept = Rounds.of(samples)
-    cases = [(side, clients) for clients in CLIENTS for side in (RSRV, PLAIN)]
+    cases = [(side, clients) for clients in CLIENTS for side in (RSRV, NATIVE, PLAIN)]
     lines = [report.load_table(kept, cases), report.sizes_lines(kept, cases)]
-    ratios = {}
-    for clients in CLIENTS:
-        rate = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.infer_per_s)
-        p50 = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.p50_us)
-        p99 = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.p99_us)
-        ratios[clients] = {"infer_per_s": asdict(rate), "p50": asdict(p50), "p99": asdict(p99)}
+    by_side: dict[str, dict[int, Any]] = {RSRV: {}, NATIVE: {}}
+    for clients, side in itertools.product(CLIENTS, by_side):
+        rate = kept.ratio(side, PLAIN, clients, lambda sample: sample.infer_per_s)
+        p50 = kept.ratio(side, PLAIN, clients, lambda sample: sample.p50_us)
+        p99 = kept.ratio(side, PLAIN, clients, lambda sample: sample.p99_us)
+        by_side[side][clients] = {"infer_per_s": asdict(rate), "p50": asdict(p50), "p99": asdict(p99)}
         lines.append(
-            f"rsrv / plain at {clients} clients: infer/s {report.spread_text(rate)},"
+            f"{side} / plain at {clients} clients: infer/s {report.spread_text(rate)},"
             f" p50 {report.spread_text(p50)}, p99 {report.spread_text(p99)}"
         )
+    ratios = by_side[RSRV]
     lines.append(report.rounds_line(kept))
     targets = [
         Target(
@@ -118,7 +120,11 @@ def _throughput(plan: Plan) -> Part:
         ),
         Target("p50 at 1 client, rsrv / plain", ratios[1]["p50"]["median"], 1.6, at_least=False),
     ]
-    return lines, targets, {"samples": [asdict(sample) for sample in samples], "ratios": ratios}
+    return (
+        lines,
+        targets,
+        {"samples": [asdict(sample) for sample in samples], "ratios": ratios, "native": by_side[NATIVE]},
+    )
 
 
 def _memory(plan: Plan) -> Part:
@@ -132,7 +138,7 @@ def _memory(plan: Plan) -> Part:
         report.table(headers, [*map(_row, found)]),
     ]
     added = {}
-    for side in (RSRV, PLAIN):
+    for side in (RSRV, NATIVE, PLAIN):
         one, two, many = (by_case[side, count] for count in (1, 2, plan.models))
         added[side] = {
             # From the second: a server's only stub has the pages of its libraries' files for itself, and they stop

@@ -168,6 +168,18 @@ def test_each_device_has_its_samples() -> None:
     assert found["rsrv_reload_failed", (("model", "a"),)] == 0
 
 
+def test_of_several_devices_histograms_without_values_are_left_out() -> None:
+    """A model's histograms are only of devices that it ran on; with one device, all are there from the start."""
+    idle = {**SAID, "models": {'od"d': {**SAID["models"]['od"d'], "execute": measured(SECONDS)}}}
+
+    def executed(said: dict[int, Any]) -> list[str]:
+        found = samples(expose(said, ALONE))
+        return [dict(labels)["device"] for name, labels in found if name == "rsrv_execute_seconds_count"]
+
+    assert executed({0: idle}) == ["0"]
+    assert executed({0: idle, 1: SAID}) == ["1"]
+
+
 @looped
 async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(tmp_path: Path) -> None:
     """GetMetrics answers with and without a runtime; failed bundles are always in it."""

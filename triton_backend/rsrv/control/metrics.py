@@ -74,7 +74,8 @@ class Metrics:
 
 def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
     """Return the text. `said`: answers to the command `metrics` (docs/protocol.md), of the devices whose runtimes answer."""
-    page = _Exposition()
+    # Most models are in use on some of the devices only.
+    page = _Exposition(sparse=len(said) > 1)
     for number, one in said.items():
         _put_device(page, str(number), one)
     for name in {*server.models, *server.failed}:
@@ -144,7 +145,9 @@ def _put_memory(page: "_Exposition", number: str, memory: Mapping[str, Any]) -> 
 class _Exposition:
     """Prometheus' text format, written here: with hundreds of models, its own library takes six times as long."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool) -> None:
+        """`sparse`: leave out histograms without values."""
+        self._sparse = sparse
         self._lines: dict[str, list[str]] = {family.name: [] for family in FAMILIES}
 
     def put(self, family: str, labels: Sequence[str], value: float) -> None:
@@ -158,6 +161,8 @@ class _Exposition:
     def measure(self, family: str, labels: Sequence[str], bounds: Sequence[float], said: Any) -> int:
         """Add a histogram; return its number of values."""
         found, lines = Histogram.from_json(bounds, said), self._lines[family]
+        if self._sparse and not any(found.counts):
+            return 0
         inside = _labelled(family, labels)
         start = f'{family}_bucket{{{inside}{"," if inside else ""}le="'
         count = 0

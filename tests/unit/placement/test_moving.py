@@ -112,6 +112,22 @@ def test_a_copy_that_is_not_placed_makes_room() -> None:
     assert fleet.resident("w") == {"a", "c"}
 
 
+def test_copies_that_are_not_placed_make_room_for_several_models() -> None:
+    """Two moves that need room evict two copies in one look, and none of them twice."""
+    models = {name: Model() for name in "abcd"}
+    fleet = Fleet(["v", "w"], models, budget=40)
+    scene = Scene(fleet, Script(**dict.fromkeys("abcd", ("v",))))
+    scene.settle()
+    fleet.servers["w"].budget = 20
+    for name in "cd":
+        fleet.copy("w", name).weights = WeightsView.RESIDENT
+    scene.script.placed.update(a=("w",), b=("w",))
+    scene.planner.repack()
+
+    evicted = [step.model for step in scene.look(do=False).steps if step.act is Act.EVICT]
+    assert sorted(evicted) == sorted({*evicted}) != []
+
+
 def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
     """Without its old home a model goes to the new one, cold, in the same look."""
     scene = moving()

@@ -328,6 +328,21 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
     assert any("control services of v" in warning for warning in scene.status().warnings)
 
 
+def test_a_pin_holds_while_a_control_service_is_away() -> None:
+    """The last view of a device says which one it is."""
+    fleet = Fleet(["v/0", "v/1"], {"a": Model()})
+    fleet.servers["v/1"].device = 1
+    scene = Scene(fleet, Script(a=("v/1",)), models={"a": ModelOptions(devices=[1])})
+    scene.settle()
+    for server in fleet.servers.values():
+        server.instance = None
+    scene.planner.repack()
+    scene.settle()
+
+    *_, (loads, _, _) = scene.script.asked
+    assert loads["a"].allowed == {"v/1"}
+
+
 def test_workers_without_a_control_service_get_models_that_are_only_there() -> None:
     """Models are packed on workers with figures; a model that is ready only elsewhere stays there."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})

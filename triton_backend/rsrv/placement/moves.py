@@ -13,7 +13,7 @@ MOVE_LIMIT_S: the model stays. A model that is warm nowhere does not wait for ot
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView
@@ -160,12 +160,17 @@ class Moves:
         for unit, worker in absent:
             if (unit.name, worker) in self._begun:
                 coming[worker] += sum(size for _, size in _missing(unit, worker, fleet))
+        #: weights that may make room, and bytes that their evictions free, by worker
+        spare: dict[str, list[tuple[int, str]]] = {}
+        freed = Counter[str]()
         steps: list[WeightAction] = []
         for unit, worker in absent:
             missing = _missing(unit, worker, fleet)
             begun = self._begun.get((unit.name, worker))
             if begun is not None:
                 if now - begun >= MOVE_LIMIT_S:
+                    del self._begun[unit.name, worker]
+                    under_way[worker] -= 1
                     self._give_up(unit, now)
                     continue
             elif worker not in swapping:
@@ -174,7 +179,12 @@ class Moves:
                     continue
                 needed, room = sum(size for _, size in missing), fleet.room(worker)
                 short = 0 if room is None else needed + coming[worker] - room
-                steps += self._make_room(worker, short, fleet)
+                if short > freed[worker] and worker not in spare:
+                    spare[worker] = self._spare(worker, fleet)
+                while short > freed[worker] and spare[worker]:
+                    size, name = spare[worker].pop()
+                    freed[worker] += size
+                    steps.append(WeightAction(Act.EVICT, worker, name))
                 if moves and short > 0:
                     if not under_way[worker] and now - self._since[unit.name] >= MOVE_LIMIT_S:
                         self._give_up(unit, now)
@@ -191,30 +201,26 @@ class Moves:
                     steps.append(WeightAction(Act.PREFETCH, worker, name))
         return steps
 
-    def _make_room(self, worker: str, short: int, fleet: Fleet) -> Iterator[WeightAction]:
-        """Evict idle weights that are warm at their own homes, the largest first, until `short` bytes are free."""
-        strange = [
-            (view.bytes, name)
-            for name, view in fleet.views[worker].models.items()
-            if view.weights is WeightsView.RESIDENT
-            and view.bytes
-            and not (view.pinned or view.queued or view.executing)
-            and self.placed.get(name)
-            and worker not in (*self.placed[name], *self.targets.get(name, ()))
-            and (name, worker) not in self._leaving
-        ]
-        for size, name in sorted(strange, reverse=True):
-            if short <= 0:
-                return
-            homes = [fleet.views[w].models.get(name) for w in self.placed[name] if w in fleet.views]
-            if any(view is not None and view.weights is WeightsView.RESIDENT for view in homes):
-                short -= size
-                yield WeightAction(Act.EVICT, worker, name)
+    def _spare(self, worker: str, fleet: Fleet) -> list[tuple[int, str]]:
+        """Return the idle weights that are warm at their own homes elsewhere, with their bytes; the largest last."""
+        spare = []
+        for name, view in fleet.views[worker].models.items():
+            if view.weights is not WeightsView.RESIDENT or not view.bytes:
+                continue
+            if view.pinned or view.queued or view.executing or (name, worker) in self._leaving:
+                continue
+            placed = self.placed.get(name, ())
+            if worker in placed or worker in self.targets.get(name, ()):
+                continue
+            homes = (fleet.views[home].models.get(name) for home in placed if home in fleet.views)
+            if any(home is not None and home.weights is WeightsView.RESIDENT for home in homes):
+                spare.append((view.bytes, name))
+        return sorted(spare)
 
     def _give_up(self, unit: Unit, now: float) -> None:
-        """Leave a unit where it is."""
-        places = {self.placed.get(name, ()) for name in unit.models}
-        if len(places) == 1 and (place := places.pop()):
+        """Leave a unit where it is, or where most of its models are."""
+        places = Counter(place for name in unit.models if (place := self.placed.get(name)))
+        for place, _ in places.most_common(1):
             self.aim(unit, place, now)
 
     def _left(self, name: str, old: tuple[str, ...], new: tuple[str, ...], fleet: Fleet, now: float) -> None:

@@ -190,14 +190,7 @@ class Planner:
                 self._latest.setdefault(worker, view)
             elif view.instance is None and before is not None and before.instance is not None:
                 # Only its control service is away: its last figures hold until the next ones.
-                self._latest[worker] = WorkerView(
-                    alive=True,
-                    ready=view.ready,
-                    instance=before.instance,
-                    budget_bytes=before.budget_bytes,
-                    models=before.models,
-                    calls=before.calls,
-                )
+                self._latest[worker] = replace(before, alive=True, ready=view.ready, backlog_s=0.0)
             else:
                 self._latest[worker] = view
 

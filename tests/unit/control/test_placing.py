@@ -154,6 +154,17 @@ async def test_a_hot_model_gets_both_devices(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_device_that_has_become_idle_leaves_room_for_a_hot_model(tmp_path: Path) -> None:
+    """A load that does not change is a measurement, too: of a device that does nothing."""
+    async with placed(tmp_path) as world:
+        await world.look(3)
+        await world.look(4, b=0.9)
+        await world.look(20, a=1.0)
+
+        assert world.masks()["a"] == 3
+
+
+@looped
 async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -> None:
     """After the next look all models are at the device that lives; when the other is back, they return to it."""
     async with placed(tmp_path, "abcd") as world:
@@ -247,8 +258,11 @@ async def test_an_external_placement_comes_by_the_service(tmp_path: Path) -> Non
         answer = await server.control.SetPlacement(pb.SetPlacementRequest(models=wanted))
         assert answer.generation == 1
         assert server.runtimes.placement == {"a": (1,), "b": (0, 1)}
+        wanted[0] = pb.ModelPlacement(model="a", devices=[0, 0])
+        await server.control.SetPlacement(pb.SetPlacementRequest(models=wanted))
+        assert server.runtimes.placement == {"a": (0,), "b": (0, 1)}
         said = await server.control.GetPlacement(pb.GetPlacementRequest())
-        assert (said.mode, [list(one.devices) for one in said.models]) == ("external", [[1], [0, 1]])
+        assert (said.mode, [list(one.devices) for one in said.models]) == ("external", [[0], [0, 1]])
 
         wrong = pb.SetPlacementRequest(models=[pb.ModelPlacement(model="a", devices=[2])])
         with pytest.raises(grpc.aio.AioRpcError, match="a: there is no device 2: the server's devices"):

@@ -340,7 +340,7 @@ def test_a_pin_holds_while_a_control_service_is_away() -> None:
     scene.settle()
 
     *_, (loads, _, _) = scene.script.asked
-    assert loads["a"].allowed == {"v/1"}
+    assert loads["a"].allowed == frozenset({"v/1"})
 
 
 def test_workers_without_a_control_service_get_models_that_are_only_there() -> None:

@@ -8,7 +8,7 @@ control process that restarts goes on from the table of the last one.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings import Settings
-from rsrv.wire.placement_table import PlacementReader, PlacementWriter
+from rsrv.wire.placement_table import PlacementWriter
 
 log = logging.getLogger("rsrv.control")
 
@@ -28,6 +28,8 @@ log = logging.getLogger("rsrv.control")
 _LOOK_S, _MOVING_S = 1.0, 0.25
 #: longest time without a decision while no load changes
 _IDLE_S = 10.0
+#: longest time that the first look waits for further runtimes
+_JOIN_S = 2.0
 #: least pause between two looks that changes of the runtimes cause
 _HURRY_S = 0.1
 
@@ -100,13 +102,19 @@ class Placing:
             same = views.keys() == self._views.keys() and all(views[one] is self._views[one] for one in views)
             if same and not self._moving and now - self._decided < _IDLE_S:
                 return False
-            self._views, self._decided = views, now
+            # To the planner, a view that it has seen is no measurement; a load that has not changed is one.
+            measured = {worker: replace(view) for worker, view in views.items()}
             # With thousands of models a look takes longer than an operator should wait.
-            plan = await asyncio.to_thread(self._planner.look, views, now)
-            self._write({name: tuple(map(int, routes.placed)) for name, routes in plan.table.items()})
+            plan = await asyncio.to_thread(self._planner.look, measured, now)
+            self._views, self._decided, self._moving = views, now, plan.moving
+            try:
+                self._write({name: map(int, routes.placed) for name, routes in plan.table.items()})
+            except OSError as error:
+                log.error("the placement table cannot be written, so models stay where they are: %s", error)
+            steps: dict[str, list[WeightAction]] = {}
             for step in plan.steps:
-                await self._carry_out(step)
-            self._moving = plan.moving
+                steps.setdefault(step.worker, []).append(step)
+            await asyncio.gather(*map(self._carry_out, steps.values()))
         return plan.moving
 
     def set(self, placed: Mapping[str, Collection[int]]) -> int:
@@ -122,7 +130,10 @@ class Placing:
                 raise InvalidArgument(
                     f"{name}: there is no device {wrong[0]}: the server's devices are 0 to {count - 1}"
                 )
-        self._write({name: tuple(sorted(devices)) for name, devices in placed.items()})
+        try:
+            self._write(placed)
+        except OSError as error:
+            raise StatusError("UNAVAILABLE", f"the placement table cannot be written: {error}") from None
         return self.generation
 
     async def trial(
@@ -180,13 +191,15 @@ class Placing:
         views = await asyncio.gather(*map(view, range(len(self._runtimes.links))))
         return {str(number): one for number, one in enumerate(views)}
 
-    async def _carry_out(self, step: WeightAction) -> None:
-        command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
-        try:
-            # On a connection of its own: only what operators ask for is asked again of the next runtime.
-            await self._runtimes.slow_command({int(step.worker): command})
-        except StatusError as error:
-            log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
+    async def _carry_out(self, steps: Sequence[WeightAction]) -> None:
+        """Carry out the steps of one device, whose runtime takes them one after the other."""
+        for step in steps:
+            command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
+            try:
+                # On a connection of its own: only what operators ask for is asked again of the next runtime.
+                await self._runtimes.slow_command({int(step.worker): command})
+            except StatusError as error:
+                log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
 
     def _state(self) -> tuple[object, ...]:
         return tuple((link.up, link.instance, len(link.entries)) for link in self._runtimes.links)
@@ -200,34 +213,38 @@ class Placing:
     # --- the table ------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        """Take the places of the table that an earlier control process wrote."""
-        while not (names := {entry["name"] for entry in self._runtimes.entries.values()}):
+        """Wait for the runtimes, and take the places of the table that an earlier control process wrote."""
+        while not self._runtimes.entries:
             await self._runtimes.wait_change()
-        placed = {}
-        for name in names:
-            reader = PlacementReader(self._path, name)
-            mask = reader.mask(self._clock())
-            reader.close()
-            if mask:
-                placed[name] = tuple(sorted(self._devices(mask)))
+        # Models of a device that is not there yet would go to the others.
+        end = self._clock() + _JOIN_S
+        while not all(link.up for link in self._runtimes.links) and self._clock() < end:
+            await asyncio.sleep(_HURRY_S)
+        try:
+            self._writer = PlacementWriter(self._path)
+        except OSError as error:
+            log.error("the placement table cannot be read, so models are placed anew: %s", error)
+            return
+        masks = self._writer.read({entry["name"] for entry in self._runtimes.entries.values()})
+        placed = {name: tuple(sorted(self._devices(mask))) for name, mask in masks.items()}
         self._planner.resume(placed, self._clock())
 
     def _devices(self, mask: int) -> list[str]:
         return [str(number) for number, _ in enumerate(self._runtimes.links) if mask >> number & 1]
 
-    def _write(self, placed: Mapping[str, Sequence[int]]) -> None:
-        """Write the table if it has changed. Models without a place are not in it: they may run on all devices."""
-        masks = {name: sum(1 << number for number in devices) for name, devices in placed.items() if devices}
+    def _write(self, placed: Mapping[str, Iterable[int]]) -> None:
+        """Write the table if it has changed. Raises OSError.
+
+        Models without a place are not in it: they may run on all devices.
+        """
+        devices = {name: tuple(sorted({*numbers})) for name, numbers in placed.items()}
+        masks = {name: sum(1 << number for number in some) for name, some in devices.items() if some}
         if masks == self._written:
             return
-        try:
-            self._writer = self._writer or PlacementWriter(self._path)
-            self.generation = self._writer.write(masks)
-        except OSError as error:
-            log.error("the placement table cannot be written, so models stay where they are: %s", error)
-            return
+        self._writer = self._writer or PlacementWriter(self._path)
+        self.generation = self._writer.write(masks)
         self._written = masks
-        self._runtimes.placement = {name: devices for name, devices in placed.items() if devices}
+        self._runtimes.placement = {name: some for name, some in devices.items() if some}
 
 
 class _LoadReader:

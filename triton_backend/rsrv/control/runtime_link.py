@@ -292,7 +292,9 @@ class RuntimeLink:
             raise RuntimeDown from None
         try:
             answer = connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-            await asyncio.wait({answer}, timeout=_SLOW_COMMAND_S)
+            await asyncio.wait(
+                {answer, self._down}, timeout=_SLOW_COMMAND_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if not answer.done() or answer.cancelled():
                 raise RuntimeDown
             return _check(answer.result(), "INTERNAL")

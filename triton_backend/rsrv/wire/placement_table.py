@@ -9,7 +9,7 @@ import os
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -121,6 +121,12 @@ class PlacementWriter:
         generation = self._file.generation
         # An earlier writer may have died between the end of this file and the beginning of a larger one.
         self._generation = self._file.newest() if generation == _MOVED else generation
+
+    def read(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the masks of these models, as far as the table has them."""
+        entries = None if self._file is None else self._file.entries(self._generation)
+        masks = dict(_ENTRY.iter_unpack(entries or b""))
+        return {name: masks[digest] for name in names if (digest := _digest(name)) in masks}
 
     def write(self, masks: Mapping[str, int]) -> int:
         """Write all models' masks, in which bit n stands for device n. Returns the generation. Raises OSError."""

@@ -100,8 +100,7 @@ class RuntimeSection(Section):
         description="Devices of one server, each with a runtime process; every model is served on all of them, and each "
         "batch goes to the one that is expected to answer first. all: the visible GPUs, of a partitioned one its MIG "
         "instances, or the CPU if there is none. A list has numbers of visible GPUs in nvidia-smi's order, UUIDs (GPU-... or "
-        "MIG-...), or cpu, which may be listed several times. So far the control process shows and controls the first one "
-        "only, and exports only its traces.",
+        "MIG-...), or cpu, which may be listed several times.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),

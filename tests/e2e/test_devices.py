@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.cli import main as rsrv
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
@@ -59,6 +61,21 @@ def test_the_second_runtime_compiles_nothing(server: RunningTriton) -> None:
 
     assert first["compiled"] == second["from_cache"] > 0
     assert first["from_cache"] == second["compiled"] == 0
+
+
+def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control process gives each idle model one device, and `rsrv placement` shows it with the reason."""
+
+    def placement() -> dict[str, Any]:
+        capsys.readouterr()
+        assert rsrv.main(["placement", "--json", "--server", str(server.http_port)]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    def places() -> list[list[int]]:
+        return sorted(one.get("devices", []) for one in placement()["models"] if one["reason"])
+
+    wait_until(lambda: places() == [[0], [1]], what="a device for each model", timeout=30)
 
 
 def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> None:

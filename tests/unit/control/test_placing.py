@@ -218,6 +218,28 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
 
 
 @looped
+async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path) -> None:
+    """New models are placed when all devices have them, or after a while: the quickest device does not get them all."""
+    async with placed(tmp_path, "abcd") as world:
+        second = world.runtimes.links[1]
+        for name in "abcd":
+            world.devices[1].change(f"{name}@1", entry(name, state="loading", weights="absent"))
+        await until(world.runtimes, lambda: all(one["state"] == "loading" for one in second.entries.values()))
+        await world.look(2)
+        assert set(world.masks().values()) == {0}
+
+        for name in "abc":
+            world.devices[1].change(f"{name}@1", entry(name))
+        await until(world.runtimes, lambda: second.entries["c@1"]["state"] == "ready")
+        await world.look(2)
+        masks = world.masks()
+        assert masks["d"] == 0
+        assert {masks[name] for name in "abc"} == {1, 2}
+        await world.look(5)
+        assert world.masks()["d"] == 1
+
+
+@looped
 async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
     """A dry run says where models would be without a device or a model, and with a further one."""
     async with placed(tmp_path, "abc", budget=100) as world:

@@ -30,6 +30,8 @@ _LOOK_S, _MOVING_S = 1.0, 0.25
 _IDLE_S = 10.0
 #: longest time that the first look waits for further runtimes
 _JOIN_S = 2.0
+#: time for a new model to become ready on all devices: otherwise the first one that is ready would get them all
+_ARRIVAL_S = 5.0
 #: least pause between two looks that changes of the runtimes cause
 _HURRY_S = 0.1
 
@@ -79,6 +81,8 @@ class Placing:
         self._written: Mapping[str, int] = {}
         self._looking = asyncio.Lock()
         self._moving = False
+        #: models that are not placed and ready on some devices only, and since when
+        self._arriving: dict[str, float] = {}
         self._decided = -_IDLE_S
 
     async def run(self) -> NoReturn:
@@ -117,7 +121,7 @@ class Placing:
             await asyncio.gather(*map(self._carry_out, steps.values()))
         return plan.moving
 
-    def set(self, placed: Mapping[str, Collection[int]]) -> int:
+    def impose(self, placed: Mapping[str, Collection[int]]) -> int:
         """Replace the table by a gateway's. Return its generation. Raises StatusError, InvalidArgument."""
         if self.mode != "external":
             raise StatusError(
@@ -177,19 +181,30 @@ class Placing:
     # --- the runtimes ---------------------------------------------------------------------------------------
 
     async def _look_at_all(self) -> dict[str, WorkerView]:
-        async def view(number: int) -> WorkerView:
-            link = self._runtimes.links[number]
-            if not link.up:
-                return _DEAD
-            try:
-                said = await link.command({"command": "load"})
-            except StatusError:
-                return _DEAD
-            ready = frozenset(entry["name"] for entry in link.entries.values() if entry["state"] == "ready")
-            return self._loads[number].read(said, ready)
+        try:
+            said = await self._runtimes.query({"command": "load"})
+        except StatusError:
+            said = {}
+        links = self._runtimes.links
+        ready = {
+            number: {entry["name"] for entry in links[number].entries.values() if entry["state"] == "ready"}
+            for number in said
+        }
+        arriving = self._arrivals(list(ready.values()))
+        return {
+            str(number): self._loads[number].read(said[number], frozenset(ready[number] - arriving))
+            if number in said
+            else _DEAD
+            for number in range(len(links))
+        }
 
-        views = await asyncio.gather(*map(view, range(len(self._runtimes.links))))
-        return {str(number): one for number, one in enumerate(views)}
+    def _arrivals(self, ready: Sequence[set[str]]) -> set[str]:
+        """Return the new models that are still on their way to some device. `ready`: the ready models of each device."""
+        now, placed = self._clock(), self._planner.targets()
+        some = {name for names in ready for name in names} - placed.keys()
+        partly = {name for name in some if not all(name in names for names in ready)}
+        self._arriving = {name: self._arriving.get(name, now) for name in partly}
+        return {name for name, since in self._arriving.items() if now - since < _ARRIVAL_S}
 
     async def _carry_out(self, steps: Sequence[WeightAction]) -> None:
         """Carry out the steps of one device, whose runtime takes them one after the other."""

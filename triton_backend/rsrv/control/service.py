@@ -238,7 +238,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
         placed = {_model(one.model): list(one.devices) for one in request.models}
-        return pb.SetPlacementResponse(generation=self._placing.set(placed))
+        return pb.SetPlacementResponse(generation=self._placing.impose(placed))
 
     # --- scheduling --------------------------------------------------------------------------------------
 

@@ -1,24 +1,32 @@
-// A program that plays tritonserver to the native front: one model, requests as lines of stdin, outcomes as lines of
+// A program that plays tritonserver to the native front: models, requests as lines of stdin, outcomes as lines of
 // stdout. It is linked with the front's sources, so that a sanitizer sees both.
 //
+//   use NUMBER              the other commands are for this model; at first for number 0
 //   open                    -> opened | refused TEXT
 //   send ID ROWS [KEY=VALUE] -> answer ID ok ROWS SUM | answer ID CODE TEXT    (when the front answers)
 //   batch ID COUNT          sends requests of one row in one call
 //   cancel ID
+//   jam                     the next submission meets a kernel without memory
 //   close                   -> closed    (after the last answer)
 //
 // Parameters that begin with a digit or a minus sign are integers. Each request must be answered and released once.
+#include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "../../../triton_backend/rsrv/native/triton.h"
 
 #define COLUMNS 4
 #define MAX_REQUESTS 100000
+#define MAX_MODELS 64
+#define SUBMIT 5
 
 struct TRITONSERVER_Error { int code; char* text; };
 struct TRITONBACKEND_Model { void* state; const char* folder; };
@@ -45,6 +53,7 @@ static TRITONBACKEND_Request* requests[MAX_REQUESTS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
 static int outstanding;
+static atomic_bool jammed;
 
 static void fail(const char* what) {
     fprintf(stderr, "driver: %s\n", what);
@@ -59,6 +68,16 @@ static void say(const char* format, const char* id, const char* text, int64_t ro
         printf("%s %s ok %" PRId64 " %g\n", format, id, rows, sum);
     fflush(stdout);
     pthread_mutex_unlock(&lock);
+}
+
+// The front is compiled with this function in sendmsg's place.
+ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
+    const uint8_t* frame = message->msg_iov->iov_base;
+    if (frame[0] == SUBMIT && atomic_exchange(&jammed, false)) {
+        errno = ENOBUFS;
+        return -1;
+    }
+    return syscall(SYS_sendmsg, fd, message, flags);
 }
 
 // --- Triton's functions ---------------------------------------------------------------------------------------------
@@ -213,17 +232,26 @@ static void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request
 }
 
 int main(int count, char** arguments) {
-    TRITONBACKEND_Model model = {.folder = count > 1 ? arguments[1] : "."};
-    TRITONBACKEND_ModelInstance instance = {.model = &model};
+    static TRITONBACKEND_Model models[MAX_MODELS], *model = models;
+    static TRITONBACKEND_ModelInstance instances[MAX_MODELS], *instance = instances;
     char line[512], parameter[256];
     int number, more;
     if (TRITONBACKEND_Initialize(NULL)) fail("the front does not start");
+    for (int i = 0; i < MAX_MODELS; i++) {
+        models[i].folder = count > 1 ? arguments[1] : ".";
+        instances[i].model = &models[i];
+    }
     while (fgets(line, sizeof line, stdin)) {
         int64_t rows;
         *parameter = 0;
-        if (strncmp(line, "open", 4) == 0) {
-            TRITONSERVER_Error* error = TRITONBACKEND_ModelInitialize(&model);
-            if (!error && TRITONBACKEND_ModelInstanceInitialize(&instance)) fail("an instance does not start");
+        if (sscanf(line, "use %d", &number) == 1 && number >= 0 && number < MAX_MODELS) {
+            model = &models[number];
+            instance = &instances[number];
+        } else if (strncmp(line, "jam", 3) == 0) {
+            atomic_store(&jammed, true);
+        } else if (strncmp(line, "open", 4) == 0) {
+            TRITONSERVER_Error* error = TRITONBACKEND_ModelInitialize(model);
+            if (!error && TRITONBACKEND_ModelInstanceInitialize(instance)) fail("an instance does not start");
             if (error)
                 say("refused", "-", error->text, 0, 0, error->code);
             else
@@ -231,18 +259,18 @@ int main(int count, char** arguments) {
             if (error) TRITONSERVER_ErrorDelete(error);
         } else if (sscanf(line, "send %d %" SCNd64 " %255s", &number, &rows, parameter) >= 2) {
             TRITONBACKEND_Request* one = make(number, rows, *parameter ? parameter : NULL);
-            execute(&instance, &one, 1);
+            execute(instance, &one, 1);
         } else if (sscanf(line, "batch %d %d", &number, &more) == 2) {
             for (int i = 0; i < more; i++) make(number + i, 1, NULL);
-            execute(&instance, requests + number, (uint32_t)more);
+            execute(instance, requests + number, (uint32_t)more);
         } else if (sscanf(line, "cancel %d", &number) == 1) {
             atomic_store(&requests[number]->cancelled, true);
         } else if (strncmp(line, "close", 5) == 0) {
             pthread_mutex_lock(&lock);
             while (outstanding) pthread_cond_wait(&released, &lock);
             pthread_mutex_unlock(&lock);
-            if (TRITONBACKEND_ModelFinalize(&model)) fail("the model does not end");
-            model.state = NULL;
+            if (TRITONBACKEND_ModelFinalize(model)) fail("the model does not end");
+            model->state = NULL;
             say("closed", "-", NULL, 0, 0, 0);
         } else
             fail("no such command");

@@ -65,6 +65,8 @@ def driver(sanitizer: str) -> Path:
         "-Wall",
         "-Wextra",
         "-pthread",
+        # The program has a say in what the front sends.
+        "-Dsendmsg=driver_sendmsg",
         *SANITIZERS[sanitizer],
     )
     new = program.with_suffix(".new")
@@ -137,6 +139,13 @@ class Connection:
         for answer in pack_completions(done):
             send(self.sock, answer)
 
+    def answer_all(self) -> None:
+        """Answer requests until the front is gone."""
+        while True:
+            kind, count, frame = self.receive()
+            if kind is Kind.SUBMIT:
+                self.answer(frame, count)
+
 
 #: serves one connection of the front until it returns, or the front is gone
 Behaviour = Callable[[Connection], object]
@@ -146,16 +155,13 @@ def behave(connection: Connection) -> None:
     """Serve a connection as a runtime should."""
     connection.greet()
     connection.register(described())
-    while True:
-        kind, count, frame = connection.receive()
-        if kind is Kind.SUBMIT:
-            connection.answer(frame, count)
+    connection.answer_all()
 
 
 class Front:
     """The program with a front, and the runtime that it finds. A context manager.
 
-    The runtime serves the connections one after the other, each with the next behaviour, the last ones with `behave`.
+    The runtime serves each connection on a thread, with the next behaviour, the last ones with `behave`.
     """
 
     def __init__(self, program: Path, folder: Path, behaviours: Sequence[Behaviour] = ()) -> None:
@@ -232,5 +238,8 @@ class Front:
             except OSError:
                 return
             behaviour = self.behaviours.pop(0) if self.behaviours else behave
-            with sock, suppress(Closed, OSError):
-                behaviour(Connection(sock))
+            threading.Thread(target=self._talk, args=(sock, behaviour), daemon=True).start()
+
+    def _talk(self, sock: socket.socket, behaviour: Behaviour) -> None:
+        with sock, suppress(Closed, OSError):
+            behaviour(Connection(sock))

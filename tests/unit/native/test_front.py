@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +29,14 @@ from rsrv.wire.frames import (
 )
 from rsrv.wire.socket import send
 from tests.fuzz.speaker import Speaker, some_fds
-from tests.unit.native.front import SANITIZERS, Behaviour, Connection, Front, described, driver
+from tests.unit.native.front import (
+    SANITIZERS,
+    Behaviour,
+    Connection,
+    Front,
+    described,
+    driver,
+)
 from tests.waiting import wait_until
 
 DOWN = "[rsrv:RUNTIME_DOWN] the model runtime is not reachable; it is being restarted, try again"
@@ -47,6 +56,19 @@ def doubled(number: int, rows: int = 1) -> str:
     """Return the answer to a request whose values count up from its number."""
     count = 4 * rows
     return f"answer {number} ok {rows} {2 * (count * number + count * (count - 1) / 2):g}"
+
+
+def wait_until_back(front: Front, first: int) -> None:
+    """Send requests with numbers from `first` on until one is answered; those before fail with RUNTIME_DOWN."""
+    numbers = itertools.count(first)
+
+    def is_back() -> bool:
+        number = next(numbers)
+        (line,) = front.ask(f"send {number} 1")
+        assert line in (doubled(number), f"answer {number} 4 {DOWN}")
+        return line == doubled(number)
+
+    wait_until(is_back)
 
 
 def refusing(status: Status, text: str) -> Behaviour:
@@ -120,15 +142,7 @@ def test_a_runtime_that_ends_fails_its_requests_and_is_found_again(program: Path
     with Front(program, tmp_path, [end]) as front:
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
-        numbers = itertools.count(2)
-
-        def is_back() -> bool:
-            number = next(numbers)
-            (line,) = front.ask(f"send {number} 1")
-            assert line in (doubled(number), f"answer {number} 4 {DOWN}")
-            return line == doubled(number)
-
-        wait_until(is_back)
+        wait_until_back(front, 2)
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -174,6 +188,43 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
             "answer 1 4 [rsrv:DEADLINE] the deadline passed before the answer was there"
         ]
         assert front.ask("send 2 1") == [doubled(2)]
+        front.ask("close")
+
+
+def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None:
+    """When the socket is full, requests are refused without the patience that the first one had."""
+
+    def sleep(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        ended.wait()
+
+    ended = threading.Event()
+    refusal = "4 [rsrv:QUEUE_FULL] the model runtime takes no requests at the moment; try again later"
+    with Front(driver("undefined"), tmp_path, [sleep]) as front:
+        front.ask("open")
+        front.tell("batch 0 5000")
+        refused, line = 0, ""
+        begun = time.monotonic()
+        front.tell(*(f"send {number} 1" for number in range(5000, 5050)))
+        while not line.startswith("answer 5049 "):
+            (line,) = front.hear()
+            assert line.endswith(refusal)
+            refused += 1
+        # Each of the last 50 would wait for 0.1 s.
+        assert time.monotonic() - begun < 2.5
+        ended.set()
+        front.hear(5050 - refused)
+        front.ask("close")
+
+
+def test_requests_that_the_kernel_does_not_take_fail(program: Path, tmp_path: Path) -> None:
+    """If a frame cannot be sent for want of memory, its requests fail, and the next connection serves."""
+    with Front(program, tmp_path) as front:
+        front.ask("open")
+        front.tell("jam")
+        assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
+        wait_until_back(front, 2)
         front.ask("close")
 
 

@@ -117,6 +117,7 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     if (goes_on) {
         link->fd = fd;
         link->arena = arena;
+        link->stuck = false;
         link->state = REGISTERING;
         link_hold(link);
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {

@@ -21,6 +21,7 @@ struct link {
     enum state state;
     bool loading;  // link_open waits for the state, and mends the link itself
     int fd;
+    bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
     struct arena* arena;
     struct interface* interface;
     struct text down;    // for clients while no runtime serves the model

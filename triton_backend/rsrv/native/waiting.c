@@ -1,5 +1,6 @@
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "link.h"
 
@@ -180,15 +181,25 @@ struct pending* waiting_check(struct link* link, int64_t now) {
 
 // --- execute() ------------------------------------------------------------------------------------------------------
 
+// Sends a frame; under the lock. A link that cannot send is over, although the runtime may live: the reader ends what
+// waits, and the next connection may work.
+static int send_one(struct link* link, const void* frame, size_t length, int descriptor, int patience_ms) {
+    int sent = frame_send(link->fd, frame, length, descriptor, link->stuck ? 0 : patience_ms);
+    link->stuck = sent == 0 && (link->stuck || patience_ms > 0);
+    if (sent < 0) shutdown(link->fd, SHUT_RDWR);
+    return sent;
+}
+
 // Tells the runtime of new segments, and submits requests that have their places; under the lock. Returns how many were
-// submitted, which the reader ends, also if the runtime is gone; the others could not be sent.
+// submitted, which the reader ends, also if the link is over; the others could not be sent.
 static uint32_t send_all(struct link* link, struct pending** ready, uint32_t count) {
     uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * ENTRY_BYTES];
     uint32_t segment;
     int fd, sent = 1;
     while (arena_fresh(link->arena, &segment, &fd)) {
-        uint64_t id = segment;
-        if ((sent = frame_send_ids(link->fd, SEGMENT, &id, 1, fd, SEND_MS)) == 0) return 0;
+        put_header(frame, SEGMENT, 1);
+        put_u64(frame + HEADER_BYTES, segment);
+        if ((sent = send_one(link, frame, HEADER_BYTES + 8, fd, SEND_MS)) == 0) return 0;
         if (sent < 0) break;
         arena_announced(link->arena);
     }
@@ -199,7 +210,7 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
             add_pending(link, ready[at + i]);
             request_submission(ready[at + i], frame + HEADER_BYTES + i * ENTRY_BYTES);
         }
-        if (sent > 0) sent = frame_send(link->fd, frame, HEADER_BYTES + some * ENTRY_BYTES, -1, at ? 0 : SEND_MS);
+        if (sent > 0) sent = send_one(link, frame, HEADER_BYTES + some * ENTRY_BYTES, -1, at ? 0 : SEND_MS);
         if (sent == 0) {
             for (uint32_t i = 0; i < some; i++) remove_pending(link, ready[at + i]);
             return at;

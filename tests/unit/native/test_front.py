@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 import struct
 import threading
 import time
@@ -189,6 +190,44 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
         ]
         assert front.ask("send 2 1") == [doubled(2)]
         front.ask("close")
+
+
+class Silent:
+    """A runtime that reads requests of several models, and answers none. `end` makes it leave."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def serve(self, connection: Connection) -> None:
+        connection.greet()
+        self._sockets.append(connection.sock)
+        connection.register(described())
+        while True:
+            connection.receive()
+
+    def end(self) -> None:
+        for sock in self._sockets:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_deadlines_of_one_model_do_not_hide_those_of_another(program: Path, tmp_path: Path) -> None:
+    """While requests of each model pass their deadlines all the time, each model's first request is answered at once."""
+    runtime, staggered = Silent(), 150
+    with Front(program, tmp_path, [runtime.serve] * 2) as front:
+        for model in (0, 1):
+            front.tell(f"use {model}")
+            front.ask("open")
+            for number in range(staggered):
+                front.tell(f"send {1000 * model + number} 1 reactant_timeout_ns={1 + 20_000_000 * number}")
+        heard: set[str] = set()
+        while not heard >= {"0", "1000"}:
+            heard.add(front.hear()[0].split()[1])
+        assert len(heard) < staggered
+        runtime.end()
+        front.hear(2 * staggered - len(heard))
+        assert front.ask("close") == ["closed - ok 0 0"]
+        front.tell("use 0")
+        assert front.ask("close") == ["closed - ok 0 0"]
 
 
 def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None:

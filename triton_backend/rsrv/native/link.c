@@ -215,22 +215,32 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
 
 // --- the reader -----------------------------------------------------------------------------------------------------
 
+// Looks at what waits on all links. Answers come after the list's lock: they may unload a model, which takes it.
 static void check_all(int64_t now) {
+    struct link* found = NULL;
     pthread_mutex_lock(&list_lock);
     for (struct link* link = all_links; link; link = link->next_link) {
-        pthread_mutex_lock(&link->lock);
-        struct pending* late = link->state == READY ? waiting_check(link, now) : NULL;
-        if (link->state == READY && link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        // execute() may hold it while a runtime does not read. The next look has it.
+        if (pthread_mutex_trylock(&link->lock) != 0) continue;
+        if (link->state == READY) {
+            link->late = waiting_check(link, now);
+            if (link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        }
         pthread_mutex_unlock(&link->lock);
-        if (!late) continue;
-        // Answering may unload the model, which takes the list's lock.
+        if (!link->late) continue;
         link_hold(link);
-        pthread_mutex_unlock(&list_lock);
-        waiting_finish(link, late);
-        link_drop(link);
-        return;  // the list may have changed; the next look has the rest
+        link->next_late = found;
+        found = link;
     }
     pthread_mutex_unlock(&list_lock);
+    while (found) {
+        struct link* link = found;
+        struct pending* late = link->late;
+        found = link->next_late;
+        link->late = NULL;
+        waiting_finish(link, late);
+        link_drop(link);
+    }
 }
 
 static void* read_all(void* nothing) {

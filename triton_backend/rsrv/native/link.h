@@ -15,6 +15,8 @@ struct link {
     atomic_int users;
     char *model, *registration, *settings;
     struct link *next_link, *next_due;
+    struct link* next_late;  // of the reader alone, like the copies of late requests
+    struct pending* late;
 
     pthread_mutex_t lock;
     pthread_cond_t changed;

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,12 @@ from rsrv.wire.frames import (
     pack_json,
     pack_rejected,
 )
+from rsrv.wire.layout import Interface, pack_flat
 from rsrv.wire.socket import send
 from tests.fuzz.speaker import Speaker, some_fds
 from tests.unit.native.front import (
+    CLIENT,
+    INTERFACE,
     SANITIZERS,
     Behaviour,
     Connection,
@@ -264,6 +268,23 @@ def test_requests_that_the_kernel_does_not_take_fail(program: Path, tmp_path: Pa
         front.tell("jam")
         assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
         wait_until_back(front, 2)
+        front.ask("close")
+
+
+def test_a_model_may_have_as_many_batch_sizes_as_a_bundle(program: Path, tmp_path: Path) -> None:
+    """A description with a thousand sizes is taken, and its largest batch is answered."""
+    sizes = tuple(range(1, 1001))
+    variant = replace(INTERFACE.variants[0], sizes=sizes)
+    document = pack_flat(CLIENT, Interface((variant,), exact=False), batched=True)
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(document)
+        connection.answer_all()
+
+    with Front(program, tmp_path, [serve]) as front:
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert front.ask("send 1 1000") == [doubled(1, 1000)]
         front.ask("close")
 
 

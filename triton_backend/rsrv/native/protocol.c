@@ -10,9 +10,10 @@
 
 // Descriptors that may come with one frame; more cut the control message, which ends the connection.
 #define MAX_FDS 4
-#define MAX_TENSORS 1024u
-#define MAX_VARIANTS 4096u
-#define MAX_SIZES 64u
+// As many as a bundle may have.
+#define MAX_TENSORS 1000u
+#define MAX_VARIANTS 1000u
+#define MAX_SIZES 1000u
 #define MAX_ROWS (1u << 30)
 // No tensor of any compiled size is larger, so that sums of a request's bytes stay far below 64 bits.
 #define MAX_TENSOR_BYTES (1ull << 44)
@@ -221,7 +222,7 @@ static void free_interface(struct interface* model) {
 static void next_variant(struct cursor* from, struct interface* model, struct variant* variant) {
     uint32_t previous = 0;
     variant->size_count = next_count(from, MAX_SIZES);
-    variant->sizes = calloc(MAX_SIZES, sizeof *variant->sizes);
+    variant->sizes = calloc(variant->size_count, sizeof *variant->sizes);
     refuse(from, !variant->sizes, "no memory");
     for (uint32_t i = 0; i < variant->size_count && !from->why; i++) {
         uint32_t size = variant->sizes[i] = next_u32(from);

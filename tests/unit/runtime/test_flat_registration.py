@@ -1,6 +1,7 @@
 """Registrations in flat form, which the native front asks for."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind
 from rsrv.wire.socket import Closed, send
+from tests.builders import write_meta
 from tests.unit.runtime.conftest import Runtime
 
 
@@ -38,12 +40,28 @@ def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, 
     greeted.sock.close()
 
 
-def test_a_meta_model_has_no_flat_form(runtime: Runtime, doubling: Path) -> None:
+def test_what_needs_the_python_front_is_rejected_in_flat_form(
+    runtime: Runtime, doubling: Path, tmp_path: Path
+) -> None:
+    """A front without hooks must not serve a bundle that has got some, nor a meta model; the reason says what to do."""
+    shutil.copytree(doubling, tmp_path / "hooked")
+    (tmp_path / "hooked/model.py").write_text("def preprocess(inputs): return inputs\n")
+    write_meta(tmp_path / "meta", "def run(inputs, call): return {}\n", ["doubling"])
+    for bundle, calls in [("hooked", {}), ("meta", {"doubling": str(doubling)})]:
+        greeted = runtime.open()
+        wanted = {"model": bundle, "bundle": str(tmp_path / bundle), "calls": calls, "flat": True}
+        send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
+
+        frame, _ = greeted.receiver.receive()
+        assert frames.read_header(frame)[0] is Kind.REJECTED
+        assert b"run rsrv-gen again" in bytes(frame)
+        greeted.sock.close()
+
+
+def test_a_further_connection_has_no_flat_form(runtime: Runtime) -> None:
     """A front that asks for one breaks the protocol."""
     greeted = runtime.open()
-    wanted = {"model": "meta", "bundle": str(doubling), "calls": {"a": str(doubling)}, "flat": True}
-    send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
-
+    send(greeted.sock, frames.pack_json(Kind.REGISTER, {"key": "doubling", "flat": True}))
     with pytest.raises(Closed):
         greeted.receiver.receive()
     greeted.sock.close()

@@ -29,6 +29,8 @@ log = logging.getLogger("rsrv.registry")
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
+#: for a native front; a meta model's file is one of hooks, too
+_HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
 
 
 class Registry:
@@ -86,6 +88,8 @@ class Registry:
         connection.registering = True
         connection.flat = wanted.get("flat") is True
         if "key" in wanted:
+            if connection.flat:
+                raise ProtocolError("REGISTER of a further connection in flat form")
             key = str(wanted["key"])
             group = self._groups().get(key)
             if group is None or not self.catalog.ready(group):
@@ -99,8 +103,6 @@ class Registry:
         if not name.isprintable() or len(name) > _MAX_NAME:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
-        if connection.flat and calls:
-            raise ProtocolError("REGISTER of a meta model in flat form")
         self._builder.read(connection, name, path, calls)
 
     def bundles_read(self, message: BundlesRead) -> None:
@@ -110,6 +112,9 @@ class Registry:
             return
         if isinstance(wanted, str):
             self._transport.guard(connection, _reject, connection, wanted)
+            return
+        if connection.flat and wanted.bundle.hooks is not None:
+            self._transport.guard(connection, _reject, connection, _HAS_HOOKS)
             return
         group = self._registration(wanted)
         if message.verdicts:

@@ -6,9 +6,11 @@ The program is built with a sanitizer, which ends it at the first fault. Every s
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.stub.connection import LaunchError
+from rsrv.stub.session import Launcher
 from rsrv.wire import frames
 from rsrv.wire.frames import (
     HEADER,
@@ -134,6 +138,27 @@ def test_a_rejected_model_is_refused_with_the_reason(program: Path, tmp_path: Pa
         assert front.ask("open") == ["refused - 1 doubling: its weights are cursed"]
         assert front.ask("open") == ["opened - ok 0 0"]
         assert front.ask("send 1 1", "close")[0] == doubled(1)
+
+
+@pytest.mark.parametrize("last_words", ["runtime.devices is wrong", ""])
+def test_a_runtime_that_does_not_start_is_refused_as_by_the_python_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: str
+) -> None:
+    """Only if the process that starts it gives no reason, the error asks for another Python."""
+    python = tmp_path / "python"
+    # The last argument is the descriptor for the reason.
+    python.write_text(f"#!/bin/bash\necho -n '{last_words}' >&${{!#}}\nexit 3\n")
+    python.chmod(0o700)
+    monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
+    monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
+    launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
+    with pytest.raises(LaunchError) as error:
+        launcher.open()
+    assert ("RSRV_RUNTIME_PYTHON" in str(error.value)) is (last_words == "")
+
+    command = [driver("undefined"), tmp_path / "doubling"]
+    native = subprocess.run(command, input="open\n", capture_output=True, text=True, check=True)
+    assert native.stdout == f"refused - 1 doubling: {error.value}\n"
 
 
 def test_a_runtime_that_ends_fails_its_requests_and_is_found_again(program: Path, tmp_path: Path) -> None:

@@ -207,9 +207,11 @@ static bool start(const char* directory, const char* settings, struct text* why,
     if (length == 0 && WIFSIGNALED(status)) {
         text_add(why, "the runtime was killed while it started; the server's log may say more");
         *final = false;
-    } else
-        text_add(why, "the runtime did not start with %s: %s. %s", python,
-                 *message ? message : "it ended without a message; the server's log may say more", HINT);
+    } else if (length > 0)
+        text_add(why, "the runtime did not start: %s", message);
+    else
+        text_add(why, "the runtime did not start with %s: it ended without a message; the server's log may say more. %s",
+                 python, HINT);
     return false;
 }
 

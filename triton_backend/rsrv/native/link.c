@@ -252,6 +252,8 @@ static void* read_all(void* nothing) {
         // Set before the look: a request that is sent in between wakes the thread.
         atomic_store(&asleep, true);
         bool idle = atomic_load(&waiting) == 0;
+        // It wakes by itself: no submission needs to.
+        if (!idle) atomic_store(&asleep, false);
         int count = epoll_wait(epoll_fd, events, EVENTS, idle ? -1 : CHECK_MS);
         atomic_store(&asleep, false);
         for (int i = 0; i < count; i++) {
@@ -334,7 +336,8 @@ static void begin(void) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     epoll_fd = made;
-    if (pthread_create(&thread, &detached, read_all, NULL) != 0 || pthread_create(&thread, &detached, mend_all, NULL) != 0)
+    // The reader last: without an epoll it would not rest.
+    if (pthread_create(&thread, &detached, mend_all, NULL) != 0 || pthread_create(&thread, &detached, read_all, NULL) != 0)
         epoll_fd = -1;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }

@@ -64,6 +64,23 @@ def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:
     assert machine.scheduler.backlog_seconds(machine.now) == 0.0
 
 
+def test_a_device_is_free_for_others_while_requests_wait_for_their_weights(machine: Driver) -> None:
+    """A model's load says nothing about when the device could execute another model; an overdue execution does."""
+    machine.add(program("a"), program("b"))
+    machine.add(program("cold"), resident=False)
+    until_idle = machine.scheduler.seconds_until_idle
+    assert until_idle(machine.now) is None
+
+    machine.arrive(*machine.requests_of(3, "cold"))
+    assert machine.scheduler.backlog_seconds(machine.now) > 0
+    assert until_idle(machine.now) is None
+    machine.arrive(machine.request("b"))
+    assert until_idle(machine.now) == pytest.approx(machine.scheduler.backlog_seconds(machine.now))
+    late = until_idle(machine.now + 1.0)
+    assert late is not None
+    assert late > 0.99
+
+
 def test_cost_follows_what_executions_took(machine: Driver) -> None:
     """1 ms by warm-up, then a sample of 2 ms: 1 + 0.2 * (2 - 1) = 1.2 ms. A failed one teaches nothing."""
     machine.add(program("a", {(0, 1): 0.001}))

@@ -525,14 +525,15 @@ class Scheduler:
         return running + max(0.0, self._backlog)
 
     def seconds_until_idle(self, now: float) -> float | None:
-        """Expected time until the device has nothing to do; None: it has nothing.
+        """Expected time until the device has nothing to do; None: it is free.
 
             backlog + seconds for which the running execution is overdue
 
-        An execution that takes longer than expected is expected to take as long again.
+        An execution that takes longer than expected is expected to take as long again. Requests that wait for their
+        weights, or in a pause, leave the device to other models.
         """
         if not self._running:
-            return self._backlog if self._backlog > 0 else None
+            return None
         return self.backlog_seconds(now) + self._running.overdue_seconds(now)
 
     def cost(self, model: str, variant: int, rows: int) -> float:

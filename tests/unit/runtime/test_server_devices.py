@@ -94,7 +94,16 @@ def test_devices_of_a_setting(
         ([0, "GPU-aa"], None, TWO, r"runtime\.devices: GPU-aa11 is listed twice"),
         (["MIG-1", 0], None, PARTED, r"runtime\.devices: MIG-1 is listed twice"),
         ("all", "7", TWO, r"CUDA_VISIBLE_DEVICES: 7: this machine has GPUs 0 to 1"),
-        ("all", None, EMPTY, r"runtime\.devices: all: the GPUs are in MIG mode and have no instances"),
+        (
+            "all",
+            "0,0",
+            TWO,
+            r"runtime\.devices: GPU-aa11 is listed twice, or in CUDA_VISIBLE_DEVICES \(0,0\)",
+        ),
+        ("all", None, EMPTY, r"runtime\.devices: all: the GPUs are in MIG mode, without instances"),
+        ([0], None, EMPTY, r"runtime\.devices: 0: the GPU is in MIG mode, without instances"),
+        ([0], "0", EMPTY, r"runtime\.devices: 0: the GPU is in MIG mode, without instances"),
+        ([1, 0], None, (*EMPTY, TWO[1]), r"runtime\.devices: 0: the GPU is in MIG mode, without instances"),
     ],
 )
 def test_devices_that_are_not_there(

@@ -96,8 +96,25 @@ def resolve(
         environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
         look: as `read_gpus`; called only if needed.
     """
-    if wanted == "all":
-        return _all(platform, environment, look)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = (
+        _all(platform, environment, look) if wanted == "all" else _listed(wanted, platform, visible, look)
+    )
+    for index, device in enumerate(chosen):
+        if device != _CPU and device in chosen[:index]:
+            beside = "" if visible is None else f", or in CUDA_VISIBLE_DEVICES ({visible})"
+            raise DevicesError(
+                f"{_KEY}: {device} is listed twice{beside}; two runtimes on one GPU take each other's memory"
+            )
+    return chosen
+
+
+def _listed(
+    wanted: Sequence[int | str],
+    platform: str,
+    visible: str | None,
+    look: Callable[[], Sequence[InstalledGpu]],
+) -> list[str]:
     if platform == "cpu":
         for one in wanted:
             if one != _CPU:
@@ -108,13 +125,12 @@ def resolve(
             found = look()
         except GpusUnknown:
             found = ()  # taken as named: CUDA alone knows
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    chosen = [device for one in wanted for device in _wanted(one, visible, found)]
-    for index, device in enumerate(chosen):
-        if device != _CPU and device in chosen[:index]:
-            raise DevicesError(
-                f"{_KEY}: {device} is listed twice; two runtimes on one GPU take each other's memory"
-            )
+    chosen: list[str] = []
+    for one in wanted:
+        devices = _wanted(one, visible, found)
+        if not devices:
+            raise _without_instances(f"{one}: the GPU is")
+        chosen += devices
     return chosen
 
 
@@ -136,10 +152,14 @@ def _all(
     groups = [gpu.selectors for gpu in found] if visible is None else _visible(visible, found)
     chosen = [device for group in groups for device in group]
     if not chosen and any(gpu.instances is not None for gpu in found):
-        raise DevicesError(
-            f"{_KEY}: all: the GPUs are in MIG mode and have no instances: nvidia-smi mig -cgi ... -C makes some"
-        )
+        raise _without_instances("all: the GPUs are")
     return chosen or [_CPU]
+
+
+def _without_instances(which: str) -> DevicesError:
+    return DevicesError(
+        f"{_KEY}: {which} in MIG mode, without instances: nvidia-smi mig -cgi ... -C makes some"
+    )
 
 
 def _visible(visible: str, found: Sequence[InstalledGpu]) -> list[tuple[str, ...]]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
+from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_stub_and_runtime import rows
@@ -110,6 +113,30 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
     assert answer.error is None
     np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, 1) + 1)
     two.runtimes[0].device.gate.set()
+    two.replicas.close()
+
+
+def test_requests_behind_a_broken_connection_survive(
+    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime that dies before a batch's first frame has launched none of it, also where earlier answers lay."""
+    two = TwoRuntimes(start_runtime, doubling, "")
+    # No answer begins with a byte of 0, as memory without an answer does.
+    batch = [request(number + 0.1) for number in range(12)]
+    assert two.engines[0].execute(batch) is not None
+    submit, attachment = RuntimeConnection.submit, two.engines[0].session.attachment
+    assert attachment is not None
+
+    def broken(self: RuntimeConnection, *rest: Any) -> int:
+        if self is attachment.direct:
+            raise Closed("the runtime ended")
+        return submit(self, *rest)
+
+    monkeypatch.setattr(RuntimeConnection, "submit", broken)
+    batch = [request(number + 0.1) for number in range(12)]
+    assert two.engines[0].execute(batch) is None
+
+    assert [one.answers.get(timeout=10).error for one in batch] == [None] * 12
     two.replicas.close()
 
 

@@ -119,7 +119,12 @@ class ModelRequest:
 
     @property
     def launched(self) -> bool:
-        """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
+        """False if the runtime never gave the request to its device: then its outputs are as `write` left them.
+
+        Before `write`, they are those of an earlier request.
+        """
+        if self.inputs:
+            return False
         return (
             self.slab is None
             or not self.plan

@@ -128,14 +128,13 @@ struct completion {
     uint64_t request;
     uint16_t status;
     uint32_t text_bytes;
-    uint64_t execute_ns;
 };
 
 // 1: a frame; 0: none now; -1: the connection is over, and `why` says why.
 int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame*, const char** why);
 // 1: sent; 0: the runtime did not read in time; -1: the connection is over.
 int frame_send(int fd, const void* frame, size_t length, int descriptor, int patience_ms);
-int frame_send_ids(int fd, uint16_t kind, const uint64_t* ids, uint32_t count, int descriptor, int patience_ms);
+int frame_send_id(int fd, uint16_t kind, uint64_t id);
 int frame_send_json(int fd, uint16_t kind, const char* json);
 void put_u16(uint8_t*, uint16_t);
 void put_u32(uint8_t*, uint32_t);
@@ -164,7 +163,6 @@ struct pending {
     struct interface* interface;
     uint32_t variant, rows;
     uint16_t priority;
-    uint64_t client_rows;
     int64_t deadline_ns, begun_ns, sent_ns;
     uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
     struct place place;

@@ -89,16 +89,11 @@ int frame_send(int fd, const void* bytes, size_t length, int descriptor, int pat
     return 1;
 }
 
-int frame_send_ids(int fd, uint16_t kind, const uint64_t* ids, uint32_t count, int descriptor, int patience_ms) {
-    uint8_t frame[HEADER_BYTES + 8 * 64];
-    for (uint32_t at = 0; at < count; at += 64) {
-        uint32_t some = count - at < 64 ? count - at : 64;
-        put_header(frame, kind, some);
-        for (uint32_t i = 0; i < some; i++) put_u64(frame + HEADER_BYTES + 8 * i, ids[at + i]);
-        int sent = frame_send(fd, frame, HEADER_BYTES + 8 * some, descriptor, patience_ms);
-        if (sent <= 0) return sent;
-    }
-    return 1;
+int frame_send_id(int fd, uint16_t kind, uint64_t id) {
+    uint8_t frame[HEADER_BYTES + 8];
+    put_header(frame, kind, 1);
+    put_u64(frame + HEADER_BYTES, id);
+    return frame_send(fd, frame, sizeof frame, -1, 0);
 }
 
 int frame_send_json(int fd, uint16_t kind, const char* json) {
@@ -123,7 +118,7 @@ bool completions_check(const struct frame* frame) {
 
 struct completion completion_at(const struct frame* frame, uint32_t index) {
     const uint8_t* at = frame->body + (size_t)index * COMPLETION_BYTES;
-    return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20), u64_at(at + 24)};
+    return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20)};
 }
 
 // --- the description of a model -------------------------------------------------------------------------------------

@@ -299,7 +299,6 @@ static bool find_inputs(struct pending* one, TRITONBACKEND_Input** found, struct
             request_fail(one, INVALID, "the request has '%s' of another type", name);
             return false;
         }
-        if (model->input_of[at] == 0) one->client_rows = shape.rank ? (uint64_t)shape.dims[0] : 1;
         found[at] = input;
         shapes[at] = shape;
     }

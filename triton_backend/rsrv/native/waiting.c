@@ -141,8 +141,7 @@ void waiting_finish(struct link* link, struct pending* list) {
     for (struct pending* one = list; one; one = one->next) arena_give(&one->place);
     uint32_t segment;
     while (link->state == READY && arena_dropped(link->arena, &segment)) {
-        uint64_t id = segment;
-        if (frame_send_ids(link->fd, DROP_SEGMENT, &id, 1, -1, 0) <= 0) break;
+        if (frame_send_id(link->fd, DROP_SEGMENT, segment) <= 0) break;
         arena_forget(link->arena);
     }
     pthread_mutex_unlock(&link->lock);
@@ -174,7 +173,7 @@ struct pending* waiting_check(struct link* link, int64_t now) {
         }
         TRITONSERVER_Error* error = one->cancelling ? NULL : TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
         if (error) TRITONSERVER_ErrorDelete(error);
-        if (cancelled) one->cancelling = frame_send_ids(link->fd, CANCEL, &one->id, 1, -1, 0) > 0;
+        if (cancelled) one->cancelling = frame_send_id(link->fd, CANCEL, one->id) > 0;
     }
     return late;
 }

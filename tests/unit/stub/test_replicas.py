@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from rsrv.stub import replicas as under_test
-from rsrv.stub.connection import Rejected
+from rsrv.stub.connection import LaunchError, Rejected
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
@@ -98,7 +98,7 @@ def made(
         fakes[device] = FakeReplica(device, devices, transport=transport)
         return fakes[device]
 
-    replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader)
+    replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader, lambda: devices)
     return replicas, [fakes.get(device) for device in range(devices)]
 
 
@@ -237,6 +237,33 @@ def test_a_bundle_that_the_first_device_rejects_is_not_tried_elsewhere() -> None
     """The reason is that of the first device."""
     with pytest.raises(Rejected, match="no such module"):
         made(2, failing={0: [Rejected("no such module")]})
+
+
+def test_a_model_is_loaded_while_the_first_device_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first device with a runtime answers; the others are joined when they are back."""
+    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
+    gone = LaunchError("the GPU is lost")
+    replicas, fakes = made(3, failing={0: [gone, gone], 1: [gone]})
+    fakes[2].seconds = 9.0
+    wait_until(lambda: replicas.execute([FakeRequest({})]) == [0], what="the first device's replica")
+    replicas.close()
+
+    with pytest.raises(LaunchError, match="the GPU is lost"):
+        made(2, failing={0: [gone], 1: [Closed("it ended")]})
+
+
+def test_a_runtime_that_dies_during_the_load_hides_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica has no attachment at that moment; the others are made nevertheless."""
+    attach = FakeReplica.__post_init__
+
+    def lost(replica: FakeReplica) -> None:
+        attach(replica)
+        if replica.device == 0:
+            replica.session.attachment, replica.seconds = None, inf
+
+    monkeypatch.setattr(FakeReplica, "__post_init__", lost)
+    replicas, _ = made(2)
+    assert replicas.execute([FakeRequest({})]) == [1]
 
 
 def test_one_device_costs_a_request_nothing() -> None:

@@ -59,7 +59,7 @@ class MetaModelStub:
                         process=process,
                     )
 
-            self._replicas = Replicas(make, setup.name, process, setup.placement())
+            self._replicas = Replicas(make, setup.name, process, setup.placement(), setup.devices)
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         setup.start(self._replicas, pb_utils)

@@ -20,7 +20,7 @@ from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
-from rsrv.wire.paths import PLACEMENT, runtime_directory
+from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory
 from rsrv.wire.placement_table import PlacementReader
 
 #: Triton's data types -> ours
@@ -57,7 +57,7 @@ class ModelStub:
                         internal="rsrv_internal" in setup.config["parameters"],
                     )
 
-            self._replicas = Replicas(make, setup.name, process, setup.placement())
+            self._replicas = Replicas(make, setup.name, process, setup.placement(), setup.devices)
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         setup.start(self._replicas, pb_utils)
@@ -107,6 +107,13 @@ class Setup:
         """Return the reader of the model's devices in the server's table."""
         directory = runtime_directory(self.launcher.server_pid, "0")
         return PlacementReader(directory / PLACEMENT, self.name)
+
+    def devices(self) -> int:
+        """Return the number of the server's devices; 1 before its first runtime has found them."""
+        try:
+            return len(read_devices(runtime_directory(self.launcher.server_pid, "0")))
+        except (OSError, ValueError):
+            return 1
 
     def start(self, replicas: Replicas, pb_utils: Any) -> None:
         """Log and measure as the settings say, which the replicas have received from the runtime."""

@@ -5,11 +5,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from operator import itemgetter
 from typing import Any, Protocol
 from zlib import crc32
 
+from rsrv.stub.connection import Rejected
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
@@ -96,24 +98,26 @@ class Replicas:
         name: str,
         process: StubProcess,
         placement: PlacementReader | None = None,
+        devices: Callable[[], int] = lambda: 1,
     ) -> None:
         """Make the replicas: the first one alone, because the others then find its compiled modules in the cache.
 
-        `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a further device cannot serve the
-        model, the others do, and it is tried again.
+        `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a device has no runtime, the
+        others serve the model, and it is tried again. `devices` counts those of the server without a runtime's help.
         """
         self._make = make
         self._responses = process.responses
         self._placement = placement
-        self._first = first = make(0)
+        number, first = _first_reachable(make, devices)
+        self._first = first
         attachment = first.session.attachment
-        self._count = count = 1 if attachment is None else attachment.direct.devices
+        self._count = count = devices() if attachment is None else attachment.direct.devices
         process.devices, process.retry = count, self._retry
         self._home = crc32(name.encode()) % count
         self._lock = threading.Lock()
         self._closed = threading.Event()
         #: by device, the home first
-        self._replicas: dict[int, ModelReplica] = {0: first}
+        self._replicas: dict[int, ModelReplica] = {number: first}
         #: devices of the table, and the replicas there
         self._mask = 0
         self._allowed: Sequence[ModelReplica] = (first,)
@@ -123,14 +127,14 @@ class Replicas:
         self._mirror: TritonMirror | None = None
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = first.execute
-        if count > 1 and attachment is not None:
-            through_triton = attachment.settings["meta"]["transport"] == "bls"
+        if count > 1:
+            through_triton = attachment is None or attachment.settings["meta"]["transport"] == "bls"
             self.execute = self._follow_runs if through_triton else self._spread
-        attempts = [threading.Event() for _ in range(1, count)]
-        for device, attempted in enumerate(attempts, 1):
+        attempts = {device: threading.Event() for device in range(count) if device != number}
+        for device, attempted in attempts.items():
             threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
         deadline = time.monotonic() + _JOIN_S
-        for attempted in attempts:
+        for attempted in attempts.values():
             attempted.wait(max(0.0, deadline - time.monotonic()))
 
     # --- the devices --------------------------------------------------------------------------------------
@@ -248,6 +252,23 @@ class Replicas:
             one.close()
         if self._placement is not None:
             self._placement.close()
+
+
+def _first_reachable(
+    make: Callable[[int], ModelReplica], devices: Callable[[], int]
+) -> tuple[int, ModelReplica]:
+    """Return the replica of the first device that has a runtime, and its number. Raises the first device's error."""
+    try:
+        return 0, make(0)
+    except Rejected:
+        raise  # another runtime would find the same fault
+    except UNREACHABLE as error:
+        for device in range(1, devices()):
+            with suppress(*UNREACHABLE):
+                replica = make(device)
+                log.error("device 0 does not serve the model yet: %s", error)
+                return device, replica
+        raise
 
 
 def _device_of_run(request: Any) -> int | None:

@@ -266,6 +266,21 @@ def test_a_runtime_that_dies_during_the_load_hides_no_device(monkeypatch: pytest
     assert replicas.execute([FakeRequest({})]) == [1]
 
 
+def test_a_session_is_known_while_it_begins() -> None:
+    """A child that a hook forks meanwhile closes its sockets, too; one that failed is forgotten."""
+    process, known = StubProcess(Responses(FakePbUtils)), []
+
+    def begin() -> None:
+        known.extend(process.sessions)
+        raise Closed("it ended")
+
+    session = cast(Session, SimpleNamespace(begin=begin))
+    with pytest.raises(Closed):
+        process.begin(session)
+    assert known == [session]
+    assert process.sessions == []
+
+
 def test_one_device_costs_a_request_nothing() -> None:
     """With one device, Triton's call goes to its replica directly."""
     replicas, (only,) = made(1)

@@ -180,8 +180,7 @@ class Engine:
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
-        self._attachment = attachment = session.begin()
-        self._process.sessions.append(session)
+        self._attachment = attachment = self._process.begin(session)
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
             responses,

@@ -156,8 +156,7 @@ class MetaEngine:
         self._outcomes = Outcomes(self.meters, responses)
         #: whether runs need admission: without callees in the runtime they do not use the device
         self._gated = bool(hooks)
-        attachment = session.begin()
-        self._process.sessions.append(session)
+        attachment = self._process.begin(session)
         settings = attachment.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None

@@ -16,7 +16,7 @@ from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
-from rsrv.stub.session import UNREACHABLE, Session
+from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.wire.placement_table import PlacementReader
 
 log = logging.getLogger("rsrv.stub")
@@ -44,6 +44,15 @@ class StubProcess:
         #: gives a request to another replica than that of a session, whose runtime died before it launched the request;
         #: False: there is none
         self.retry: Callable[[ClientRequest, Session], bool] = lambda request, session: False
+
+    def begin(self, session: Session) -> Attachment:
+        """Attach a session, known from its first connection on: a hook may fork meanwhile. Raises one of UNREACHABLE."""
+        self.sessions.append(session)
+        try:
+            return session.begin()
+        except BaseException:
+            self.sessions.remove(session)
+            raise
 
     def _stop(self) -> None:
         for session in self.sessions:

@@ -3,11 +3,11 @@
 A device is called SERVER/NUMBER, and the only one of a server SERVER.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rsrv.placement.contract import Table, WorkerView
+from rsrv.placement.contract import ModelView, Table, WeightsView, WorkerView
 
 
 class ServerDevice(NamedTuple):
@@ -22,6 +22,8 @@ class ServerDevice(NamedTuple):
 ServerDevices = Mapping[str, ServerDevice]
 #: numbers of the devices of one server that serve each model
 ModelDevices = Mapping[str, tuple[int, ...]]
+
+_FROM_BEST = (WeightsView.RESIDENT, WeightsView.LOADING, WeightsView.ABSENT)
 
 
 def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, ServerDevice]:
@@ -40,6 +42,63 @@ def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> t
     if len(before) > 1 and len(now) == 1 and now[0].instance is None:
         return tuple([replace(now[0], device=view.device) for view in before])
     return now
+
+
+def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
+    """Return the views of a server's devices, each without the models that only the others have: they failed on it."""
+    known = {name for view in views for name in view.models}
+    return tuple(
+        [
+            replace(view, ready=view.ready - (known - view.models.keys())) if view.alive else view
+            for view in views
+        ]
+    )
+
+
+def as_one(views: tuple[WorkerView, ...]) -> WorkerView:
+    """Return the devices of a server that places models itself as one worker."""
+    live = [view for view in views if view.alive]
+    if len(views) == 1 or not live:
+        return views[0]
+    models: dict[str, list[ModelView]] = {}
+    for view in live:
+        for name, model in view.models.items():
+            models.setdefault(name, []).append(model)
+    return replace(
+        live[0],
+        ready=frozenset().union(*(view.ready for view in live)),
+        # A device that comes or goes changes the sums of the counters.
+        instance=" ".join(str(view.instance) for view in live),
+        budget_bytes=_sum_or_none(view.budget_bytes for view in live),
+        free_bytes=_sum_or_none(view.free_bytes for view in live),
+        backlog_s=sum(view.backlog_s for view in live),
+        models={name: shown[0] if len(shown) == 1 else _model_of(shown) for name, shown in models.items()},
+        device=0,
+    )
+
+
+def _model_of(shown: Sequence[ModelView]) -> ModelView:
+    """Return the view of a model from those of several devices."""
+    costs = [one.item_s for one in shown if one.item_s is not None]
+    weights = {one.weights for one in shown}
+    return replace(
+        shown[0],
+        bytes=max(one.bytes for one in shown),
+        weights=next(one for one in _FROM_BEST if one in weights),
+        pinned=any(one.pinned for one in shown),
+        item_s=min(costs) if costs else None,
+        queued=sum(one.queued for one in shown),
+        executing=sum(one.executing for one in shown),
+        requests=sum(one.requests for one in shown),
+        items=sum(one.items for one in shown),
+        device_seconds=sum(one.device_seconds for one in shown),
+        misses=sum(one.misses for one in shown),
+    )
+
+
+def _sum_or_none(figures: Iterable[int | None]) -> int | None:
+    known = [*figures]
+    return None if None in known else sum(one or 0 for one in known)
 
 
 def summed(views: tuple[WorkerView, ...]) -> WorkerView:

@@ -19,7 +19,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
-from rsrv_gateway.devices import ModelDevices, ServerDevice, summed, taken_over
+from rsrv_gateway.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -34,13 +34,16 @@ class Prober(Protocol):
     """Client of one worker. `look` and `act` may run at the same time."""
 
     async def look(self) -> tuple[WorkerView, ...]:
-        """Probe the worker; return a view of each device, or DEAD if it does not answer in time. Never raises."""
+        """Probe the worker; return its view, or of each device if a gateway chooses among them. Never raises.
+
+        DEAD: no answer in time.
+        """
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
         """Request this action on a device, or all, from its control service. Raises ActError."""
 
-    async def place(self, models: ModelDevices) -> bool:
-        """Tell its control service the devices of its models; false: it places them itself. Raises ActError."""
+    async def place(self, models: ModelDevices) -> None:
+        """Tell its control service the devices of its models. Raises ActError."""
 
     async def metrics(self) -> str | None:
         """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
@@ -104,9 +107,9 @@ class Probes:
         """Request an action from a worker. Raises ActError, also for an unknown worker."""
         await self._prober(device.server).act(act, model, device.number)
 
-    async def place(self, worker: str, models: ModelDevices) -> bool:
+    async def place(self, worker: str, models: ModelDevices) -> None:
         """Tell a worker its models' devices, as `Prober.place`. Raises ActError, also for an unknown worker."""
-        return await self._prober(worker).place(models)
+        await self._prober(worker).place(models)
 
     def _prober(self, worker: str) -> Prober:
         watch = self._watches.get(worker)
@@ -271,7 +274,7 @@ class PlacementSender:
     A server keeps what it was told until it ends.
     """
 
-    def __init__(self, place: Callable[[str, ModelDevices], Awaitable[bool]]) -> None:
+    def __init__(self, place: Callable[[str, ModelDevices], Awaitable[None]]) -> None:
         self._place = place
         #: by server: what it was told, and the last complaint about it
         self._told: dict[str, ModelDevices] = {}
@@ -291,8 +294,7 @@ class PlacementSender:
     async def _tell(self, server: str, models: ModelDevices) -> None:
         said = ""
         try:
-            if not await self._place(server, models):
-                said = "places models on its devices itself: set placement.mode to external in its rsrv.yaml"
+            await self._place(server, models)
         except ActError as error:
             self._told.pop(server, None)
             said = f"was not told the devices of its models: {error}"
@@ -351,7 +353,8 @@ class GrpcProber:
             and any(device.instance for device in load.devices)
             and all(map(_is_sane, load.devices))
         ):
-            return tuple([_view(self._ready, device, load.metas) for device in load.devices])
+            views = told_apart([_view(self._ready, device, load.metas) for device in load.devices])
+            return views if load.placement_mode == "external" else (as_one(views),)
         return (WorkerView(True, self._ready),)
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
@@ -362,23 +365,19 @@ class GrpcProber:
             case Act.EVICT:
                 await self._order("Evict", pb.EvictRequest(target=pb.Target(model=model), devices=devices))
 
-    async def place(self, models: ModelDevices) -> bool:
+    async def place(self, models: ModelDevices) -> None:
         pairs = [pb.ModelPlacement(model=name, devices=numbers) for name, numbers in sorted(models.items())]
-        return await self._order("SetPlacement", pb.SetPlacementRequest(models=pairs), "FAILED_PRECONDITION")
+        await self._order("SetPlacement", pb.SetPlacementRequest(models=pairs))
 
-    async def _order(self, call: str, request: Any, refusal: str = "") -> bool:
-        """Call the control service; return false if it answers with the code `refusal`. Raises ActError."""
+    async def _order(self, call: str, request: Any) -> None:
+        """Call the control service. Raises ActError."""
         if self._control is None:
             raise ActError("no control service is known for it")
         stub = control_pb2_grpc.ControlStub(self._control)
         try:
             await getattr(stub, call)(request, **self._terms(_ACTION_TIMEOUT_S))
         except grpc.RpcError as error:
-            answer: Any = error
-            if answer.code().name == refusal:
-                return False
             raise ActError(_said(error)) from None
-        return True
 
     async def metrics(self) -> str | None:
         if self._control is None:

@@ -511,6 +511,7 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         load = await server.control.GetLoad(pb.GetLoadRequest())
 
         (device,) = load.devices
+        assert load.placement_mode == "lpt_packing"
         assert (device.number, device.backlog_s, device.free_bytes, device.budget_bytes) == (0, 0.25, 40, 50)
         a, b = device.models
         assert (a.name, a.queued, a.executing, a.weights, a.bytes) == ("a", 3, 1, pb.WEIGHTS_LOADING, 10)

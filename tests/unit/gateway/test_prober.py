@@ -99,13 +99,14 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 @looped
 async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
-    """A device whose runtime is gone takes no models; without any runtime, the server is asked as one."""
+    """A device without its runtime takes no models, nor one where they failed; without any, the server is asked as one."""
     control = FakeControl()
     control.load = pb.GetLoadResponse(
         devices=[
             pb.DeviceLoad(number=0, instance="1", backlog_s=0.5, free_bytes=7),
             pb.DeviceLoad(number=1),
-        ]
+        ],
+        placement_mode="external",
     )
     ready = frozenset({"m"})
     async with serving(FakeServer(), control) as port:
@@ -116,12 +117,55 @@ async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
         )
         await one.act(Act.PREFETCH, "a", 1)
         assert control.devices == [1]
-        assert await one.place({"n": (0, 1), "m": (1,)})
+        await one.place({"n": (0, 1), "m": (1,)})
         assert control.placed == {"m": [1], "n": [0, 1]}
-        control.is_external = False
-        assert not await one.place({})
-        control.load.devices[0].instance = ""
+        control.load.devices[0].models.add(name="m")
+        control.load.devices[1].instance = "2"
+        assert [view.ready for view in await one.look()] == [ready, frozenset()]
+        control.load.devices[0].instance = control.load.devices[1].instance = ""
         assert await one.look() == (WorkerView(True, ready),)
+        await one.close()
+
+
+@looped
+async def test_a_server_that_places_models_itself_is_one_worker() -> None:
+    """Only with placement.mode external does the gateway choose among the devices of a server."""
+    control = FakeControl()
+    control.load = pb.GetLoadResponse(
+        devices=[
+            pb.DeviceLoad(
+                number=0,
+                instance="1",
+                backlog_s=0.5,
+                free_bytes=7,
+                budget_bytes=300,
+                models=[pb.ModelLoad(name="m", bytes=100, device_seconds=1.0, weights=pb.WEIGHTS_ABSENT)],
+            ),
+            pb.DeviceLoad(
+                number=1,
+                instance="2",
+                backlog_s=0.25,
+                budget_bytes=300,
+                models=[
+                    pb.ModelLoad(
+                        name="m", bytes=100, device_seconds=2.0, cost_s=0.5, weights=pb.WEIGHTS_RESIDENT
+                    )
+                ],
+            ),
+            pb.DeviceLoad(number=2),
+        ],
+        placement_mode="lpt_packing",
+    )
+    async with serving(FakeServer(), control) as port:
+        one = prober(port, control=True)
+        assert await only(one) == WorkerView(
+            True,
+            frozenset({"m"}),
+            "1 2",
+            budget_bytes=600,
+            backlog_s=0.75,
+            models={"m": ModelView(100, WeightsView.RESIDENT, item_s=0.5, device_seconds=3.0)},
+        )
         await one.close()
 
 

@@ -34,8 +34,8 @@ class FakeProber:
     async def act(self, act: Act, model: str, device: int | None) -> None:
         self.acts.append((act, model, device))
 
-    async def place(self, models: ModelDevices) -> bool:
-        return True
+    async def place(self, models: ModelDevices) -> None:
+        pass
 
     async def metrics(self) -> str | None:
         return None
@@ -230,16 +230,15 @@ def test_steps_of_one_device_run_in_order_and_once() -> None:
     run(main())
 
 
-def test_servers_are_told_what_changed_and_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A server that was away is told again, one that was not reached is asked again, and one that refuses is left alone."""
+def test_servers_are_told_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that was away is told again, and one that was not reached is asked again."""
     told: list[tuple[str, ModelDevices]] = []
     fails = True
 
-    async def place(server: str, models: ModelDevices) -> bool:
+    async def place(server: str, models: ModelDevices) -> None:
         if server == "away" and fails:
             raise ActError("no answer")
         told.append((server, models))
-        return server != "own"
 
     async def main() -> None:
         nonlocal fails
@@ -247,11 +246,10 @@ def test_servers_are_told_what_changed_and_a_refusal_is_said_once(caplog: pytest
         first: ModelDevices = {"m": (0,)}
         second: ModelDevices = {"m": (0, 1)}
         for wanted in (
-            {"a": first, "own": first, "away": first},
-            {"a": first, "own": second, "away": first},
-            {"a": second, "own": second, "away": first},
-            {"own": second, "away": first},
-            {"a": second, "own": second, "away": first},
+            {"a": first, "away": first},
+            {"a": second, "away": first},
+            {"away": first},
+            {"a": second, "away": first},
         ):
             sender.update(wanted)
             await asyncio.sleep(0.1)
@@ -260,11 +258,9 @@ def test_servers_are_told_what_changed_and_a_refusal_is_said_once(caplog: pytest
         await asyncio.sleep(0.1)
         await sender.close()
         assert [models for server, models in told if server == "a"] == [first, second, second]
-        assert [models for server, models in told if server == "own"] == [first, second]
         assert [models for server, models in told if server == "away"] == [first]
 
     run(main())
     assert [record.getMessage() for record in caplog.records] == [
-        "worker own places models on its devices itself: set placement.mode to external in its rsrv.yaml",
         "worker away was not told the devices of its models: no answer",
     ]

@@ -58,9 +58,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(devices=[pb.DeviceLoad(instance="1")])
         self.steps: list[tuple[str, str]] = []
-        #: what SetPlacement said, which only an external placement takes
+        #: what SetPlacement said
         self.placed: dict[str, list[int]] = {}
-        self.is_external = True
         #: those of the last prefetch
         self.devices: list[int] = []
         #: Metrics for Prometheus; None for an older version without them.
@@ -85,8 +84,6 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         return pb.PrefetchResponse()
 
     async def SetPlacement(self, request: pb.SetPlacementRequest, context: Any) -> pb.SetPlacementResponse:
-        if not self.is_external:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "placement.mode is lpt_packing")
         self.placed = {one.model: list(one.devices) for one in request.models}
         return pb.SetPlacementResponse(generation=1)
 

@@ -98,9 +98,8 @@ class WorldProber:
         where = self._name if device is None else f"{self._name}/{device}"
         self._world.acts.append(f"{where} {act.value} {model}")
 
-    async def place(self, models: ModelDevices) -> bool:
+    async def place(self, models: ModelDevices) -> None:
         self._world.placements.append((self._name, models))
-        return True
 
     async def metrics(self) -> str | None:
         return self._world.pages.get(self._name)

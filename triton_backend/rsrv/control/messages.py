@@ -231,7 +231,7 @@ def given(message: Message) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields()}
 
 
-def load(devices: Iterable[int], said: Mapping[int, Json]) -> pb.GetLoadResponse:
+def load(devices: Iterable[int], said: Mapping[int, Json], placement_mode: str) -> pb.GetLoadResponse:
     """`devices`: the numbers of all; `said`: the loads of those whose runtimes answer."""
     metas = {name: models for one in said.values() for name, models in one["metas"].items()}
     return pb.GetLoadResponse(
@@ -240,6 +240,7 @@ def load(devices: Iterable[int], said: Mapping[int, Json]) -> pb.GetLoadResponse
             for number in devices
         ],
         metas=[pb.MetaLoad(name=name, models=models) for name, models in metas.items()],
+        placement_mode=placement_mode,
     )
 
 

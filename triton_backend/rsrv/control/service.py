@@ -121,7 +121,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         runtimes = self._runtimes
-        return messages.load(range(len(runtimes.links)), await runtimes.query({"command": "load"}))
+        said = await runtimes.query({"command": "load"})
+        return messages.load(range(len(runtimes.links)), said, self._placing.mode)
 
     @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:

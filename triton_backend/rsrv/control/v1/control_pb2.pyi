@@ -602,12 +602,14 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("devices", "metas")
+    __slots__ = ("devices", "metas", "placement_mode")
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_MODE_FIELD_NUMBER: _ClassVar[int]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceLoad]
     metas: _containers.RepeatedCompositeFieldContainer[MetaLoad]
-    def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ...) -> None: ...
+    placement_mode: str
+    def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ..., placement_mode: _Optional[str] = ...) -> None: ...
 
 class DeviceLoad(_message.Message):
     __slots__ = ("number", "instance", "backlog_s", "free_bytes", "budget_bytes", "models")

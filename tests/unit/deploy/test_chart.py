@@ -204,6 +204,23 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
     assert secrets.count({"secretName": "demo-rsrv-control", "defaultMode": 0o440}) == 2
 
 
+def test_a_gateway_that_packs_has_the_servers_placement() -> None:
+    """The gateway has the servers' settings of placement and models; servers follow its placement unless told otherwise."""
+    shared = {"placement": {"replicas": 2}, "models": {"cats": {"replicas": "all"}}}
+    manifests = render({"settings": shared})
+    settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"])
+    assert settings.placement.replicas == 2
+    assert settings.models["cats"].replicas == "all"
+    assert environment(manifests)["RSRV_PLACEMENT__MODE"] == "external"
+    others: tuple[dict[str, Any], ...] = (
+        ALONE,
+        {"gateway": {"settings": {"mode": "round_robin"}}},
+        {"settings": {"placement": {"mode": "least_outstanding"}}},
+    )
+    for values in others:
+        assert "RSRV_PLACEMENT__MODE" not in environment(render(values))
+
+
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
     """The Service for clients selects the gateway's pods if there is a gateway, and else the servers'."""
     for values, component in (
@@ -433,6 +450,7 @@ def test_bundles_have_to_be_somewhere() -> None:
         ({"gateway": {"settings": {"tls_key": "/a"}}}, r"gateway\.settings\.tls_key: the chart sets"),
         ({"gateway": {"settings": {"grpc": "0.0.0.0:1"}}}, r"gateway\.settings\.grpc: the chart sets"),
         ({"gateway": {"settings": {"workers_dns": "a"}}}, r"gateway\.settings\.workers_dns: the chart sets"),
+        ({"gateway": {"settings": {"replicas": 2}}}, r"replicas: .* write settings\.placement\.replicas"),
         ({"gateway": {"tls": {"clients": True}}}, r"gateway\.tls\.clients: .* need gateway\.tls\.secret"),
         (
             {"gateway": {"resources": {"limits": {"memory": "2G"}}}},

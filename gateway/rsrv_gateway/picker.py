@@ -37,6 +37,8 @@ log = logging.getLogger("rsrv.gateway")
 
 #: code of a counted request whose answer the picker does not see
 PICKED = "PICKED"
+#: bytes of Envoy's largest message; gRPC's usual limit, far above what a message holds with the example's buffers
+_MESSAGE_MAX_BYTES = 4 << 20
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
@@ -87,7 +89,7 @@ class Picker:
         address = parse_address(self._address, any_host=True, any_port=True)
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: EnvoyConnection(self.request, self._connections, self.max_bytes),
+                lambda: EnvoyConnection(self.request, self._connections, _MESSAGE_MAX_BYTES),
                 address.host or None,
                 address.port,
                 ssl=self._tls,

@@ -146,6 +146,22 @@ async def test_a_runtime_that_was_dead_gets_what_the_other_got(tmp_path: Path) -
 
 
 @looped
+async def test_weights_are_prefetched_and_evicted_as_if_the_runtime_had_been_there(tmp_path: Path) -> None:
+    """A new runtime prefetches what was prefetched while its device had none, and not what was evicted."""
+    async with two(tmp_path) as (runtimes, (_, second)):
+        await runtimes.command({"command": "prefetch", "model": "a"})
+        second.die()
+        await until(runtimes, lambda: len(runtimes.live) == 1)
+        await runtimes.command({"command": "evict", "model": "a"})
+        await runtimes.command({"command": "prefetch", "model": "b"})
+        again = reborn(second, **{"a@1": entry("a"), "b@1": entry("b")})
+        await again.came(lambda: len(again.commands) == 1)
+
+        assert again.commands == [{"command": "prefetch", "model": "b"}]
+        again.die()
+
+
+@looped
 async def test_a_runtime_that_was_silent_gets_what_it_missed(tmp_path: Path) -> None:
     """A runtime that was stopped gets the commands of that time in their order, the latest of equal ones only."""
     async with two(tmp_path, silence=0.05) as (runtimes, (_, second)):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,6 +153,11 @@ class Placing:
             if str(number) not in known:
                 raise InvalidArgument(
                     f"there is no device {number}: the server's devices are 0 to {len(known) - 1}"
+                )
+        for one in added:
+            if not (one.name and one.bytes >= 0 and 0.0 <= one.utilisation < inf):
+                raise InvalidArgument(
+                    f"{one.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
                 )
         async with self._looking:
             return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)

@@ -445,7 +445,10 @@ class RuntimeLink:
         if not isinstance(refusal, RuntimeDown):
             if refusal.code in _NOT_YET:
                 self._pending_models.add(model)
-        elif self._up:
+            return
+        # The next runtime of this device gets what holds then.
+        self._overrides.commanded(command, self._device)
+        if self._up:
             self._send(model, command)
         else:
             # The latest of those that set the same, in the order of the latest.

@@ -196,8 +196,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 serving = [number for number in sent if _serves(before[number], model)] or [*sent]
                 waits = (_until_resident(before[one], subscriptions[one], model) for one in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
-                failed = [one for one in ended if one is not None]
                 # A device that died meanwhile loads the weights when it is back.
+                failed = [one for one in ended if one is not None]
+                failed.sort(key=lambda one: isinstance(one, RuntimeDown))
                 if failed and (len(failed) == len(ended) or not isinstance(failed[0], RuntimeDown)):
                     raise failed[0]
         finally:

@@ -211,7 +211,7 @@ def warn(
     if crowded:
         yield (
             f"{_names(crowded)} cannot hold all weights placed there, so weights will be swapped; "
-            "add workers, or reduce replicas"
+            "add devices, or reduce replicas"
         )
     unknown = sorted(name for name in options.models if name not in fleet.models)
     if unknown:

@@ -39,6 +39,8 @@ log = logging.getLogger("rsrv.gateway")
 PICKED = "PICKED"
 #: bytes of Envoy's largest message; gRPC's usual limit, far above what a message holds with the example's buffers
 _MESSAGE_MAX_BYTES = 4 << 20
+#: seconds for a host's name: the gateway's other changes wait for it
+_RESOLVE_S = 2.0
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
@@ -125,17 +127,22 @@ class Picker:
 
     async def _addresses(self, wanted: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return IP:PORT by worker, because override_host knows no names; without workers that have none."""
+        known = {
+            worker: parse_address(address)
+            for worker, address in wanted.items()
+            if address is not None and not address.startswith("unix:")
+        }
+        ips = await asyncio.gather(*(self._ip(one.host) for one in known.values()), return_exceptions=True)
         found = {}
-        for worker, address in wanted.items():
-            if address is None or address.startswith("unix:"):
-                continue
-            known = parse_address(address)
-            try:
-                found[worker] = str(Address(await self._ip(known.host), known.port))
-            except OSError as error:
+        for (worker, address), ip in zip(known.items(), ips, strict=True):
+            if isinstance(ip, str):
+                found[worker] = str(Address(ip, address.port))
+            elif isinstance(ip, OSError):
                 log.warning(
-                    "worker %s: Envoy needs its address, and %s has none: %s", worker, known.host, error
+                    "worker %s: Envoy needs its address, and %s has none: %s", worker, address.host, ip
                 )
+            else:
+                raise ip
         return found
 
     async def _ip(self, host: str) -> str:
@@ -143,7 +150,8 @@ class Picker:
         with suppress(ValueError):
             return str(ip_address(host))
         try:
-            self._resolved[host] = next(iter(await addresses_of(host)))
+            async with asyncio.timeout(_RESOLVE_S):
+                self._resolved[host] = next(iter(await addresses_of(host)))
         except OSError:
             if host not in self._resolved:
                 raise

@@ -205,17 +205,18 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
 
 
 def test_a_gateway_that_packs_has_the_servers_placement() -> None:
-    """The gateway has the servers' settings of placement and models; servers follow its placement unless told otherwise."""
+    """The gateway has the servers' settings of placement and models; servers follow a single one's placement unless told otherwise."""
     shared = {"placement": {"replicas": 2}, "models": {"cats": {"replicas": "all"}}}
-    manifests = render({"settings": shared})
+    manifests = render({"settings": shared, "gateway": {"replicas": 1}})
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"])
     assert settings.placement.replicas == 2
     assert settings.models["cats"].replicas == "all"
     assert environment(manifests)["RSRV_PLACEMENT__MODE"] == "external"
     others: tuple[dict[str, Any], ...] = (
         ALONE,
-        {"gateway": {"settings": {"mode": "round_robin"}}},
-        {"settings": {"placement": {"mode": "least_outstanding"}}},
+        {"gateway": {"replicas": 2}},
+        {"gateway": {"replicas": 1, "settings": {"mode": "round_robin"}}},
+        {"gateway": {"replicas": 1}, "settings": {"placement": {"mode": "least_outstanding"}}},
     )
     for values in others:
         assert "RSRV_PLACEMENT__MODE" not in environment(render(values))

@@ -81,15 +81,15 @@ def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: Run
     wait_until(lambda: picked(picker, "echo") == asked + 9, what="all requests end")
 
 
-def test_a_stream_has_its_answers_in_order(envoy: RunningEnvoy) -> None:
-    """A decoupled model's answers come one by one through Envoy, for several messages."""
+def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:
+    """A decoupled model's answers to several messages come through Envoy, whose order Triton does not promise."""
     answers: SimpleQueue[Any] = SimpleQueue()
     with closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as client:
         client.start_stream(lambda result, error: answers.put(error or result.as_numpy("Y")[0]))
         for number in (1, 3, 2):
             x = np.array([number, 0], np.int32)
             client.async_stream_infer("several", [tensor(tritonclient.grpc, x)])
-        assert [answers.get(timeout=20) for _ in range(6)] == [1, 3, 3, 3, 2, 2]
+        assert sorted(answers.get(timeout=20) for _ in range(6)) == [1, 2, 2, 3, 3, 3]
 
 
 def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:

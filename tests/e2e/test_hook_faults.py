@@ -37,7 +37,8 @@ DEEDS = {
     "spins": "while True: pass",
     "holds": "ctypes.PyDLL(None).sleep(60)",
     "greedy": "inputs['y'] = np.ones(10**9)",
-    "hoards": "inputs['y'] = [bytearray(10**5) for _ in range(10**9)]",
+    # Untouched memory: a hook that zeroed as much would take longer than TIMEOUT on a slow machine.
+    "hoards": "inputs['y'] = [np.zeros(10**5) for _ in range(10**9)]",
     "keeps": "kept.extend(bytearray(1000) for _ in range(10**9))",
     "leaves": "os._exit(3)",
     "quits": "sys.exit(3)",

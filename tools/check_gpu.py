@@ -2,7 +2,7 @@
 
     python tools/check_gpu.py              # the largest module of each bundle, for all cards
     python tools/check_gpu.py --cards t4   # for some
-    python tools/check_gpu.py --renew      # record the figures, and rewrite the table of docs/exporting.md
+    python tools/check_gpu.py --renew      # record the figures in docs/compiled-for-gpus.csv
 
 It takes jax's CUDA plugin and ptxas (`make check-gpu` installs them). Nothing is executed and nothing is tuned. What the
 compiler's own kernels multiply in TF32 is read from their PTX. A product that cuBLAS or cuDNN computes has a precision
@@ -36,11 +36,10 @@ from rsrv.runtime.numerics import treatment
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import signature_of
 from rsrv_bundle.precision import treat
-from scheduler_page import DOCS, rewrite, table
+from scheduler_page import DOCS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = DOCS / "compiled-for-gpus.csv"
-PAGE = DOCS / "exporting.md"
 #: the policies that differ: `tf32` compiles what `auto` compiles
 POLICIES: tuple[Numerics, ...] = ("auto", "f32")
 #: an instruction that multiplies matrices on tensor cores
@@ -211,26 +210,6 @@ def differences(recorded: str, head: str, found: Sequence[Figures]) -> list[str]
     return list(difflib.unified_diff(old, new, "recorded", "now", n=0, lineterm=""))
 
 
-def page_table(figures: Sequence[Figures]) -> str:
-    """Return the table of docs/exporting.md: the modules of which the policies make different kernels or calls."""
-    rows = {row.key: row for row in figures}
-    # The file has all cards. These two show what TF32 changes.
-    cards = ("h100", "t4")
-    lines = [("module", "`numerics`", *(card.upper() for card in cards))]
-    for module in sorted({row.module for row in figures}):
-        shown = {numerics: [_cell(rows[module, card, numerics]) for card in cards] for numerics in POLICIES}
-        if shown["auto"] != shown["f32"]:
-            lines += [(f"`{module}`", f"`{numerics}`", *cells) for numerics, cells in shown.items()]
-    return table(iter(lines))
-
-
-def _cell(row: Figures) -> str:
-    parts = ["untiled"] * row.untiled + [f"{row.tf32} TF32"] * bool(row.tf32)
-    parts += [f"{row.library} by default"] * bool(row.library)
-    parts += [f"{row.library_f32} pinned"] * bool(row.library_f32)
-    return f"{row.temporaries / 1e6:.2f} MB" + "".join(f", {part}" for part in parts)
-
-
 def main() -> int:
     """Compile, compare or record. Returns 1 if the figures differ from the recorded ones."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,8 +220,6 @@ def main() -> int:
     wrong = list(faults(figures))
     if options.renew and not wrong:
         FIGURES.write_text(write(versions(), figures), encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(rewrite(page, {"compiled": page_table(figures)}), encoding="utf-8")
     else:
         wrong += differences(FIGURES.read_text(encoding="utf-8"), versions(), figures)
     print("\n".join(wrong) or f"{len(figures)} compilations are as recorded in {FIGURES.relative_to(ROOT)}")

@@ -1,4 +1,4 @@
-"""Draw the state tables of docs/states.md from the code: a Mermaid diagram and a table for each.
+"""Draw the diagrams of docs/states.md from the state tables of the code.
 
     python tools/state_diagrams.py     # rewrites docs/states.md between its markers
 
@@ -37,22 +37,13 @@ def mermaid(transitions: Mapping[tuple[Any, Any], StrEnum], effects: Mapping[Any
     return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {_id(first)}", *lines, "```"])
 
 
-def table(transitions: Mapping[tuple[Any, Any], StrEnum], effects: Mapping[Any, str]) -> str:
-    """Write a table as Markdown: a row for each change of state."""
-    rows = [
-        f"| {state} | {event} | {following} | {f'`{effects[event]}`' if event in effects else ''} |"
-        for (state, event), following in transitions.items()
-    ]
-    return "\n".join(["| state | event | next state | carried out by |", "|---|---|---|---|", *rows])
-
-
 def _id(state: StrEnum) -> str:
     # Mermaid takes no blanks in the name of a state.
     return state.value.replace(" ", "_").replace("-", "_")
 
 
 def rewrite(page: str) -> str:
-    """Return the page with the present tables between its markers.
+    """Return the page with the present diagrams between its markers.
 
     Raises:
         ValueError: the page lacks the markers of a table, or has them twice.
@@ -64,9 +55,7 @@ def rewrite(page: str) -> str:
         _, end, after = rest.partition(f"\n<!-- end {name} -->")
         if not end or mark in after:
             raise ValueError(f"docs/states.md needs <!-- {name} --> and <!-- end {name} --> once each")
-        page = (
-            f"{before}{mark}\n{mermaid(transitions, effects)}\n\n{table(transitions, effects)}\n{end}{after}"
-        )
+        page = f"{before}{mark}\n{mermaid(transitions, effects)}\n{end}{after}"
     return page
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import check_gpu as tool
 from rsrv.cards import CARDS
-from scheduler_page import rewrite
 
 RECORDED = tool.FIGURES.read_text(encoding="utf-8")
 ROW = tool.Figures("m/b1", "h100", "auto", 0, temporaries=10, kernels=2, tf32=3, library=1, library_f32=0)
@@ -17,12 +16,6 @@ def test_the_recorded_figures_prove_what_the_policies_promise() -> None:
     assert not list(tool.faults(figures))
     # The reader of the kernels sees TF32 where it is.
     assert {row.card for row in figures if row.tf32} == CARDS.keys() - {"t4"}
-
-
-def test_the_page_shows_the_recorded_figures() -> None:
-    """If not, run `make check-gpu CHECK=--renew`."""
-    page = tool.PAGE.read_text(encoding="utf-8")
-    assert rewrite(page, {"compiled": tool.page_table(tool.read(RECORDED))}) == page
 
 
 def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any, Protocol
-from zlib import crc32
 
+from rsrv.placement.device_choice import allowed, by_preference, soonest
 from rsrv.stub.connection import Rejected
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
@@ -21,9 +21,7 @@ from rsrv.wire.placement_table import PlacementReader
 
 log = logging.getLogger("rsrv.stub")
 
-#: another replica than the preferred one answers a batch only if its answer is expected within this share of that one's
-#: time: noise of measurements must not move traffic, and with it weights
-_SOONER = 0.8
+_ANSWERS_IN_S = methodcaller("answers_in_s")
 #: seconds that the model's load waits for the first attempts of further devices
 _JOIN_S = 10.0
 #: seconds between a further device's attempts to serve the model, doubling
@@ -120,9 +118,9 @@ class Replicas:
         number, first = _first_reachable(make, devices)
         self._first = first
         attachment = first.session.attachment
-        self._count = count = devices() if attachment is None else attachment.direct.devices
+        count = devices() if attachment is None else attachment.direct.devices
         process.devices, process.retry = count, self._retry
-        self._home = crc32(name.encode()) % count
+        self._preference = by_preference(name, count)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         #: by device, the home first
@@ -170,8 +168,7 @@ class Replicas:
         with self._lock:
             if not self._closed.is_set():
                 found = {**self._replicas, device: replica}
-                order = sorted(found, key=lambda one: (one - self._home) % self._count)
-                self._replicas = {one: found[one] for one in order}
+                self._replicas = {one: found[one] for one in self._preference if one in found}
                 self._allow()
                 if self._started:
                     self._report(device, replica)
@@ -180,9 +177,7 @@ class Replicas:
 
     def _allow(self) -> None:
         """Follow the table and the replicas."""
-        mask = self._mask or -1
-        allowed = [one for device, one in self._replicas.items() if mask >> device & 1]
-        self._allowed = allowed or list(self._replicas.values())
+        self._allowed = [self._replicas[one] for one in allowed(list(self._replicas), self._mask)]
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -191,11 +186,7 @@ class Replicas:
             with self._lock:
                 self._mask = mask
                 self._allow()
-        chosen, least = _soonest(self._allowed)
-        if least == inf and len(self._allowed) < len(self._replicas):
-            # No device of the table is alive.
-            chosen, _ = _soonest(list(self._replicas.values()))
-        return chosen.execute(requests)
+        return soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S).execute(requests)
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each sub-call on the device of its run, whose runtime alone knows the run, and spread other requests."""
@@ -287,14 +278,3 @@ def _device_of_run(request: Any) -> int | None:
         return int(parameters.get(RUN_DEVICE, 0)) if RUN in parameters else None
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None  # the replica refuses it
-
-
-def _soonest(replicas: Sequence[ModelReplica]) -> tuple[ModelReplica, float]:
-    """Return the replica that answers first, and in how many seconds; the first one if no other is clearly sooner."""
-    chosen = replicas[0]
-    least = chosen.answers_in_s()
-    for one in replicas[1:]:
-        seconds = one.answers_in_s()
-        if seconds < _SOONER * least:
-            chosen, least = one, seconds
-    return chosen, least

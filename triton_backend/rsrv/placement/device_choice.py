@@ -1,0 +1,61 @@
+"""The choice of a device for a batch, among the devices of one server. Pure.
+
+Each stub chooses for its model, and the simulator for all of them. The module imports nothing heavy, as the stub must.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import inf
+from typing import TypeVar
+from zlib import crc32
+
+#: another device than the preferred one gets a batch only if its answer is expected within this share of that one's
+#: time: noise of measurements must not move traffic, and with it weights
+_SOONER = 0.8
+
+_Device = TypeVar("_Device")
+
+
+def by_preference(model: str, count: int) -> list[int]:
+    """Return the numbers of a server's `count` devices as a model prefers them, its home first.
+
+    The home follows from the name, so that the models of a quiet server are spread over its devices.
+    """
+    home = crc32(model.encode()) % count
+    return [*range(home, count), *range(home)]
+
+
+def allowed(devices: Sequence[int], mask: int) -> Sequence[int]:
+    """Return those of the devices that a mask of the placement table has, bit n for device n.
+
+    All of them, if the table says nothing of the model (0), or has none of them.
+    """
+    return [device for device in devices if mask >> device & 1] or devices
+
+
+def soonest(
+    chosen: Sequence[_Device], every: Collection[_Device], answers_in_s: Callable[[_Device], float]
+) -> _Device:
+    """Return the device that gets a batch.
+
+    Args:
+        chosen: the devices that the placement table allows, by preference.
+        every: all devices that serve the model, by preference.
+        answers_in_s: the seconds until a device would have answered the batch; infinite if it is dead.
+    """
+    device, least = _soonest(chosen, answers_in_s)
+    if least == inf and len(chosen) < len(every):
+        # No device of the table is alive.
+        device, _ = _soonest(every, answers_in_s)
+    return device
+
+
+def _soonest(devices: Iterable[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
+    """Return the device that answers first, and in how many seconds; the first one if no other is clearly sooner."""
+    others = iter(devices)
+    device = next(others)
+    least = answers_in_s(device)
+    for one in others:
+        seconds = answers_in_s(one)
+        if seconds < _SOONER * least:
+            device, least = one, seconds
+    return device, least

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
+from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory
-from rsrv_gateway.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members

@@ -18,8 +18,8 @@ from tritonclient.grpc import service_pb2
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
+from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
-from rsrv_gateway.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -23,13 +23,13 @@ from rsrv.control.grpc_service import (
 )
 from rsrv.explain import explain
 from rsrv.placement.contract import Worker
+from rsrv.placement.devices import ServerDevice
 from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
 from rsrv.settings_fleet import Replicas as Count
 from rsrv.text import nearest
 from rsrv_gateway.brain import GatewayLoop
-from rsrv_gateway.devices import ServerDevice
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 

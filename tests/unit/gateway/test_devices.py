@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rsrv.placement.contract import Act, ModelView, Routes, WeightAction, WeightsView, WorkerView
-from rsrv_gateway.devices import ServerDevice, devices_of, routes_to_servers
+from rsrv.placement.devices import ServerDevice, devices_of, routes_to_servers
 from tests.unit.control.virtual import run
 from tests.unit.gateway.worlds import World
 

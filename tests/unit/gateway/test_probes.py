@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from rsrv.placement.contract import Act, Worker, WorkerView
-from rsrv_gateway.devices import ModelDevices, ServerDevice
+from rsrv.placement.devices import ModelDevices, ServerDevice
 from rsrv_gateway.probes import DEAD, ActError, ActionQueue, PlacementSender, Probes
 from tests.unit.control.virtual import run
 

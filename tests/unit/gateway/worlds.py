@@ -9,12 +9,12 @@ from typing import Any
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
+from rsrv.placement.devices import ModelDevices
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import ControlClient
-from rsrv_gateway.devices import ModelDevices
 from rsrv_gateway.members import Members
 from rsrv_gateway.probes import DEAD, Probes
 

@@ -93,8 +93,10 @@ class GatewayLoop:
         self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
         self._placements = PlacementSender(self.probes.place)
-        #: the devices of the last round
+        #: the devices of the last round, the planner's table, and this one with servers in place of devices
         self.devices: ServerDevices = {}
+        self._planned: Table | None = None
+        self._routes: Table = {}
         self._pause = pause
         self._drain = drain
         self.clock = clock
@@ -168,7 +170,10 @@ class GatewayLoop:
             try:
                 # For a large fleet a look takes longer than requests should wait.
                 plan = await asyncio.to_thread(self.planner.look, views, self.clock())
-                table = routes_to_servers(plan.table, named)
+                if plan.table is not self._planned or named != self.devices:
+                    self._routes = routes_to_servers(plan.table, named)
+                    self._planned, self.devices = plan.table, named
+                table = self._routes
                 alive = {name: one for name, one in workers.items() if any(v.alive for v in servers[name])}
                 if self._applied != (alive, table):
                     await self.proxy.apply(alive, table)
@@ -177,7 +182,6 @@ class GatewayLoop:
                 # The last table remains in use, and the next round tries again.
                 log.exception("the table was not updated; the last one stays")
                 return
-            self.devices = named
             for step in plan.steps:
                 device = named.get(step.worker, ServerDevice(step.worker, None))
                 self._errands.send(step.act, device, step.model)

@@ -131,7 +131,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             raise StatusError("UNAVAILABLE", f"no worker that answers serves {request.model!r} at the moment")
         load = gateway.proxy.counts().load
         workers = gateway.probes.workers()
-        order = sorted(routes.ready, key=lambda name: (name not in routes.placed, load.get(name, 0.0)))
+        ready = dict.fromkeys(routes.ready)
+        order = sorted(ready, key=lambda name: (name not in routes.placed, load.get(name, 0.0)))
         return pb.LocateResponse(
             workers=[
                 pb.Location(

@@ -56,9 +56,9 @@ class Traffic:
         if model not in self.table:
             await self.brain.refresh()
         routes = self.table.get(model)
-        return (
-            routes.ready if routes is not None and routes.ready else list(self.workers)[:_ASKED_WORKERS_MAX]
-        )
+        if routes is not None and routes.ready:
+            return dict.fromkeys(routes.ready)
+        return list(self.workers)[:_ASKED_WORKERS_MAX]
 
     def pin_sequence(self, choice: Choice, model: str, sequence: int | str) -> None:
         """Move a request of a sequence to the worker of the sequence.

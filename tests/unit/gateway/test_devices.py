@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from rsrv.placement.contract import Act, ModelView, Routes, WeightAction, WeightsView, WorkerView
 from rsrv.placement.devices import ServerDevice, devices_of, routes_to_servers
@@ -38,11 +39,22 @@ def test_a_server_is_named_once_for_all_its_devices() -> None:
     }
     table = {"m": Routes(("one", "two/0", "two/1"), ("two/0", "two/1"), quantum=3), "n": Routes(())}
     assert routes_to_servers(table, places) == {
-        "m": Routes(("one", "two"), ("two",), quantum=3),
+        "m": Routes(("one", "two", "two"), ("two",), quantum=3),
         "n": Routes(()),
     }
     alone = {"m": Routes(("one",), ("one",))}
     assert routes_to_servers(alone, devices_of({"one": (device(0),)})) is alone
+
+
+def test_a_server_counts_by_its_replicas_and_devices() -> None:
+    """Two of three replicas on one server get two thirds; where all servers are of one size, none is named twice."""
+    places = devices_of({"one": (device(0),), "two": (device(0), device(1))})
+    table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/0", "two/1"))}
+    assert routes_to_servers(table, places)["m"].placed == ("one", "two", "two")
+    itself = replace(device(0), devices=2)
+    places = devices_of({"one": (itself,), "two": (device(0), device(1))})
+    table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/1"))}
+    assert routes_to_servers(table, places)["m"] == Routes(("one", "two"), ("one", "one", "two"))
 
 
 def test_models_are_packed_onto_the_devices_of_all_servers() -> None:

@@ -107,6 +107,25 @@ def test_idle_workers_take_turns() -> None:
     assert had == [*WORKERS, *WORKERS]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: Mode, idle: bool, placed: bool) -> None:
+    """A server with two of three devices gets two thirds, with one request at a time and with many."""
+    named = ("w0", "w1", "w1")
+    router = Router(mode)
+    router.update({"a": Routes(ready=named, placed=named if placed else ())})
+    had: Counter[str] = Counter()
+    for _ in range(300):
+        choice = chosen(router)
+        had[choice.worker] += 1
+        if idle:
+            router.release(choice)
+
+    assert abs(had["w1"] - 200) <= 1
+    assert {*chosen(router).others} < {"w0", "w1"}
+
+
 def test_items_or_requests_count() -> None:
     """A request adds its items to the load, or one, as the routes say."""
     for per_item, load in ((True, 16.0), (False, 2.0)):

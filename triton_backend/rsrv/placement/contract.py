@@ -78,11 +78,13 @@ class WorkerView:
     device: int = 0
     #: device bytes that no weights take; None: no limit, or unknown
     free_bytes: int | None = None
+    #: devices that it stands for
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Workers for the requests of one model."""
+    """Workers for the requests of one model. One that stands for several devices is there once for each."""
 
     #: all workers where the model is ready, by name
     ready: tuple[str, ...]

@@ -3,8 +3,10 @@
 A device is called SERVER/NUMBER, and the only one of a server SERVER.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 from rsrv.placement.contract import ModelView, Table, WeightsView, WorkerView
@@ -16,6 +18,8 @@ class ServerDevice(NamedTuple):
     server: str
     #: position in the server's runtime.devices; None: its only one
     number: int | None
+    #: more than one: all devices of a server that places models itself
+    size: int = 1
 
 
 #: devices by name
@@ -31,7 +35,7 @@ def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, Serve
     devices: dict[str, ServerDevice] = {}
     for server, views in servers.items():
         if len(views) == 1:
-            devices[server] = ServerDevice(server, None)
+            devices[server] = ServerDevice(server, None, views[0].devices)
         else:
             devices |= {f"{server}/{view.device}": ServerDevice(server, view.device) for view in views}
     return devices
@@ -55,6 +59,14 @@ def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
     )
 
 
+def summed(views: tuple[WorkerView, ...]) -> WorkerView:
+    """Return the view of a server without its models: it answers if one of its devices does."""
+    live = [view for view in views if view.alive]
+    if len(views) == 1 or not live:
+        return views[0]
+    return replace(live[0], backlog_s=sum(view.backlog_s for view in live), device=0, devices=len(live))
+
+
 def as_one(views: tuple[WorkerView, ...]) -> WorkerView:
     """Return the devices of a server that places models itself as one worker."""
     live = [view for view in views if view.alive]
@@ -65,15 +77,13 @@ def as_one(views: tuple[WorkerView, ...]) -> WorkerView:
         for name, model in view.models.items():
             models.setdefault(name, []).append(model)
     return replace(
-        live[0],
+        summed(views),
         ready=frozenset().union(*(view.ready for view in live)),
         # A device that comes or goes changes the sums of the counters.
         instance=" ".join(str(view.instance) for view in live),
         budget_bytes=_sum_or_none(view.budget_bytes for view in live),
         free_bytes=_sum_or_none(view.free_bytes for view in live),
-        backlog_s=sum(view.backlog_s for view in live),
         models={name: shown[0] if len(shown) == 1 else _model_of(shown) for name, shown in models.items()},
-        device=0,
     )
 
 
@@ -101,25 +111,34 @@ def _sum_or_none(figures: Iterable[int | None]) -> int | None:
     return None if None in known else sum(one or 0 for one in known)
 
 
-def summed(views: tuple[WorkerView, ...]) -> WorkerView:
-    """Return the view of a server: it answers if one of its devices does."""
-    first = next((view for view in views if view.alive), views[0])
-    return replace(first, backlog_s=sum(view.backlog_s for view in views)) if len(views) > 1 else first
-
-
 def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
-    """Return the table with servers in place of their devices: a server itself chooses among the devices of a model."""
-    if all(device.number is None for device in devices.values()):
-        return table
-    same: dict[tuple[str, ...], tuple[str, ...]] = {}
+    """Return the table with servers in place of their devices: a server itself chooses among the devices of a model.
 
-    def servers(names: tuple[str, ...]) -> tuple[str, ...]:
-        if names not in same:
-            same[names] = tuple(dict.fromkeys(devices[name].server for name in names))
-        return same[names]
+    Servers of different sizes are named as often as they have devices, and a replica's server for each replica on it.
+    """
+    if all(device.number is None and device.size == 1 for device in devices.values()):
+        return table
+    sizes: Counter[str] = Counter()
+    for device in devices.values():
+        sizes[device.server] += device.size
+    unit = gcd(*sizes.values())
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def ready(names: tuple[str, ...]) -> tuple[str, ...]:
+        if names not in known:
+            servers = dict.fromkeys(devices[name].server for name in names)
+            known[names] = tuple([server for server in servers for _ in range(sizes[server] // unit)])
+        return known[names]
+
+    def placed(names: tuple[str, ...]) -> tuple[str, ...]:
+        replicas: Counter[str] = Counter()
+        for device in map(devices.__getitem__, names):
+            replicas[device.server] += device.size
+        fewest = gcd(*replicas.values())
+        return tuple([server for server, count in replicas.items() for _ in range(count // fewest)])
 
     return {
-        name: replace(routes, ready=servers(routes.ready), placed=servers(routes.placed))
+        name: replace(routes, ready=ready(routes.ready), placed=placed(routes.placed))
         for name, routes in table.items()
     }
 

@@ -11,9 +11,12 @@ placed model go to its replicas, a quantum of items to each in turn, so that the
 With a quantum of 1 a run is one request, so each request goes to the replica with the fewest items: `route:
 spread`. The requests of a model that is not placed go to all workers where it is ready, as the mode says.
 
+A worker that stands for several devices is named once for each: it has as many turns, and carries as many times the load.
+
 Loads are whole billionths of a charge, so that additions and subtractions cancel exactly.
 """
 
+from collections import Counter
 from typing import Literal
 
 from rsrv.placement.contract import Routes, Table
@@ -26,22 +29,26 @@ _UNITS = 1_000_000_000
 class _WorkerLoad:
     """Load in flight of one worker, over all models."""
 
-    __slots__ = ("units", "worker")
+    __slots__ = ("devices", "units", "worker")
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.units = 0
+        #: how often the table names it for one model
+        self.devices = 1
 
 
 class _ReplicaLoad:
     """Requests in flight of one model at one worker."""
 
-    __slots__ = ("items", "load", "requests")
+    __slots__ = ("devices", "items", "load", "requests")
 
     def __init__(self, load: _WorkerLoad) -> None:
         self.load = load
         self.items = 0
         self.requests = 0
+        #: the model's replicas at the worker
+        self.devices = 1
 
 
 class _RoutedModel:
@@ -126,6 +133,11 @@ class Router:
             model.routes, model.ready = None, ()
             if model.requests == 0:
                 del self._models[name]
+        for load in self._loads.values():
+            load.devices = 1
+        for loads in ready.values():
+            for load, times in Counter(loads).items():
+                load.devices = max(load.devices, times)
         known = {load.worker for loads in ready.values() for load in loads}
         known.update(worker for model in self._models.values() for worker in model.shares)
         self._loads = {worker: load for worker, load in self._loads.items() if worker in known}
@@ -193,15 +205,16 @@ class Router:
         count = len(placed)
         turn = model.cursor % count
         least = routes.fill == "least"
-        best = at = -1
+        at = -1
+        best = 0.0
         fewest = 0
         for step in range(count):
             index = turn + step
             if index >= count:
                 index -= count
             share = placed[index]
-            quanta = share.items // routes.quantum
-            units = share.load.units if least else 0
+            quanta = share.items // (routes.quantum * share.devices)
+            units = _per_device(share.load) if least else 0.0
             if at < 0 or quanta < fewest or (quanta == fewest and units < best):
                 at, fewest, best = index, quanta, units
         model.cursor = at + 1
@@ -219,19 +232,21 @@ class Router:
                 index = turn + step
                 if index >= count:
                     index -= count
-                if ready[index].units < ready[at].units:
+                if ready[index].units * ready[at].devices < ready[at].units * ready[index].devices:
                     at = index
         model.cursor = at + 1
         return ready[at]
 
     def _others(self, model: _RoutedModel, chosen: str) -> tuple[str, ...]:
-        placed = sorted(model.placed, key=lambda share: (share.items, share.load.units))
+        placed = sorted(
+            model.placed, key=lambda share: (share.items / share.devices, _per_device(share.load))
+        )
         order = [share.load for share in placed]
         if self._round_robin:
             turn = model.cursor % max(len(model.ready), 1)
             order += model.ready[turn:] + model.ready[:turn]
         else:
-            order += sorted(model.ready, key=lambda load: load.units)
+            order += sorted(model.ready, key=_per_device)
         return tuple(dict.fromkeys(load.worker for load in order if load.worker != chosen))
 
     # --- counters ------------------------------------------------------------------------------------------
@@ -240,6 +255,8 @@ class Router:
         model.routes = routes
         model.units = max(round(routes.charge * _UNITS), 1)
         model.placed = tuple([self._share(model, self._load(worker)) for worker in routes.placed])
+        for share, times in Counter(model.placed).items():
+            share.devices = times
         model.shares = {
             worker: share
             for worker, share in model.shares.items()
@@ -259,6 +276,10 @@ class Router:
         if share is None:
             share = model.shares[load.worker] = _ReplicaLoad(load)
         return share
+
+
+def _per_device(load: _WorkerLoad) -> float:
+    return load.units / load.devices
 
 
 def _count(choice: Choice) -> None:

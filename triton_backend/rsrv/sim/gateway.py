@@ -21,7 +21,7 @@ from rsrv.sim.schema import GatewayKeys
 _ROWS = ("rows", 0)
 
 
-class Gateway:
+class SimulatedGateway:
     """The router and the planner. Devices have an index; the names of workers are in the same order."""
 
     def __init__(self, scenario: Scenario, options: GatewayKeys, devices: Sequence[SimulatedDevice]) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from rsrv.scheduler.events import CallerError, Event, Finish, InvariantError, Request, RequestsArrived
 from rsrv.sim.arrivals import Arrival, instant, open_arrivals
 from rsrv.sim.device import SHORTEST, SimulatedDevice
-from rsrv.sim.gateway import Gateway
+from rsrv.sim.gateway import SimulatedGateway
 from rsrv.sim.record import FleetRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.schema import ClosedLoop
@@ -70,7 +70,9 @@ class _Simulation:
         self.devices = [
             SimulatedDevice(scenario, self.requests, random, self._ended) for _ in range(scenario.devices)
         ]
-        self.gateway = None if scenario.gateway is None else Gateway(scenario, scenario.gateway, self.devices)
+        self.gateway = (
+            None if scenario.gateway is None else SimulatedGateway(scenario, scenario.gateway, self.devices)
+        )
         self.now = 0.0
         #: (time of its next event, device); and that time by device: entries with another time are stale.
         self.heap: list[tuple[float, int]] = []

@@ -10,6 +10,7 @@ import pytest
 
 from rsrv.stub.connection import LaunchError, greet
 from rsrv.stub.session import Launcher, Session
+from rsrv.wire.paths import FAILURE, runtime_directory
 from rsrv.wire.socket import connect, listen
 
 #: The interpreter of the runtime; "$0.starts" gets a line at each start.
@@ -46,6 +47,24 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
         session.begin()
 
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
+
+
+def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    """The other stubs fail at once with the same reason; device 0, which may be the only one, is tried each time."""
+    (tmp_path / "python.starts").write_text("\n\n")
+
+    def launch(device: str) -> int:
+        launcher = Launcher(os.getpid(), device, tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
+        with pytest.raises(LaunchError, match="it ended without a message"):
+            launcher.open()
+        return (tmp_path / "python.starts").read_text().count("started")
+
+    assert [launch("1"), launch("1"), launch("0"), launch("0")] == [1, 1, 2, 3]
+    failure = runtime_directory(os.getpid(), "1") / FAILURE
+    os.utime(failure, (failure.stat().st_mtime - 61,) * 2)
+    assert [launch("1"), launch("1")] == [4, 4]
 
 
 def test_a_device_that_cannot_be_had(

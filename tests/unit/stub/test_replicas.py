@@ -233,10 +233,28 @@ def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
     assert answers == [1, 2, 0]
 
 
-def test_a_bundle_that_the_first_device_rejects_is_not_tried_elsewhere() -> None:
-    """The reason is that of the first device."""
-    with pytest.raises(Rejected, match="no such module"):
-        made(2, failing={0: [Rejected("no such module")]})
+def test_a_model_that_only_the_first_device_rejects_is_served_by_the_next() -> None:
+    """It may be too large for one of several cards; if all of them reject it, the error says why by device."""
+    replicas, fakes = made(3, failing={0: [Rejected("needs 9 GB, the card has 8 GB")] * 2})
+    fakes[2].seconds = 9.0
+    assert replicas.execute([object()]) == [1]
+    replicas.close()
+
+    with pytest.raises(Rejected, match=r"device 0: needs 9 GB; device 1: needs 9 GB, too"):
+        made(2, failing={0: [Rejected("needs 9 GB")], 1: [Rejected("needs 9 GB, too")]})
+
+
+def test_a_reason_that_all_devices_have_in_common_is_said_once() -> None:
+    """The bundle itself is at fault."""
+    with pytest.raises(Rejected, match=r"^no such module$"):
+        made(2, failing={0: [Rejected("no such module")], 1: [Rejected("no such module")]})
+
+
+def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None:
+    """The runtimes of the other devices serve other models."""
+    fault = "the model has ended the runtime 3 times"
+    with pytest.raises(Rejected, match=rf"^{fault}$"):
+        made(2, failing={0: [Rejected(fault, fault)]})
 
 
 def test_a_model_is_loaded_while_the_first_device_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +266,7 @@ def test_a_model_is_loaded_while_the_first_device_is_gone(monkeypatch: pytest.Mo
     wait_until(lambda: replicas.execute([FakeRequest({})]) == [0], what="the first device's replica")
     replicas.close()
 
-    with pytest.raises(LaunchError, match="the GPU is lost"):
+    with pytest.raises(Rejected, match="device 0: the GPU is lost; device 1: it ended"):
         made(2, failing={0: [gone], 1: [Closed("it ended")]})
 
 

@@ -59,7 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
-        from rsrv.runtime.server_devices import SHARING_FRACTION, hold_card, keep_devices, resolve
+        from rsrv.runtime.server_devices import (
+            CARD_TIMEOUT_S,
+            SHARING_FRACTION,
+            hold_card,
+            keep_devices,
+            resolve,
+        )
         from rsrv.settings import read_settings
         from rsrv_bundle.inspection import Inspector
 
@@ -86,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
             device,
             f"tritonserver {options.server_pid} ({options.settings.parent})",
             share=_memory_fraction(settings.runtime.memory_fraction) <= SHARING_FRACTION,
+            # The first attempt has waited: stubs wait for each further one.
+            timeout_s=0.0 if (options.directory / paths.FAILURE).exists() else CARD_TIMEOUT_S,
         )
         # The usual limit of 1024 open files is too low for hundreds of models.
         raise_limit(resource.RLIMIT_NOFILE)

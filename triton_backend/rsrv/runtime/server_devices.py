@@ -17,7 +17,7 @@ from rsrv.runtime.cuda import find_card
 from rsrv.wire.paths import DEVICES, read_devices
 
 #: seconds that the server before may take to end
-_CARD_TIMEOUT_S = 10.0
+CARD_TIMEOUT_S = 10.0
 #: servers with at most this runtime.memory_fraction may share a card
 SHARING_FRACTION = 0.5
 
@@ -236,7 +236,7 @@ def keep_devices(directory: Path, found: Callable[[], list[str]]) -> list[str]:
 
 
 def hold_card(
-    base: Path, device: str, server: str, *, share: bool, timeout_s: float = _CARD_TIMEOUT_S
+    base: Path, device: str, server: str, *, share: bool, timeout_s: float = CARD_TIMEOUT_S
 ) -> int | None:
     """Take a card for this process's life; return the lock's descriptor, None for a CPU.
 

@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import inf
 from operator import itemgetter, methodcaller
 from typing import Any, Protocol
@@ -109,8 +108,8 @@ class Replicas:
     ) -> None:
         """Make the replicas: the first one alone, because the others then find its compiled modules in the cache.
 
-        `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a device has no runtime, the
-        others serve the model, and it is tried again. `devices` counts those of the server without a runtime's help.
+        `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a device does not serve the model,
+        the others do, and it is tried again. `devices` counts those of the server without a runtime's help.
         """
         self._make = make
         self._responses = process.responses
@@ -257,18 +256,29 @@ class Replicas:
 def _first_reachable(
     make: Callable[[int], ModelReplica], devices: Callable[[], int]
 ) -> tuple[int, ModelReplica]:
-    """Return the replica of the first device that has a runtime, and its number. Raises the first device's error."""
+    """Return the replica of the first device that serves the model, and its number. Raises one of UNREACHABLE."""
     try:
         return 0, make(0)
-    except Rejected:
-        raise  # another runtime would find the same fault
     except UNREACHABLE as error:
-        for device in range(1, devices()):
-            with suppress(*UNREACHABLE):
-                replica = make(device)
-                log.error("device 0 does not serve the model yet: %s", error)
-                return device, replica
-        raise
+        failures: list[Exception] = [error]
+    # A model that has ended a runtime would end the others, too.
+    while not _is_dangerous(failures[-1]) and (device := len(failures)) < devices():
+        try:
+            replica = make(device)
+        except UNREACHABLE as error:
+            failures.append(error)
+        else:
+            for number, failure in enumerate(failures):
+                log.error("device %d does not serve the model yet: %s", number, failure)
+            return device, replica
+    if len({str(failure) for failure in failures}) == 1:
+        raise failures[0]
+    raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in enumerate(failures)))
+
+
+def _is_dangerous(failure: Exception) -> bool:
+    """Tell whether a runtime refuses a model because of crashes; only then it has a text for clients."""
+    return isinstance(failure, Rejected) and failure.client != ""
 
 
 def _device_of_run(request: Any) -> int | None:

@@ -40,6 +40,8 @@ _FIRST_ATTEMPTS = 10
 
 #: seconds for the runtime's process to listen; it loads jax later
 _START_TIMEOUT_S = 60.0
+#: seconds between two attempts of all stubs to start the runtime of a further device
+_FAILURE_COUNTS_S = 60.0
 
 #: errors of reaching a runtime
 UNREACHABLE = (
@@ -297,8 +299,26 @@ class Launcher:
             try:
                 return greet(connect(path))
             except (FileNotFoundError, ConnectionError):
-                self._start(directory)
+                self._start_unless_failed(directory)
             return greet(_connect_soon(path))
+
+    def _start_unless_failed(self, directory: Path) -> None:
+        """Start the runtime, or raise the LaunchError of the latest attempt.
+
+        The attempts for a further device have pauses: a card that another server holds would delay every load. Those for
+        device 0 have none, because it may be the only one, and its error would outlive the cause.
+        """
+        failure = directory / paths.FAILURE
+        if self.device != "0" and failure.exists():
+            age = time.time() - failure.stat().st_mtime
+            if 0 <= age < _FAILURE_COUNTS_S:
+                raise LaunchError(failure.read_text())
+        try:
+            self._start(directory)
+        except LaunchError as error:
+            failure.write_text(str(error))
+            raise
+        failure.unlink(missing_ok=True)
 
     def _start(self, directory: Path) -> None:
         python = interpreter()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
+#: why the runtime could not be started the last time
+FAILURE = "failure"
 #: of the control process: its socket, its lock, and the settings of operators
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"

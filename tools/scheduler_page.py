@@ -9,7 +9,7 @@ compares them with the page; equal code and equal versions of matplotlib give eq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -155,8 +155,6 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("latency p50", -1, _ms, lambda run: run.latency(0.5, dated=True)),
         Column("crawler p50", -1, _ms, lambda run: run.latency(0.5, dated=False)),
         Column("crawler p99", -1, _ms, lambda run: run.latency(0.99, dated=False)),
-        Column("loads", 0, _per_second, lambda run: run.total["loads"] / run.window),
-        Column("link busy", 0, _percent, lambda run: run.total["link_utilisation"]),
     ),
     "bursts": (
         Column("in time: `chat`", 1, _percent, lambda run: run.in_time("chat")),
@@ -164,9 +162,6 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("`report` p50", -1, _ms, lambda run: run.latency(0.5, "report")),
         Column("`report` p99", -1, _ms, lambda run: run.latency(0.99, "report")),
         Column("ended unanswered", -1, str, lambda run: run.total["shed"] + run.total["expired"]),
-        Column("rows an execution: `search`", 0, _rows, lambda run: run.rows("search")),
-        Column("`report`", 0, _rows, lambda run: run.rows("report")),
-        Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
     ),
     "hog": (
         Column("`quick` p50", -1, _ms, lambda run: run.latency(0.5, "quick")),
@@ -422,30 +417,24 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def case(name: str) -> Iterator[Sequence[str]]:
-    """Yield the rows of a case."""
-    one = CASES[name]
-    base = one.scenario(one.room)
-    for policy in POLICIES:
-        record = simulate(replace(base, settings=replace(base.settings, eviction=policy)))
-        total: dict[str, Any] = summarize(record)["total"]
-        latencies = [sent.ended - sent.arrived for sent in record.requests]
-        yield (
-            one.title,
-            f"{100 * one.room:g} %",
-            f"`{policy}`",
-            _percent(total["hit_ratio"]),
-            f"{total['loads'] / total['window_s']:.1f}",
-            _percent(total["link_utilisation"]),
-            _ms(sum(latencies) / len(latencies)),
-            _ms(total["latency_p99_s"]),
-        )
-
-
 def _cases() -> Iterator[Sequence[str]]:
-    yield ("case", "room", "policy", "hit rate", "loads /s", "link busy", "mean latency", "p99")
-    for name in CASES:
-        yield from case(name)
+    figures = ("hit rate", "mean latency", "p99")
+    yield ("case", "room", *(f"{figure}, `{policy}`" for figure in figures for policy in POLICIES))
+    for one in CASES.values():
+        by_policy = (_case(one.scenario(one.room), policy) for policy in POLICIES)
+        yield (one.title, f"{100 * one.room:g} %", *chain.from_iterable(zip(*by_policy, strict=True)))
+
+
+def _case(base: Scenario, policy: Eviction) -> Sequence[str]:
+    """Return the figures of a scenario under an eviction policy."""
+    record = simulate(replace(base, settings=replace(base.settings, eviction=policy)))
+    total: dict[str, Any] = summarize(record)["total"]
+    latencies = [sent.ended - sent.arrived for sent in record.requests]
+    return (
+        _percent(total["hit_ratio"]),
+        _ms(sum(latencies) / len(latencies)),
+        _ms(total["latency_p99_s"]),
+    )
 
 
 def main() -> None:

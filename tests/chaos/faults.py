@@ -156,53 +156,46 @@ class KillCompiling(_RuntimeDies):
         self._loading.tidy(house)
 
 
-class Freeze(Fault):
-    name = "SIGSTOP the runtime for 5 s"
-    unhealthy = ""
-
-    def strike(self, house: House, load: Load) -> float:
-        self._frozen = house.runtime_pid()
-        struck = kill(self._frozen, signal.SIGSTOP)
-        time.sleep(5)
-        return struck
-
-    def relieve(self, house: House, load: Load) -> None:
-        os.kill(self._frozen, signal.SIGCONT)
-
-    def check(self, house: House) -> Iterable[str]:
-        if house.runtime_pid() != self._frozen:
-            yield "the runtime was only frozen, and is another one now"
-
-
-class KillDevice(Fault):
+class KillDevice(_RuntimeDies):
     name = "kill -9 one of two devices' runtimes"
     expected = Expected(None, in_flight=True)
     patience = 5.0
+    unhealthy = None
     house = "devices"
 
     def strike(self, house: House, load: Load) -> float:
-        self._killed = house.runtime_pid()
-        return kill(self._killed, signal.SIGKILL)
-
-    def check(self, house: House) -> Iterable[str]:
-        if house.runtime_pid() == self._killed:
-            yield "the runtime is still the one that was killed"
+        return self.kill_runtime()
 
 
-class FreezeDevice(Fault):
-    name = "SIGSTOP one of two devices' runtimes for 4 s"
-    expected = Expected(None, in_flight=True)
-    patience = 5.0
-    house = "devices"
+class Freeze(Fault):
+    name = "SIGSTOP the runtime for 5 s"
+    unhealthy: ClassVar[str | None] = ""
+    #: The place of its device.
+    device: ClassVar[int] = 0
+    seconds: ClassVar[float] = 5.0
 
     def strike(self, house: House, load: Load) -> float:
-        self._frozen = house.runtime_pid(1)
+        self._frozen = house.runtime_pid(self.device)
         struck = kill(self._frozen, signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(self.seconds)
         return struck
 
     def relieve(self, house: House, load: Load) -> None:
         os.kill(self._frozen, signal.SIGCONT)
+
+    def check(self, house: House) -> Iterable[str]:
+        if house.runtime_pid(self.device) != self._frozen:
+            yield "the runtime was only frozen, and is another one now"
+
+
+class FreezeDevice(Freeze):
+    name = "SIGSTOP one of two devices' runtimes for 4 s"
+    expected = Expected(None, in_flight=True)
+    patience = 5.0
+    unhealthy = None
+    house = "devices"
+    device = 1
+    seconds = 4.0
 
 
 # --- stubs --------------------------------------------------------------------------------------------------------

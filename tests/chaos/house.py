@@ -28,7 +28,7 @@ from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
 from tests.chaos.questions import Question
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import EXPLICIT, RunningTriton, running_triton
 from tests.waiting import wait_until
 
 #: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`.
@@ -210,7 +210,7 @@ class House:
             running_triton(
                 self.gen,
                 self._folder / f"server{self._starts}.log",
-                extra_args=("--model-control-mode=explicit", "--load-model=*"),
+                extra_args=EXPLICIT,
                 env=self._env,
                 make=partial(self._server, inside=inside, exit_timeout_s=3, **self._ports),
             )

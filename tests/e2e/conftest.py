@@ -11,10 +11,9 @@ import pytest
 
 import example_bundles as examples
 from examples.build import SMALL
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.gateways import Fleet, running_fleet
-from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
+from tests.e2e.harness import RunningTriton, StartTriton, log_tails, make_repository, running_triton
 
 HERE = Path(__file__).parent
 
@@ -51,11 +50,8 @@ def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         for name in ("minilm_encoder", "minilm_pool")
     }
     small = (fewer.get(name, example_bundles / name) for name in SMALL)
-    sources = [*map(str, small), str(bundles.ensure())]
-    (folder / "settings.yaml").write_text(bundles.SETTINGS)
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([*sources, *options]) == 0
-    with running_triton(folder / "gen", folder / "server.log") as running:
+    repository = make_repository(folder, *small, bundles.ensure(), settings=bundles.SETTINGS)
+    with running_triton(repository, folder / "server.log") as running:
         yield running
 
 

@@ -26,7 +26,7 @@ from rsrv.cli import main as cli
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import EXPLICIT, RunningTriton, running_triton
 from tests.waiting import wait_until
 
 _CONFIG = """
@@ -255,7 +255,7 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
                 running_triton(
                     write_repository(folder / name),
                     folder / f"{name}.log",
-                    extra_args=["--model-control-mode=explicit", "--load-model=*"],
+                    extra_args=EXPLICIT,
                     env={"MARKS": str(folder)},
                 )
             )

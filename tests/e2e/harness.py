@@ -18,9 +18,25 @@ import tritonclient.grpc
 import tritonclient.http
 
 from local_triton import TritonServer
+from rsrv_gen import cli as rsrv_gen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
+
+#: Flags of a server whose models rsrv's control process loads and unloads, all at its start.
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+#: Dead stubs and unanswered requests would otherwise delay the server's end by ten seconds or more.
+HURRY = "--exit-timeout-secs=1"
+
+
+def make_repository(folder: Path, *sources: Path, settings: str = "", options: Sequence[str] = ()) -> Path:
+    """Write `gen` in the folder, the repository of some bundles, and return it; without sources, of those in `bundles`."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "settings.yaml"
+    config.write_text(settings)
+    arguments = [*map(str, sources or [folder / "bundles"]), "-o", str(folder / "gen")]
+    assert rsrv_gen.main([*arguments, "--config", str(config), *options]) == 0
+    return folder / "gen"
 
 
 class RunningTriton:

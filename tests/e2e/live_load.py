@@ -19,10 +19,9 @@ from random import Random
 import numpy as np
 
 from local_triton import free_ports
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.browser import browsing
 from tests.e2e.calls import caller
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
 from tests.e2e.lives import COLUMNS, write_version
 from tests.waiting import wait_until
 
@@ -39,14 +38,11 @@ def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
     (port,) = free_ports(1)
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)
-    (folder / "settings.yaml").write_text(
-        f"runtime: {{weight_budget_bytes: {BUDGET}}}\nmodels: {{{PINNED}: {{residency: device}}}}\n"
-    )
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
+    settings = f"runtime: {{weight_budget_bytes: {BUDGET}}}\nmodels: {{{PINNED}: {{residency: device}}}}\n"
+    repository = make_repository(folder, settings=settings)
+    flags = [*EXPLICIT, HURRY]
     env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"}
-    with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as server:
+    with running_triton(repository, folder / "server.log", extra_args=flags, env=env) as server:
         wait_until(lambda: _listens(port), what="the live page")
         yield server, f"http://127.0.0.1:{port}/"
 

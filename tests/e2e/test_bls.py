@@ -18,7 +18,7 @@ from tests.e2e import called_model, calling_model
 from tests.e2e.called_model import ECHO, RAISE, TERMS, TOGETHER, WAIT
 from tests.e2e.calling_model import TIMEOUT, TOKENS
 from tests.e2e.calls import at_once, caller
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, StartTriton, running_triton
 from tests.waiting import wait_until
 
 _MIRROR = '''
@@ -88,9 +88,6 @@ def ask_one(server: RunningTriton, **call: Any) -> dict[str, Any]:
     return answer
 
 
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
-#: Unanswered requests would otherwise delay the server's end by ten seconds.
-LEAVE_SOON = "--exit-timeout-secs=1"
 POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
 
 
@@ -224,7 +221,7 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
 
 def test_a_callee_that_dies_is_reported_and_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
     """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
-    running = start_triton(models(tmp_path), extra_args=[*EXPLICIT, LEAVE_SOON])
+    running = start_triton(models(tmp_path), extra_args=[*EXPLICIT, HURRY])
     ask(running, calls=[{"model": "one", "what": WAIT}], wait=False)
     (pid,) = running.stub_pids("one")
     os.kill(pid, 9)

@@ -25,10 +25,9 @@ from rsrv.cli import main as cli
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Refused, caller, outcome, refusal
-from tests.e2e.harness import RunningTriton, is_alive, running_triton
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, is_alive, make_repository, running_triton
 from tests.e2e.lives import place, version, write_version
 from tests.waiting import wait_until
 
@@ -109,11 +108,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     for name in ("exact", "steady"):
         place(bundles.ensure() / name, folder / "bundles" / name)
     place(write_version(folder / "one", 1), folder / "bundles" / "changing")
-    (folder / "settings.yaml").write_text(f"{SETTINGS}control: {{profile_dir: {folder}/profiles}}\n")
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
-    with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as running:
+    repository = make_repository(folder, settings=f"{SETTINGS}control: {{profile_dir: {folder}/profiles}}\n")
+    with running_triton(repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
         yield running
 
 

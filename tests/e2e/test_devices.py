@@ -16,10 +16,9 @@ import pytest
 from rsrv.cli import main as rsrv
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller, random_u32
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.test_control import SERVING, Control
 from tests.waiting import wait_until
 
@@ -34,12 +33,10 @@ _BACK = "rsrv.stub steady: reconnected to the runtime"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     folder = tmp_path_factory.mktemp("devices")
-    (folder / "settings.yaml").write_text(SETTINGS)
-    sources = [str(bundles.ensure() / name) for name in ("steady", "exact")]
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([*sources, *options]) == 0
+    sources = [bundles.ensure() / name for name in ("steady", "exact")]
+    repository = make_repository(folder, *sources, settings=SETTINGS)
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(folder / "cache")}
-    with running_triton(folder / "gen", folder / "server.log", env=cache) as server:
+    with running_triton(repository, folder / "server.log", env=cache) as server:
         yield server
 
 

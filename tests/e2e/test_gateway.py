@@ -20,10 +20,9 @@ from ruamel.yaml import YAML
 from tritonclient.utils import InferenceServerException
 
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.gateways import RunningGateway, entry, running_gateway, write_repository
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
 MODELS = ("first", "second", "third", "fourth")
@@ -41,10 +40,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gateway")
     for name, kernel in KERNELS.items():
         bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
-    (folder / "settings.yaml").write_text(SETTINGS)
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    return folder / "gen"
+    return make_repository(folder, settings=SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,9 @@ from tritonclient.utils import InferenceServerException
 
 from local_triton import free_ports
 from rsrv.cli import main as cli
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.gateways import running_gateway
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
@@ -67,7 +66,7 @@ class Worker:
 def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Worker]:
     """Start gRPC with mutual TLS and a key for the repository, and the control service with that and a token."""
     folder = tmp_path_factory.mktemp("worker")
-    assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(folder / "gen")]) == 0
+    repository = make_repository(folder, bundles.ensure() / "exact")
     control = f"127.0.0.1:{free_ports(1)[0]}"
     tls = {
         "grpc-use-ssl": "1",
@@ -86,7 +85,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[W
     tls["grpc-restricted-protocol"] = f"model-repository:{KEY}={files.token.read_text().strip()}"
     arguments = [f"--{key}={value}" for key, value in tls.items()]
     log = folder / "server.log"
-    with running_triton(folder / "gen", log, extra_args=arguments, env=env) as server:
+    with running_triton(repository, log, extra_args=arguments, env=env) as server:
         yield Worker(server, control)
 
 

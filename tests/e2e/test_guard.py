@@ -18,10 +18,9 @@ from rsrv.runtime.activity import Phase
 from rsrv.runtime.crash_history import read_slots
 from rsrv.wire import paths
 from rsrv.wire.socket import Closed, read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, is_alive
+from tests.e2e.harness import RunningTriton, StartTriton, is_alive, make_repository
 from tests.waiting import wait_until
 
 ONES = np.ones((1, 64), np.float32)
@@ -37,10 +36,9 @@ def start(start_triton: StartTriton, tmp_path: Path) -> Callable[..., RunningTri
     """Return a function that starts a server on some bundles, with a compilation cache of its own."""
 
     def make(*sources: Path, env: Mapping[str, str] | None = None, **options: object) -> RunningTriton:
-        gen = tmp_path / "gen"
-        assert rsrv_gen.main([*map(str, sources), "-o", str(gen)]) == 0
+        repository = make_repository(tmp_path, *sources)
         own = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), **(env or {})}
-        return start_triton(gen, env=own, **options)  # type: ignore[arg-type]
+        return start_triton(repository, env=own, **options)  # type: ignore[arg-type]
 
     return make
 

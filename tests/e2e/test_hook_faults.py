@@ -13,13 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Arrays, Refused, caller, outcome
 from tests.e2e.harness import (
+    EXPLICIT,
     RunningTriton,
     aborted_by_a_lock,
     despite,
     is_alive,
+    make_repository,
     replaced_after,
     running_triton,
 )
@@ -103,13 +104,10 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ru
     shutil.copytree(calm, bundles / "inner")
     write_meta(bundles / "meta", RUN, ["inner"])
     write_meta(bundles / "async", ASYNC_RUN, ["inner"])
-    (folder / "settings.yaml").write_text(SETTINGS)
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(bundles), *options]) == 0
-    flags = ["--model-control-mode=explicit", "--load-model=*"]
+    repository = make_repository(folder, settings=SETTINGS)
 
     def start(number: int) -> AbstractContextManager[RunningTriton]:
-        return running_triton(folder / "gen", folder / f"server{number}.log", extra_args=flags)
+        return running_triton(repository, folder / f"server{number}.log", extra_args=EXPLICIT)
 
     with replaced_after(aborted_by_a_lock, start) as living:
         yield living

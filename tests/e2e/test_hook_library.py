@@ -10,9 +10,8 @@ import PIL.Image
 
 from rsrv.hooks.text import as_text, from_text
 from rsrv_bundle.export import export_bundle
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, Array, Caller, at_once, caller, refusal
-from tests.e2e.harness import StartTriton
+from tests.e2e.harness import StartTriton, make_repository
 
 COLOURS = {"red": (200, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 200)}
 KINDS = ("JPEG", "PNG", "WEBP")
@@ -70,8 +69,7 @@ def test_files_of_pictures_become_names(tmp_path: Path, start_triton: StartTrito
     A broken file is the client's fault, and the error names its row.
     """
     write_colours(tmp_path / "bundles" / "colours")
-    assert rsrv_gen.main([str(tmp_path / "bundles"), "-o", str(tmp_path / "gen")]) == 0
-    server = start_triton(tmp_path / "gen")
+    server = start_triton(make_repository(tmp_path))
     sizes = ((50, 90), (640, 480), (41, 40))
     files = [picture(colour, kind, size) for colour, kind, size in zip(COLOURS, KINDS, sizes, strict=True)]
 

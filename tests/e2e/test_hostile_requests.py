@@ -16,12 +16,11 @@ import pytest
 
 from local_triton import LOOPBACK
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles, metas
 from tests.e2e.answers import LEAST_STEPS, stepped
 from tests.e2e.calls import Arrays, Caller, Refused
 from tests.e2e.gateways import RunningGateway, running_gateway
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 
 TWICE = """
 def run(inputs, call):
@@ -73,10 +72,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningT
     metas.write_scale(folder / "bundles" / "scale", 3.0)
     metas.write_meta(folder / "bundles" / "twice", TWICE, ["scale"])
     made = bundles.ensure()
-    sources = [str(made / name) for name in ("exact", "elastic", "hooked")]
-    assert rsrv_gen.main([*sources, str(folder / "bundles"), "-o", str(folder / "gen")]) == 0
+    sources = [made / name for name in ("exact", "elastic", "hooked")]
+    repository = make_repository(folder, *sources, folder / "bundles")
     with (
-        running_triton(folder / "gen", folder / "server.log") as server,
+        running_triton(repository, folder / "server.log") as server,
         running_gateway(folder, [server]) as gateway,
     ):
         yield server, gateway

@@ -18,19 +18,24 @@ import pytest
 
 from rsrv.control.triton import State, Triton
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
-from tests.e2e.harness import RunningTriton, aborted_by_a_lock, despite, replaced_after, running_triton
+from tests.e2e.harness import (
+    EXPLICIT,
+    HURRY,
+    RunningTriton,
+    aborted_by_a_lock,
+    despite,
+    make_repository,
+    replaced_after,
+    running_triton,
+)
 from tests.e2e.lives import Living, place, version, write_version
 from tests.e2e.metas import rows, write_meta, write_scale
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: Triton's default, under which a failed model makes the server unready.
 STRICT = "--strict-readiness=true"
-#: A dead stub keeps Triton from ending.
-HURRY = "--exit-timeout-secs=1"
 SETTINGS = "lifecycle: {look_s: 0.1}\n"
 
 
@@ -52,10 +57,7 @@ def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     for name in ("steady", "prod", "killed", "idle"):
         place(versions["one"], folder / "bundles" / name)
     place(versions["one"], folder / "mount" / "mounted")
-    (folder / "settings.yaml").write_text(SETTINGS)
-    roots = [str(folder / "bundles"), str(folder / "mount")]
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([*roots, *options]) == 0
+    make_repository(folder, folder / "bundles", folder / "mount", settings=SETTINGS)
     return folder
 
 
@@ -232,8 +234,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
     wait_until(begun.exists, what="the new version to load")
     first = life.pid
     os.kill(first, signal.SIGKILL)
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(bundles), str(folder / "mount"), *options]) == 0
+    make_repository(folder, bundles, folder / "mount", settings=SETTINGS)
     assert (folder / "gen/orphan/1/bundle/model.py").exists()
     gate.touch()
 
@@ -258,9 +259,7 @@ def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
     bundles, begun, gate = tmp_path / "bundles", tmp_path / "begun", tmp_path / "gate"
     for name in ("crashed", "steady"):
         place(versions["one"], bundles / name)
-    (tmp_path / "settings.yaml").write_text(SETTINGS)
-    options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
-    assert rsrv_gen.main([str(bundles), *options]) == 0
+    make_repository(tmp_path, settings=SETTINGS)
 
     flags = [*EXPLICIT, HURRY]
     with running_triton(tmp_path / "gen", tmp_path / "first.log", extra_args=flags) as first:

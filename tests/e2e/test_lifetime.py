@@ -19,11 +19,19 @@ import pytest
 
 from examples import mlp
 from rsrv.wire.socket import Closed, read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, aborted_by_a_lock, despite, is_alive, running_triton
+from tests.e2e.harness import (
+    EXPLICIT,
+    RunningTriton,
+    StartTriton,
+    aborted_by_a_lock,
+    despite,
+    is_alive,
+    make_repository,
+    running_triton,
+)
 from tests.e2e.lives import Living
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
@@ -57,9 +65,8 @@ def start(
     """Return a function that starts a server of the test's own on the named bundles."""
 
     def make(*names: str, **options: Any) -> RunningTriton:
-        gen = tmp_path / "gen"
-        assert rsrv_gen.main([*(str(some_bundles[name]) for name in names), "-o", str(gen)]) == 0
-        return start_triton(gen, **options)
+        repository = make_repository(tmp_path, *(some_bundles[name] for name in names))
+        return start_triton(repository, **options)
 
     return make
 
@@ -399,8 +406,7 @@ def broken(
     shutil.copytree(some_bundles["exact"], folder / "bundles" / "exact")
     for damage in DAMAGES:
         shutil.copytree(some_bundles["hooked"], folder / "bundles" / damage.__name__)
-    gen = folder / "gen"
-    assert rsrv_gen.main([str(folder / "bundles"), "-o", str(gen), "--link", "copy"]) == 0
+    gen = make_repository(folder, options=["--link", "copy"])
     for damage in DAMAGES:
         damage(gen / damage.__name__ / "1" / "bundle")
     with running_triton(gen, folder / "server.log", exit_on_error=False) as running:
@@ -451,7 +457,7 @@ def test_a_device_that_is_not_there_is_named(
 @pytest.mark.long
 def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., RunningTriton]) -> None:
     """The runtime frees an unloaded model each time, also under load, and answers right when it is back."""
-    server = start("exact", "elastic", extra_args=["--model-control-mode=explicit", "--load-model=*"])
+    server = start("exact", "elastic", extra_args=EXPLICIT)
     runtime = runtime_pid(server)
     stop = threading.Event()
 
@@ -533,8 +539,7 @@ def test_a_polling_server_loads_each_model_once(
         assert_same(call("hooked", {"x": X}), {"y": 2 * X})
         # Two models that come one after the other are loaded by two later polls.
         for name in ("exact", "axes"):
-            added = [str(some_bundles[name]), "-o", str(tmp_path / "gen")]
-            assert rsrv_gen.main(added) == 0
+            make_repository(tmp_path, some_bundles[name])
             wait_until(lambda name=name: server.server.model_states().get(name, ("",))[0] == "READY")  # type: ignore[misc]
         assert_same(call("hooked", {"x": X}), {"y": 2 * X})
     for name in ("hooked", "exact"):

@@ -22,7 +22,6 @@ from tritonclient.utils import InferenceServerException
 
 from examples import mlp, two_sizes
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS, deed
 from tests.e2e.calls import (
@@ -38,7 +37,7 @@ from tests.e2e.calls import (
     refusal,
     tensors,
 )
-from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite
+from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite, make_repository
 from tests.waiting import wait_until
 
 
@@ -153,10 +152,8 @@ def start_stressed(
 ) -> Callable[[], RunningTriton]:
     """Return a server with slow and quick models, one of which has a short queue."""
     folders = {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
-    (tmp_path / "settings.yaml").write_text(SETTINGS)
-    options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
-    assert rsrv_gen.main([*(str(folders[name]) for name in STRESSED), *options]) == 0
-    return lambda: start_triton(tmp_path / "gen")
+    repository = make_repository(tmp_path, *(folders[name] for name in STRESSED), settings=SETTINGS)
+    return lambda: start_triton(repository)
 
 
 class Pending:

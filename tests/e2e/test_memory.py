@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, assert_same, at_once, caller
-from tests.e2e.harness import RunningTriton, StartTriton
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.held import Held, assert_returned, held, settled
 from tests.products import WEIGHT_BYTES, answer, make_products, question
 from tests.waiting import wait_until
@@ -42,10 +41,7 @@ class TritonPythonModel:
 def serve(start: StartTriton, folder: Path, count: int, settings: str = "", **options: Any) -> RunningTriton:
     """Serve `count` products."""
     make_products(folder / "bundles", count)
-    (folder / "settings.yaml").write_text(settings)
-    gen = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *gen]) == 0
-    return start(folder / "gen", **options)
+    return start(make_repository(folder, settings=settings), **options)
 
 
 def ask(call: Caller, number: int, seed: int, rows: int = 1) -> None:

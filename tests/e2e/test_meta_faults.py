@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 
 from rsrv.wire.socket import Closed, read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton
+from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: Triton's own threads for an instance's answers and calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
 ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
@@ -55,17 +53,14 @@ def execute(self, requests):
 """
 
 
-def make_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
+def write_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
     """Make a repository of `chain` and `outside`, and their callees."""
     bundles = folder / "bundles"
     write_scale(bundles / "double", 2, internal=True)
     write_scale(bundles / "triple", 3)
     write_meta(bundles / "chain", CHAIN, ["double", "triple"])
     write_meta(bundles / "outside", OUTSIDE, ["double"], ["plain"])
-    config = folder / "settings.yaml"
-    config.write_text(f"meta: {{transport: {transport}}}")
-    gen = folder / "gen"
-    assert rsrv_gen.main([str(bundles), "-o", str(gen), "--config", str(config), *options]) == 0
+    gen = make_repository(folder, settings=f"meta: {{transport: {transport}}}", options=options)
     plain_model(gen, "plain", PLAIN)
     return gen
 
@@ -132,7 +127,7 @@ class House:
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """Yield each transport on a server with the smallest pool of threads for calls through Triton."""
     folder = tmp_path_factory.mktemp(request.param)
-    repository = make_repository(folder, request.param)
+    repository = write_repository(folder, request.param)
     meeting = folder / "meeting"
     meeting.mkdir()
     with running_triton(
@@ -252,7 +247,7 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
 
 def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
     """With bls, runs fail with a killed callee's name and what to do, until it is back; others are served."""
-    server = start_triton(make_repository(tmp_path, "bls"), extra_args=EXPLICIT)
+    server = start_triton(write_repository(tmp_path, "bls"), extra_args=EXPLICIT)
     house = House(server, tmp_path)
     with caller(server) as call:
         (stub,) = server.stub_pids("double")
@@ -282,16 +277,17 @@ def break_module(gen: Path) -> None:
 
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
     """The index has the reason of a failed load: a broken callee, a missing run, or another transport."""
-    gen = make_repository(tmp_path, options=("--link", "copy"))
+    gen = write_repository(tmp_path, options=("--link", "copy"))
     more = tmp_path / "more"
     break_module(gen)
     model_py = gen / "outside" / "1" / "bundle" / "model.py"
     model_py.unlink()
     model_py.write_text("def ran(inputs, call): ...\n")
-    write_scale(more / "single", 1)
-    write_meta(more / "other", "def run(inputs, call):\n    return call('single', inputs)\n", ["single"])
-    assert rsrv_gen.main([str(more), "-o", str(tmp_path / "second")]) == 0
-    (tmp_path / "second" / "other").rename(gen / "other")
+    write_scale(more / "bundles" / "single", 1)
+    write_meta(
+        more / "bundles" / "other", "def run(inputs, call):\n    return call('single', inputs)\n", ["single"]
+    )
+    (make_repository(more) / "other").rename(gen / "other")
 
     server = start_triton(gen, exit_on_error=False, env={"RSRV_META__TRANSPORT": "bls"})
     states = server.server.model_states()
@@ -311,7 +307,7 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
 
 def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
     """With thread-pool-size=1, a model that calls through Triton is refused when it is loaded; the other one serves."""
-    server = start_triton(make_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
+    server = start_triton(write_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
     state, said = server.server.model_states()["outside"]
     assert state == "UNAVAILABLE"
     assert "thread-pool-size=2" in said, said

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, Caller, Refused, at_once, caller, outcome
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, HOOKS, plain_model, rows, write_meta, write_scale
 from tests.held import Held, assert_returned, held, settled
 from tests.waiting import wait_until
@@ -112,12 +111,10 @@ def server(
 ) -> Iterator[RunningTriton]:
     """Yield a server of all of these, on either transport."""
     folder = tmp_path_factory.mktemp(request.param)
-    config = folder / "settings.yaml"
-    config.write_text(f"meta: {{transport: {request.param}}}")
-    bundles = write_bundles(folder / "bundles")
-    assert rsrv_gen.main([str(bundles), "-o", str(folder / "gen"), "--config", str(config)]) == 0
-    plain_model(folder / "gen", "plain", PLAIN)
-    with running_triton(folder / "gen", folder / "server.log") as running:
+    write_bundles(folder / "bundles")
+    repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
+    plain_model(repository, "plain", PLAIN)
+    with running_triton(repository, folder / "server.log") as running:
         yield running
 
 

@@ -19,10 +19,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from local_triton import free_ports
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.harness import ROOT, RunningTriton, StartTriton, running_triton
+from tests.e2e.harness import (
+    EXPLICIT,
+    HURRY,
+    ROOT,
+    RunningTriton,
+    StartTriton,
+    make_repository,
+    running_triton,
+)
 from tests.e2e.lives import place
 from tests.waiting import wait_until
 
@@ -65,12 +72,10 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1}\nlogs: {format: json}\n")
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
+    repository = make_repository(folder, settings="lifecycle: {look_s: 0.1}\nlogs: {format: json}\n")
+    flags = [*EXPLICIT, HURRY]
     env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"}
-    with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as running:
+    with running_triton(repository, folder / "server.log", extra_args=flags, env=env) as running:
         found = Metrics(running, port, folder / "bundles")
         wait_until(lambda: found.value("rsrv_runtime_up") == 1.0, what="rsrv's own metrics")
         yield found
@@ -206,9 +211,8 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
     """Without Triton's metrics, where creating one could end it, models serve, and rsrv's page is complete."""
     (port,) = free_ports(1)
-    assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(tmp_path / "gen")]) == 0
     running = start_triton(
-        tmp_path / "gen",
+        make_repository(tmp_path, bundles.ensure() / "exact"),
         extra_args=["--allow-metrics=false"],
         env={"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"},
     )

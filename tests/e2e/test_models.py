@@ -18,9 +18,8 @@ from rsrv.hooks.text import as_text
 from rsrv.wire.socket import read_status
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.numerics import TOLERANCE
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, Array, caller
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.examples.sources import source
 
 #: These check the examples; the exporters have quicker tests.
@@ -39,11 +38,9 @@ def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Serve the real models, with room for each of their tensors once."""
     folder = tmp_path_factory.mktemp("models")
     _, room = bytes_of(example_bundles, MODELS)
-    (folder / "settings.yaml").write_text(f"runtime: {{weight_budget_bytes: {room}}}")
-    sources = [str(example_bundles / name) for name in MODELS]
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([*sources, *options]) == 0
-    with running_triton(folder / "gen", folder / "server.log") as running:
+    sources = [example_bundles / name for name in MODELS]
+    repository = make_repository(folder, *sources, settings=f"runtime: {{weight_budget_bytes: {room}}}")
+    with running_triton(repository, folder / "server.log") as running:
         yield running
 
 

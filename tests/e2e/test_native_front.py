@@ -18,7 +18,6 @@ import pytest
 
 import native_front
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import (
     PROTOCOLS,
@@ -31,7 +30,7 @@ from tests.e2e.calls import (
     outcome,
     random_u32,
 )
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import EXPLICIT, RunningTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
 #: Models with both fronts; the one with the native front has this in front of its name.
@@ -53,11 +52,8 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         (folder / "bundles" / f"{NATIVE}{name}").symlink_to(source)
         settings.append(f"  {name}: {{front: python, max_queue_depth: 2}}")
         settings.append(f"  {NATIVE}{name}: {{front: native, max_queue_depth: 2}}")
-    (folder / "rsrv.yaml").write_text("\n".join(settings))
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "rsrv.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    explicit = ("--model-control-mode=explicit", "--load-model=*")
-    with running_triton(folder / "gen", folder / "server.log", extra_args=explicit) as running:
+    repository = make_repository(folder, settings="\n".join(settings))
+    with running_triton(repository, folder / "server.log", extra_args=EXPLICIT) as running:
         yield running
 
 

@@ -16,11 +16,10 @@ import pytest
 
 from local_triton import numpy2_bin
 from rsrv_bundle.export import export_bundle
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES, LEAST_STEPS
 from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, caller, random_u32, refusal
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.test_answers import varied
 
 #: Half a minute, for a pairing that Triton's image does not have.
@@ -58,9 +57,9 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
             hooks=HOOKS,
         )
     others = [bundles.ensure() / name for name in ("every_dtype", "exact", "axes", "elastic")]
-    assert rsrv_gen.main([str(folder / "fresh"), *map(str, others), "-o", str(folder / "gen")]) == 0
+    repository = make_repository(folder, folder / "fresh", *others)
     path = f"{numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
-    with running_triton(folder / "gen", folder / "server.log", env={"PATH": path}) as running:
+    with running_triton(repository, folder / "server.log", env={"PATH": path}) as running:
         yield running
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS
 from tests.e2e.calls import assert_same, caller, random_u32, refusal
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.runtime_commands import command, configure
 from tests.waiting import wait_until
 
@@ -31,11 +30,9 @@ models:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     folder = tmp_path_factory.mktemp("scheduling")
-    (folder / "settings.yaml").write_text(SETTINGS)
-    sources = [str(bundles.ensure() / name) for name in ("steady", "elastic")]
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([*sources, *options]) == 0
-    with running_triton(folder / "gen", folder / "server.log") as server:
+    sources = [bundles.ensure() / name for name in ("steady", "elastic")]
+    repository = make_repository(folder, *sources, settings=SETTINGS)
+    with running_triton(repository, folder / "server.log") as server:
         yield server
 
 

@@ -20,8 +20,7 @@ import pytest
 
 from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
 from rsrv.wire.paths import base_directory
-from rsrv_gen import cli as rsrv_gen
-from tests.e2e.harness import compilation_cache, is_alive
+from tests.e2e.harness import compilation_cache, is_alive, make_repository
 from tests.e2e.lives import COLUMNS, answer, place, write_version
 from tests.waiting import wait_until
 
@@ -189,7 +188,7 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
 
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:
     """`tritonserver --model-repository=gen/` has no other flag, but for ports where the default ones are taken."""
-    assert rsrv_gen.main([str(folder / "bundles"), "-o", str(folder / "gen")]) == 0
+    make_repository(folder)
     ports: tuple[int, ...] = (8000, 8001, 8002)
     flags = []
     if not all(map(_is_free, ports)):

@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from rsrv.wire.socket import read_status
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Refused, caller, outcome
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
 from tests.e2e.lives import COLUMNS, Living, place, version, write_version
 from tests.waiting import wait_until
 
-FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
 WEIGHTS = "weights.safetensors"
 TORN = f"{WEIGHTS} does not match the manifest: it is being written"
 #: The versions of an answer: in the weights, and in the code.
@@ -38,11 +36,9 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
     """A server of `torn` and `steady`, whose weights the repository shares with their bundles."""
     for name in ("torn", "steady"):
         place(version, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text(f"lifecycle: {{mode: {mode}, look_s: 0.1}}\n")
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, folder / "gen/torn/1/bundle" / WEIGHTS)
-    with running_triton(folder / "gen", folder / "server.log", extra_args=FLAGS) as server:
+    repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, look_s: 0.1}}\n")
+    assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, repository / "torn/1/bundle" / WEIGHTS)
+    with running_triton(repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as server:
         life = Living(server)
         yield server, life
         life.close()

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.collector import Collector, Seen, collecting
-from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, HOOKS, write_meta, write_scale
 from tests.waiting import wait_until
 
@@ -62,11 +61,9 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_meta(folder / "bundles" / "chain", CHAIN, ["double", "hooked"])
     through_triton = request.param == "triton"
     transport = "direct" if through_triton else "bls"
-    (folder / "settings.yaml").write_text(
-        f"runtime: {{weight_budget_bytes: 4}}\nmeta: {{transport: {transport}}}\n"
+    repository = make_repository(
+        folder, settings=f"runtime: {{weight_budget_bytes: 4}}\nmeta: {{transport: {transport}}}\n"
     )
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     with collecting() as collector:
         settings = ["level=TIMESTAMPS", "mode=opentelemetry", "rate=0"]
         settings += [f"opentelemetry,url={collector.url}", "opentelemetry,bsp_schedule_delay=100"]
@@ -77,7 +74,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             else list(forwarded.values())
         )
         env = {"RSRV_TRACES__ENDPOINT": collector.url}
-        with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as server:
+        with running_triton(repository, folder / "server.log", extra_args=flags, env=env) as server:
             yield Traced(server, collector, through_triton=through_triton)
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
-from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
 from tests.runtime_commands import Refused, compact, set_residency
 from tests.waiting import wait_until
 
@@ -25,14 +24,11 @@ from tests.waiting import wait_until
 _BYTES = 1536
 
 
-def make_repository(folder: Path, settings: str, kernels: Mapping[str, bundles.Array]) -> Path:
+def write_repository(folder: Path, settings: str, kernels: Mapping[str, bundles.Array]) -> Path:
     """`exact` under other names, with these kernels."""
     for name, kernel in kernels.items():
         bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, {"kernel": kernel})
-    (folder / "settings.yaml").write_text(settings)
-    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
-    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
-    return folder / "gen"
+    return make_repository(folder, settings=settings)
 
 
 def where(server: RunningTriton) -> dict[str, str]:
@@ -56,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """These models on a budget for two of them; none of them is pinned, and the third has no copy on the host."""
     settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
     folder = tmp_path_factory.mktemp("weights")
-    with running_triton(make_repository(folder, settings, KERNELS), folder / "server.log") as running:
+    with running_triton(write_repository(folder, settings, KERNELS), folder / "server.log") as running:
         yield running
 
 
@@ -76,7 +72,7 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
     """Three models with one kernel fit where one does, on the device and on the host."""
     kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
     settings = f"runtime: {{weight_budget_bytes: {_BYTES}}}"
-    server = start_triton(make_repository(tmp_path, settings, kernels))
+    server = start_triton(write_repository(tmp_path, settings, kernels))
 
     with caller(server) as call:
         for name, kernel in kernels.items():
@@ -130,12 +126,11 @@ def test_servers_on_one_machine_share_a_host_copy(
     )
     digest = hashlib.sha256(kernel.tobytes()).hexdigest()
     shared = Path(f"/dev/shm/rsrv-weights-u{os.getuid()}") / digest
-    (tmp_path / "settings.yaml").write_text("runtime: {shared_host_weights: true}")
-    servers = []
-    for gpu in ("one", "other"):
-        options = ["-o", str(tmp_path / gpu), "--config", str(tmp_path / "settings.yaml")]
-        assert rsrv_gen.main([str(tmp_path / "bundles"), *options]) == 0
-        servers.append(start_triton(tmp_path / gpu))
+    settings = "runtime: {shared_host_weights: true}"
+    repositories = [
+        make_repository(tmp_path / gpu, tmp_path / "bundles", settings=settings) for gpu in ("one", "other")
+    ]
+    servers = [start_triton(repository) for repository in repositories]
 
     for server in servers:
         with caller(server) as call:

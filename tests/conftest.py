@@ -54,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = config.stash[_MADE] = tempfile.mkdtemp(prefix="t-")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of long tests where these are not wanted: some import PyTorch, in each worker."""
+    if config.option.markexpr != "not long" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.long\n" in collection_path.read_text(encoding="utf-8") or None
+
+
 class _GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Gives each group of tests to one worker of pytest-xdist.
 

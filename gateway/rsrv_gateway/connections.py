@@ -270,20 +270,21 @@ def probe_timeout_s(settings: GatewaySection) -> float:
     return 2 * settings.probe_s
 
 
-def open_ports(settings: GatewaySection) -> list[str]:
-    """Return the settings of client ports that other machines reach without a token or a client certificate.
+def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]:
+    """Return the settings of ports that other machines reach without a token or a client certificate.
 
-    Raises ListenError.
+    `picker`: the picker's address, whose port is then the only one. Raises ListenError.
     """
     if settings.token_file is not None or settings.tls_client_ca is not None:
         return []
+    ports = {"gateway.grpc": settings.grpc, "gateway.http": settings.http}
     found = []
-    for key, text in (("gateway.grpc", settings.grpc), ("gateway.http", settings.http)):
+    for name, text in (ports if picker is None else {"--picker": picker}).items():
         try:
             if text is not None and not parse_address(text, any_host=True, any_port=True).is_loopback:
-                found.append(key)
+                found.append(name)
         except ValueError as error:
-            raise ListenError(f"{key}: {error}") from None
+            raise ListenError(f"{name}: {error}") from None
     return found
 
 

@@ -3,6 +3,7 @@
 A stream carries a few small messages. With 16 clients, the picker took 848 us of CPU for each on grpc.aio, and 154 here:
 frames are read where they arrive, without a task for each stream, and all answers to what arrived together are one
 write. Headers are not read, so every stream of the port is a call of the method; that saves their compression's state.
+On the library h2, decision included, a stream took 210 to 350 us where it takes 40 to 80 here.
 """
 
 import asyncio
@@ -16,15 +17,21 @@ from grpc import StatusCode
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 1, 1, 4, 8
-_SETTING_WINDOW = 4
-_PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR = 1, 3, 6
+_SETTING_STREAMS, _SETTING_WINDOW = 3, 4
+_PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR, _REFUSED = 1, 3, 6, 7
 _FRAME_HEADER = struct.Struct(">HBBBI")
 _MESSAGE_HEADER = struct.Struct(">BI")
 #: bytes of the largest frame, unless both sides agree on more
 _FRAME_BYTES = 1 << 14
 _WINDOW_MAX, _WINDOW = 2**31 - 1, 2**16 - 1
-#: bytes after which their window is given back; far below the window, so that the peer never waits
+#: bytes after which the connection's window is given back; far below the window, so that the peer never waits
 _WINDOW_STEP = 1 << 24
+#: Streams on one connection, which are requests in flight; with more, Envoy opens another connection.
+STREAMS_MAX = 1024
+#: Bytes of the largest message, gRPC's usual limit. In full duplex, Envoy sends more than 1 MiB of a body at once.
+MESSAGE_MAX_BYTES = 4 << 20
+#: bytes that may wait on a stream
+_STREAM_WINDOW = 2 * MESSAGE_MAX_BYTES
 #: Field blocks without any reference to a table of the connection: status 200 and the type; the end of a good call.
 _RESPONSE = b"\x88\x00\x0ccontent-type\x10application/grpc"
 _OK = b"\x00\x0bgrpc-status\x010"
@@ -80,12 +87,9 @@ class _Http2Stream:
 class EnvoyConnection(asyncio.Protocol):
     """One connection. It adds itself to `known` while it is open."""
 
-    def __init__(
-        self, accept: Callable[[], Exchange], known: set["EnvoyConnection"], message_max_bytes: int
-    ) -> None:
+    def __init__(self, accept: Callable[[], Exchange], known: set["EnvoyConnection"]) -> None:
         self._accept = accept
         self._known = known
-        self._message_max_bytes = message_max_bytes
         self._transport: Any = None
         #: the beginning of a frame
         self._rest = b""
@@ -101,7 +105,8 @@ class EnvoyConnection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._known.add(self)
-        self._frame(_SETTINGS, 0, 0, struct.pack(">HI", _SETTING_WINDOW, _WINDOW_MAX))
+        limits = _SETTING_STREAMS, STREAMS_MAX, _SETTING_WINDOW, _STREAM_WINDOW
+        self._frame(_SETTINGS, 0, 0, struct.pack(">HIHI", *limits))
         self._frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW_MAX - _WINDOW))
         self._flush()
 
@@ -183,6 +188,9 @@ class EnvoyConnection(asyncio.Protocol):
                 self._fail(_PROTOCOL_ERROR)
                 return
             self._last = number
+            if len(self._streams) >= STREAMS_MAX:
+                self._frame(_RST_STREAM, 0, number, struct.pack(">I", _REFUSED))
+                return
             stream = self._streams[number] = _Http2Stream(number, self._accept(), self._stream_window)
         if flags & _END_STREAM:
             self._end(stream, _OK)
@@ -196,16 +204,22 @@ class EnvoyConnection(asyncio.Protocol):
         if stream is None or stream.ending:
             return
         stream.consumed += len(payload)
-        if stream.consumed >= _WINDOW_STEP:
-            self._frame(_WINDOW_UPDATE, 0, number, struct.pack(">I", stream.consumed))
-            stream.consumed = 0
         if flags & _PADDED:
             payload = payload[1 : len(payload) - payload[0]]
         stream.received += payload
-        while not stream.ending and self._message(stream):
-            pass
-        if flags & _END_STREAM:
+        self._read(stream)
+        if stream.consumed > _STREAM_WINDOW:
+            self._fail(_FLOW_ERROR)
+        elif flags & _END_STREAM:
             self._end(stream, _OK)
+
+    def _read(self, stream: _Http2Stream) -> None:
+        """Answer what has come on a stream. While an answer waits, messages wait, too, and the window stays as it is."""
+        while not stream.ending and stream.waiting is None and self._message(stream):
+            pass
+        if stream.consumed >= MESSAGE_MAX_BYTES and stream.waiting is None and not stream.ending:
+            self._frame(_WINDOW_UPDATE, 0, stream.number, struct.pack(">I", stream.consumed))
+            stream.consumed = 0
 
     def _message(self, stream: _Http2Stream) -> bool:
         """Answer the next message of a stream; return false if it is not complete."""
@@ -213,7 +227,7 @@ class EnvoyConnection(asyncio.Protocol):
         if len(received) < _MESSAGE_HEADER.size:
             return False
         compressed, size = _MESSAGE_HEADER.unpack_from(received)
-        if compressed or size > self._message_max_bytes:
+        if compressed or size > MESSAGE_MAX_BYTES:
             self._end(
                 stream, _status(StatusCode.UNIMPLEMENTED if compressed else StatusCode.RESOURCE_EXHAUSTED)
             )
@@ -244,6 +258,7 @@ class EnvoyConnection(asyncio.Protocol):
         stream.waiting = None
         if stream.number in self._streams:
             self._answer(stream, answers)
+            self._read(stream)
             self._flush()
 
     def _setting(self, key: int, value: int) -> None:

@@ -74,11 +74,12 @@ async def serve(settings: Settings, picker: str | None) -> None:
     Raises ListenError and other errors that name the wrong setting; CancelledError after a second signal.
     """
     stop, section = _until_signalled(), settings.gateway
-    if picker is None and (ports := open_ports(section)):
+    if ports := open_ports(section, picker):
         log.warning(
-            "%s: every machine that reaches this one may send requests, and load and unload models: set gateway.token_file or "
-            "gateway.tls_client_ca, or listen on 127.0.0.1",
+            "%s: every machine that reaches this one may %s: set gateway.token_file or gateway.tls_client_ca, or listen on "
+            "127.0.0.1",
             " and ".join(ports),
+            "send requests, and load and unload models" if picker is None else "skew the choice of servers",
         )
     members, contacts = Members(section), ChannelFactory(section)
     async with AsyncExitStack() as stack:

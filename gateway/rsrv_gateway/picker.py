@@ -7,7 +7,6 @@ protocol, and keeps it while the request is in flight, so the stream's length is
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
@@ -27,7 +26,7 @@ from rsrv_gateway.connections import SERVICE, Token, server_tls
 from rsrv_gateway.ext_proc import Head
 from rsrv_gateway.http2 import EnvoyConnection
 from rsrv_gateway.http_protocol import UnknownPath, overstated, peek, target_of
-from rsrv_gateway.members import addresses_of
+from rsrv_gateway.members import READ_PAUSE_S, addresses_of
 from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.traffic import Traffic
@@ -37,9 +36,7 @@ log = logging.getLogger("rsrv.gateway")
 
 #: code of a counted request whose answer the picker does not see
 PICKED = "PICKED"
-#: bytes of Envoy's largest message; gRPC's usual limit, far above what a message holds with the example's buffers
-_MESSAGE_MAX_BYTES = 4 << 20
-#: seconds for a host's name: the gateway's other changes wait for it
+#: seconds for a host's name, for which a new worker's first table waits
 _RESOLVE_S = 2.0
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
@@ -76,7 +73,9 @@ class Picker:
         self._hidden = _TOKEN_HEADER if self._token.needed else ()
         #: endpoints by worker, for gRPC and for HTTP
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
-        self._resolved: dict[str, str] = {}
+        #: IP address of each host, empty while it has none, and the task that asks for them again
+        self._ips: dict[str, str] = {}
+        self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
         self._connections: set[EnvoyConnection] = set()
         self._tls = server_tls(settings)
@@ -91,7 +90,7 @@ class Picker:
         address = parse_address(self._address, any_host=True, any_port=True)
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: EnvoyConnection(self.request, self._connections, _MESSAGE_MAX_BYTES),
+                lambda: EnvoyConnection(self.request, self._connections),
                 address.host or None,
                 address.port,
                 ssl=self._tls,
@@ -100,13 +99,12 @@ class Picker:
         except OSError as error:
             raise ListenError(f"--picker: cannot listen on {self._address}: {error}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
+        self._resolving = asyncio.create_task(self._keep_resolving())
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         """Replace the workers and the table, as `Proxy.apply` does."""
-        self._endpoints = {
-            True: await self._addresses({name: worker.grpc for name, worker in workers.items()}),
-            False: await self._addresses({name: worker.http for name, worker in workers.items()}),
-        }
+        await asyncio.gather(*(self._resolve(host) for host in _hosts(workers) - self._ips.keys()))
+        self._name_endpoints(workers)
         self.traffic.apply(workers, table)
 
     def counts(self) -> TrafficCounts:
@@ -122,40 +120,46 @@ class Picker:
     async def stop(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        if self._resolving is not None:
+            self._resolving.cancel()
         for connection in list(self._connections):
             connection.abort()
 
-    async def _addresses(self, wanted: Mapping[str, str | None]) -> Mapping[str, str]:
-        """Return IP:PORT by worker, because override_host knows no names; without workers that have none."""
-        known = {
-            worker: parse_address(address)
-            for worker, address in wanted.items()
-            if address is not None and not address.startswith("unix:")
-        }
-        ips = await asyncio.gather(*(self._ip(one.host) for one in known.values()), return_exceptions=True)
-        found = {}
-        for (worker, address), ip in zip(known.items(), ips, strict=True):
-            if isinstance(ip, str):
-                found[worker] = str(Address(ip, address.port))
-            elif isinstance(ip, OSError):
-                log.warning(
-                    "worker %s: Envoy needs its address, and %s has none: %s", worker, address.host, ip
-                )
-            else:
-                raise ip
-        return found
+    async def _keep_resolving(self) -> None:
+        """Ask again for all addresses: a name may have got one, or another one."""
+        while True:
+            await asyncio.sleep(READ_PAUSE_S)
+            hosts = _hosts(self.traffic.workers)
+            await asyncio.gather(*map(self._resolve, hosts))
+            self._ips = {host: ip for host, ip in self._ips.items() if host in hosts}
+            self._name_endpoints(self.traffic.workers)
 
-    async def _ip(self, host: str) -> str:
-        """Return the address of a host; the last one if its name cannot be resolved now. Raises OSError."""
-        with suppress(ValueError):
-            return str(ip_address(host))
+    async def _resolve(self, host: str) -> None:
+        """Note the address of a host; the last one stays if its name cannot be resolved now."""
+        try:
+            self._ips[host] = str(ip_address(host))
+            return
+        except ValueError:
+            pass
         try:
             async with asyncio.timeout(_RESOLVE_S):
-                self._resolved[host] = next(iter(await addresses_of(host)))
-        except OSError:
-            if host not in self._resolved:
-                raise
-        return self._resolved[host]
+                self._ips[host] = next(iter(await addresses_of(host)))
+        except (OSError, UnicodeError) as error:
+            if host not in self._ips:
+                self._ips[host] = ""
+                log.warning(
+                    "Envoy needs the address of %s, and it has none (%s): it gets no requests", host, error
+                )
+
+    def _name_endpoints(self, workers: Mapping[str, Worker]) -> None:
+        """Name the workers by IP:PORT, because override_host knows no names."""
+        named: dict[bool, dict[str, str]] = {True: {}, False: {}}
+        for name, worker in workers.items():
+            for is_grpc, text in ((True, worker.grpc), (False, worker.http)):
+                address = _address(text)
+                if address is not None and (ip := self._ips.get(address.host)):
+                    named[is_grpc][name] = str(Address(ip, address.port))
+        self._endpoints = named
 
     # --- one request ---------------------------------------------------------------------------------------
 
@@ -198,6 +202,16 @@ class Picker:
         workers = list(self.traffic.workers)
         at = next(self._turns) % max(len(workers), 1)
         return workers[at:] + workers[:at]
+
+
+def _address(text: str | None) -> Address | None:
+    """Return where a worker listens; None: nowhere that Envoy reaches."""
+    return None if text is None or text.startswith("unix:") else parse_address(text)
+
+
+def _hosts(workers: Mapping[str, Worker]) -> set[str]:
+    found = (_address(text) for worker in workers.values() for text in (worker.grpc, worker.http))
+    return {address.host for address in found if address is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +290,6 @@ class PickedRequest:
         if part == "request_trailers" and not self._ahead:
             return [self._refuse(Refusal(StatusCode.INVALID_ARGUMENT, "the request has no body"))]
         self._waiting.append(message)
-        if self._looking:
-            return []
         if part == "request_body":
             self._body += message.request_body.body[: ext_proc.READ_MAX_BYTES]
             more = self._ahead and not message.request_body.end_of_stream

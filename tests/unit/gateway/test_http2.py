@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv_gateway.http2 import EnvoyConnection
+from rsrv_gateway.http2 import STREAMS_MAX, EnvoyConnection
 from tests.waiting import looped
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -54,7 +55,7 @@ class Peer:
     def __init__(self, window: int | None = None) -> None:
         self.exchanges: list[Echo] = []
         self.known: set[EnvoyConnection] = set()
-        self.connection = EnvoyConnection(self._accept, self.known, 1 << 20)
+        self.connection = EnvoyConnection(self._accept, self.known)
         self.closed = ""
         self._written = bytearray()
         self.connection.connection_made(self)
@@ -201,8 +202,44 @@ def test_windows_are_given_back_before_they_close() -> None:
     peer.open()
     for _ in range(16):
         peer.say(b"quiet" + b"z" * ((1 << 20) - 10))
-    found = {(number, payload) for kind, _, number, payload in peer.frames() if kind == WINDOW_UPDATE}
-    assert found == {(number, struct.pack(">I", 1 << 24)) for number in (0, 1)}
+    given = Counter[int]()
+    for kind, _, number, payload in peer.frames():
+        if kind == WINDOW_UPDATE:
+            given[number] += int.from_bytes(payload, "big")
+    assert given == {0: 1 << 24, 1: 1 << 24}
+
+
+@looped
+async def test_a_stream_that_waits_holds_little() -> None:
+    """While an answer waits, no window is given back, and who sends more than it allows is left; then all goes on."""
+    peer = Peer()
+    echo = peer.open()
+    peer.say(b"soon", *[b"quiet" + b"z" * 3_000_000] * 2)
+    await asyncio.sleep(0)
+    assert peer.frames() == []
+    echo.looked.set()
+    while not (frames := peer.frames()):
+        await asyncio.sleep(0)
+    assert [kind for kind, *_ in frames] == [HEADERS, DATA, WINDOW_UPDATE]
+    echo.looked.clear()
+    peer.say(b"soon")
+    await asyncio.sleep(0)
+    peer.say(*[b"quiet" + b"z" * 3_000_000] * 3)
+    assert (peer.frames()[-1][0], peer.closed) == (GOAWAY, "closed")
+    peer.connection.connection_lost(None)
+
+
+def test_more_streams_than_a_connection_may_have_are_refused() -> None:
+    """A stream above the limit is refused in a way that lets Envoy try again; when one has ended, another may come."""
+    peer = Peer()
+    for number in range(STREAMS_MAX):
+        peer.open(2 * number + 1)
+    peer.open(2 * STREAMS_MAX + 1)
+    assert peer.frames() == [(RST_STREAM, 0, 2 * STREAMS_MAX + 1, struct.pack(">I", 7))]
+    assert len(peer.exchanges) == STREAMS_MAX
+    peer.send(frame(RST_STREAM, 0, 1, struct.pack(">I", 8)))
+    peer.open(2 * STREAMS_MAX + 3)
+    assert len(peer.exchanges) == STREAMS_MAX + 1
 
 
 def test_a_reset_or_lost_stream_ends_at_once() -> None:
@@ -281,7 +318,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_and_left(data: bytes) -> None:
 def test_a_peer_that_speaks_something_else_is_left() -> None:
     """Whatever is not HTTP/2 ends the connection without a word."""
     peer = Peer()
-    peer.connection = EnvoyConnection(peer._accept, peer.known, 1 << 20)
+    peer.connection = EnvoyConnection(peer._accept, peer.known)
     peer.connection.connection_made(peer)
     peer.frames()
     peer.send(b"PRI * HT")

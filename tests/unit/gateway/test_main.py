@@ -176,7 +176,11 @@ def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
     settings: str, expected: list[str]
 ) -> None:
     """A port is open unless it is local or needs a token or client certificate; TLS alone leaves it open."""
-    assert open_ports(load_settings(f"gateway: {{{settings}}}").gateway) == expected
+    section = load_settings(f"gateway: {{{settings}}}").gateway
+    assert open_ports(section) == expected
+    assert open_ports(section, "127.0.0.1:1") == []
+    secured = section.token_file or section.tls_client_ca
+    assert open_ports(section, "0.0.0.0:1") == ([] if secured else ["--picker"])
 
 
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:

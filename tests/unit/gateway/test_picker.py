@@ -433,6 +433,31 @@ async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) ->
         assert "no.such.host.invalid" in caplog.text
 
 
+@looped
+async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose name cannot be resolved gets requests when it can, without another table; names are asked for at once."""
+    asked: list[str] = []
+    known: dict[str, str] = {}
+
+    async def addresses(name: str) -> list[str]:
+        asked.append(name)
+        await asyncio.sleep(0)
+        if name not in known:
+            raise OSError("unknown")
+        return [known[name]]
+
+    monkeypatch.setattr("rsrv_gateway.picker.addresses_of", addresses)
+    monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 0.01)
+    workers = {name: Worker(name, f"{name}.example:8001", f"{name}.example:8000") for name in "ab"}
+    async with picking({"m": Routes(ready=("a", "b"))}, workers) as desk:
+        assert asked[:2] == ["a.example", "b.example"] or asked[:2] == ["b.example", "a.example"]
+        assert refusal(await desk.ask_grpc("ModelInfer", Infer(model_name="m")))[0] == 14
+        known["b.example"] = "10.0.0.2"
+        while not endpoints(answer := await desk.ask_grpc("ModelInfer", Infer(model_name="m"))):
+            await asyncio.sleep(0)
+        assert endpoints(answer) == ["10.0.0.2:8001"]
+
+
 def test_a_decision_takes_little_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Reading a request's parts, choosing among a hundred workers and writing the answers takes some 30 us of CPU."""
     names = [f"w{number}" for number in range(100)]

@@ -56,7 +56,9 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     if kind == "missing":
         return f"{key}: missing, and there is no default: give it"
     mapping = kind in ("dict_type", "model_type")
-    message = "must be a mapping" if mapping else error["msg"].removeprefix("Value error, ")
+    # pydantic's words: "Input should be a valid integer, unable to parse string as an integer"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = "must be a mapping" if mapping else message.partition(", unable to parse")[0]
     if not key:
         return str(message)  # about several keys, which it names
     found = repr(error["input"])

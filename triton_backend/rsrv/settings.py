@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-from pydantic_settings import SettingsError as EnvironmentParseError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
@@ -31,15 +36,15 @@ class SchedulerSection(Section):
 
     discipline: Literal["fair", "fifo", "edf"] = Field(
         "fair",
-        description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the model "
-        "of the oldest request; edf: the model with the earliest deadline, and requests that cannot meet theirs end at once.",
+        description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the oldest "
+        "request's; edf: the earliest deadline's, and requests that cannot meet theirs end at once.",
     )
     depth: int | None = Field(
         None,
         ge=1,
         le=8,
-        description="Executions given to the device at once; it runs them one after the other. null: 2 on a device that "
-        "works beside the CPU, so that it is never idle between two executions; 1 on a CPU.",
+        description="Executions given to the device at once; it runs them one after the other. null: 2, so that it is never "
+        "idle between two; 1 on a CPU.",
     )
     max_queue_depth: int = Field(
         1024, ge=1, description="Requests of one model that may wait; further ones are refused (QUEUE_FULL)."
@@ -48,27 +53,27 @@ class SchedulerSection(Section):
         2.0,
         ge=0,
         allow_inf_nan=False,
-        description="With a depth above 1, the device gets the next execution this long before the expected end of the "
-        "running one; until then requests may still join it.",
+        description="With a depth above 1, the device gets the next execution this long before the running one is expected to"
+        " end; until then requests may still join it.",
     )
     meta_concurrency: int = Field(
         2,
         ge=1,
         le=64,
-        description="Concurrent runs of meta models that call others; further runs wait, at most until their deadline. "
-        "Between its calls a run holds memory, not the device.",
+        description="Concurrent runs of meta models; further runs wait, at most until their deadline. Between its calls a run"
+        " holds memory, not the device.",
     )
     residency_factor: float = Field(
         4.0,
         ge=0,
         allow_inf_nan=False,
-        description="A model with waiting requests keeps its weights on the device for at least this many times the "
-        "time that loading them took.",
+        description="A model with waiting requests keeps its weights on the device for at least this many times their loading"
+        " time.",
     )
     eviction: Literal["lru", "cost"] = Field(
         "lru",
-        description="Which idle weights are evicted. lru: the least recently used; cost: the weights whose bytes save the "
-        "least loading time, by how often the model was requested recently.",
+        description="Which idle weights are evicted. lru: the least recently used; cost: those whose bytes save the least "
+        "loading time, by recent requests.",
     )
 
 
@@ -92,57 +97,56 @@ class RuntimeSection(Section):
 
     platform: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if no device "
-        "node of an NVIDIA card is there (a container that was not given the card), or the environment hides it.",
+        description="Where models run. auto: on a GPU if this process may use one, and then never on the CPU; on the CPU if "
+        "there is no device node of an NVIDIA card, or the environment hides it.",
     )
     devices: Literal["all"] | list[int | str] = Field(
         "all",
-        description="Devices of one server, each with a runtime process; every model is served on all of them, and each "
-        "batch goes to the one that is expected to answer first. all: the visible GPUs, of a partitioned one its MIG "
-        "instances, or the CPU if there is none. A list has numbers of visible GPUs in nvidia-smi's order, UUIDs (GPU-... or "
-        "MIG-...), or cpu, which may be listed several times.",
+        description="Devices of the server, each with a runtime process. Every model is served on all of them. all: the "
+        "visible GPUs (MIG instances of a partitioned one), or the CPU if there is none. A list has numbers of "
+        "visible GPUs in nvidia-smi's order, UUIDs (GPU-... or MIG-...), or cpu, several times if you like.",
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
-        description="Folder with compiled executables, kept for the next start. Write access to it allows to run code. "
-        "null: none.",
+        description="Folder with compiled executables, kept for the next start. Write access to it allows running code. null:"
+        " none.",
     )
     numerics: Numerics = Field(
         "auto",
         description="Precision in which models multiply f32. auto: as their modules say, otherwise the hardware's default, "
-        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on "
-        "hardware with TF32. docs/exporting.md has more.",
+        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on"
+        " hardware with TF32. More in docs/exporting.md.",
     )
     memory_fraction: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that weights and executions may take together. Two servers with at most 0.5 "
-        "may share a GPU. jax's variable XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
+        description="Share of a GPU's memory for weights and executions. Two servers with at most 0.5 each may share a GPU. "
+        "jax's variable XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
     )
     preallocate: bool = Field(
         True,
-        description="Take that share when the runtime starts, so that no other process can, and so that no allocation "
-        "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
+        description="Take that share when the runtime starts, so that no other process can. jax's variable "
+        "XLA_PYTHON_CLIENT_PREALLOCATE wins.",
     )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,
-        description="Device bytes that weights may take; other weights stay on the host and are loaded on demand, and "
-        "scheduler.eviction decides which are evicted. null: what the device's memory leaves; no limit on a CPU.",
+        description="Device bytes for weights; other weights stay on the host and are loaded on demand. null: what the "
+        "device's memory leaves; no limit on a CPU.",
     )
     shared_host_weights: bool | None = Field(
         None,
-        description="Share one host copy of the weights among the runtimes of a machine, in /dev/shm, which must hold all of "
-        "them (a container's --shm-size). The runtimes must run as the same user. null: if the server has several devices, and "
-        "in at most half of /dev/shm; further weights have a copy per device.",
+        description="Share one host copy of the weights among the runtimes of one user, in /dev/shm, which must hold all of "
+        "them (a container's --shm-size). null: with several devices, in at most half of /dev/shm; further "
+        "weights have a copy per device.",
     )
     watchdog_s: float | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Limit of an execution: this time, or a hundred times the expected time if that is longer. Beyond it "
-        "the runtime ends, and the next one does not load that model. null: no limit.",
+        description="Limit of an execution: this time, or a hundred times the expected time if that is longer. Beyond it the "
+        "runtime ends, and the next one does not load that model. null: no limit.",
     )
 
     @field_validator("devices", mode="before")
@@ -188,20 +192,20 @@ class StubSection(Section):
         4.0,
         ge=0,
         description="A stub waits inside execute() for executions shorter than this, which costs less CPU; other threads "
-        "answer longer ones, so that more requests reach the queue meanwhile. 0: never wait.",
+        "answer longer ones. 0: never wait.",
     )
     hook_timeout_s: float | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and the stub's "
-        "process ends and is loaded again. null: no limit.",
+        description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and its process is "
+        "replaced. null: no limit.",
     )
     memory_limit_bytes: int | None = Field(
         None,
         ge=2**26,
-        description="Private memory that a stub's process may take beyond what it has when its model is ready; a hook "
-        "that needs more fails. Only stubs with hooks have a limit. null: half the memory of the machine or the container.",
+        description="Private memory that a stub with hooks may take beyond what it has when its model is ready; a hook that "
+        "needs more fails. null: half the memory of the machine or the container.",
     )
 
 
@@ -214,9 +218,8 @@ class MetaSection(Section):
 
     transport: Transport = Field(
         "direct",
-        description="Transport of calls of rsrv's models. direct: to the runtime, with tensors by reference, and Triton does "
-        "not know those models; bls: through Triton, which then counts and traces them. The repository is laid out for "
-        "one of them: run rsrv-gen again after a change.",
+        description="How meta models call rsrv's models. direct: at the runtime, with tensors by reference, and Triton counts"
+        " no calls; bls: through Triton, which counts and traces them. Run rsrv-gen again after a change.",
     )
 
 
@@ -226,12 +229,12 @@ class LifecycleSection(Section):
     mode: Literal["dynamic", "static", "explicit"] = Field(
         "dynamic",
         description="What changes the set of served models. dynamic: changes of the bundles, which are watched; static: "
-        "nothing; explicit: an external control plane, through Triton's repository API, which alone moves weights to the "
-        "device and away (a request for a model that is not resident is refused, NOT_RESIDENT).",
+        "nothing; explicit: an external control plane, through Triton's repository API, which alone moves weights"
+        " (a request for a model that is not resident is refused, NOT_RESIDENT).",
     )
     bundles: list[Path] = Field(
         default_factory=list,
-        description="Folders with the repository's bundles, as rsrv-gen got them. They are watched.",
+        description="Folders with the repository's bundles, which are watched. rsrv-gen sets them.",
     )
     link: Literal["hard", "copy", "symlink"] = Field(
         "hard", description="Links or copies of the bundles' files in the repository: rsrv-gen's --link."
@@ -241,8 +244,8 @@ class LifecycleSection(Section):
         ge=0.05,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two looks at bundles that have changed. A change counts when two looks agree, so that "
-        "half-copied bundles are not taken. While the file system reports no change, the pause is five times as long.",
+        description="Pause between two looks at bundles that have changed. A change counts when two looks agree. While the "
+        "file system reports no change, the pause is five times as long.",
     )
 
     @property
@@ -260,8 +263,8 @@ class ControlSection(Section):
     )
     listen: str | None = Field(
         None,
-        description="host:port to listen on, beside the Unix socket in the runtime's private directory. It needs "
-        "tls_client_ca (with tls_certificate and tls_key), or token_file: TLS alone admits every client.",
+        description="HOST:PORT, beside the private Unix socket. It needs tls_client_ca (with tls_certificate and tls_key), or"
+        " token_file: TLS alone admits every client.",
     )
     tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate chain for `listen`."
@@ -269,7 +272,7 @@ class ControlSection(Section):
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file with the authorities of accepted client certificates; null: no certificates are required.",
+        description="PEM file with the authorities of accepted client certificates. null: none are required.",
     )
     token_file: Path | None = Field(
         None,
@@ -277,7 +280,7 @@ class ControlSection(Section):
     )
     profile_dir: Path = Field(
         Path("~/.cache/rsrv/profiles"),
-        description="Folder for profiles of the runtime, each in a folder of its own.",
+        description="Folder for profiles of the runtime.",
     )
 
 
@@ -286,9 +289,8 @@ class MetricsSection(Section):
 
     listen: str | None = Field(
         "127.0.0.1:8004",
-        description="host:port of the control process's GET /metrics and of its live page. It requires no token: let only "
-        "Prometheus and operators reach it. null: none. If the port is taken, a line in the log says so, and there are no "
-        "metrics.",
+        description="HOST:PORT of GET /metrics and of the live page. It requires no token: let only Prometheus and operators "
+        "reach it. null: none. If the port is taken, the log says so, and there are no metrics.",
     )
     token_file: Path | None = Field(
         None,
@@ -297,7 +299,7 @@ class MetricsSection(Section):
     )
     triton: bool = Field(
         True,
-        description="Add a few figures of each model to Triton's own metrics, where that is possible.",
+        description="Add a few figures of each model to Triton's own metrics, where possible.",
     )
 
 
@@ -306,7 +308,7 @@ class LogsSection(Section):
 
     format: Literal["human", "json"] = Field(
         "human",
-        description="Lines for people, or JSON objects for programs, one a line. Triton's own lines do not change.",
+        description="Lines for people, or JSON objects for programs. Triton's own lines do not change.",
     )
 
 
@@ -316,8 +318,8 @@ class TracesSection(Section):
     endpoint: str | None = Field(
         None,
         description="URL of an OTLP collector over HTTP, as http://localhost:4318/v1/traces. A request is traced if its "
-        "client's trace context says so. Traces need a control process (control.enabled). null: no "
-        "traces. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply.",
+        "client's trace context says so. Traces need control.enabled. null: none. The variables "
+        "OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME apply.",
     )
 
     @field_validator("endpoint")
@@ -383,6 +385,16 @@ _FORMER = {
 }
 
 
+class _Environment(EnvSettingsSource):
+    """Variables of the environment; a text that is not JSON is left to the validation, whose errors name the key."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
+
+
 class Settings(BaseSettings):
     """All of rsrv.yaml."""
 
@@ -442,7 +454,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return env_settings, init_settings
+        return _Environment(settings_cls), init_settings
 
     @property
     def traced(self) -> bool:
@@ -489,16 +501,17 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     try:
         return Settings(**raw)
     except ValidationError as error:
-        lines = (
-            f"{_origin(one['loc'], variables) or source}: {explain(one, Settings, raw)}"
-            for one in error.errors()
-        )
-        raise SettingsError("\n".join(lines)) from None
-    except EnvironmentParseError as error:
-        raise SettingsError(
-            f"the environment: {error}: lists and mappings are JSON there, as in "
-            """RSRV_RUNTIME__DEVICES='[0, 1]'"""
-        ) from None
+        raise SettingsError("\n".join(_line(one, raw, variables, source) for one in error.errors())) from None
+
+
+def _line(error: Mapping[str, Any], raw: object, variables: Mapping[str, str], source: str) -> str:
+    """Return one error of the validation, with the variable or the file that has the value."""
+    variable = _origin(error["loc"], variables)
+    line = f"{variable or source}: {explain(error, Settings, raw)}"
+    example = {"list_type": '["one", "two"]', "dict_type": '{"key": 1}', "model_type": '{"key": 1}'}
+    if variable is None or error["type"] not in example:
+        return line
+    return f"{line}. Write JSON, as {variable}='{example[error['type']]}'"
 
 
 def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | None:

@@ -14,7 +14,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["auto", "all"]
+def _are_replicas(value: Any) -> Any:
+    """Refuse other values in one sentence, where a union's members would each say what they want."""
+    text = str(value)
+    if text not in ("auto", "all") and not (text.isdecimal() and 1 <= int(text) <= 1024):
+        raise ValueError("must be a number from 1 to 1024, auto or all")
+    return value
+
+
+Replicas = Annotated[
+    Annotated[int, Field(ge=1, le=1024)] | Literal["auto", "all"], BeforeValidator(_are_replicas)
+]
 
 
 def _as_text(value: Any) -> Any:
@@ -55,19 +65,19 @@ class PlacementSection(Section):
 
     mode: Literal["lpt_packing", "least_outstanding", "external"] = Field(
         "lpt_packing",
-        description="Of a server with several devices. lpt_packing: models are packed onto devices by measured load, and move when "
-        "it changes; least_outstanding: each request goes to the device that is expected to answer first, whatever "
+        description="For several devices. lpt_packing: models are packed onto devices by measured load, and move when it "
+        "changes; least_outstanding: each request goes to the device that is expected to answer first, whatever "
         "weights must be loaded there; external: a gateway places models, over all of its servers.",
     )
     replicas: Replicas = Field(
         "auto",
-        description="Number of devices that share one model's requests. auto: one, and more while the model keeps those busy that it "
-        "has; all: all devices.",
+        description="Number of devices that share one model's requests. auto: one, and more while the model keeps its devices"
+        " busy; all: all devices.",
     )
     rebalance_device_s: float = Field(
         300.0,
         gt=0,
-        description="Device seconds of all devices together after which all models are packed again; the first repack is due "
+        description="Device seconds, of all devices together, after which all models are packed again; for the first time "
         "after a tenth.",
     )
     hysteresis: float = Field(
@@ -84,8 +94,8 @@ class PlacedModelSection(Section):
     devices: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         min_length=1,
-        description="Numbers of the devices that may have the model, by their position in runtime.devices. While none of them "
-        "works, any other may. null: all.",
+        description="Numbers of the devices that may have the model, by their position in runtime.devices. While none of them"
+        " works, any other may. null: all.",
     )
     replicas: Replicas | None = Field(None, description="As placement.replicas, for this model.")
 
@@ -97,34 +107,33 @@ class GatewaySection(Section):
     http: str | None = Field("0.0.0.0:8000", description="HOST:PORT for clients' HTTP; null: none.")
     admin: str | None = Field(
         "127.0.0.1:8002",
-        description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
-        "/readyz. It requires no token: let only Prometheus, operators and load balancers reach it. null: none.",
+        description="HOST:PORT for /metrics, the live page, /healthz and /readyz, of the gateway and all workers. It requires"
+        " no token: let only Prometheus, operators and load balancers reach it. null: none.",
     )
     workers: list[WorkerEntry] = Field(
         default_factory=list, description="The tritonservers, by name or address."
     )
     workers_dns: str | None = Field(
         None,
-        description="DNS name with the addresses of tritonservers, all with the ports of `workers_ports`; resolved "
-        "every 5 s.",
+        description="DNS name with the addresses of tritonservers, resolved every 5 s.",
     )
     workers_file: Path | None = Field(
         None, description="YAML file with a list as in `workers`. It is watched."
     )
     workers_ports: WorkerPorts = Field(
         WorkerPorts(),
-        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT there.",
+        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
     )
     mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
         "lpt_packing",
         description="Choice of a request's worker among those that serve its model. round_robin: each in turn; "
-        "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers by "
-        "measured load, and move when it changes.",
+        "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers "
+        "by measured load, and move when it changes.",
     )
     work_basis: Literal["compute", "items", "requests"] = Field(
         "compute",
-        description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the device "
-        "time of a row of the model, as the workers measured it.",
+        description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the model's "
+        "measured device time of a row.",
     )
     probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two probes of each worker.")
     request_timeout_s: float = Field(
@@ -143,14 +152,14 @@ class GatewaySection(Section):
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file with the authorities of accepted client certificates; null: no certificates are required.",
+        description="PEM file with the authorities of accepted client certificates. null: none are required.",
     )
     token_file: Path | None = Field(
         None, description="File with a secret that clients must send, as `authorization: Bearer SECRET`."
     )
     worker_ca: Path | None = Field(
         None,
-        description="PEM file with the authorities of the workers' certificates; null: no TLS to workers.",
+        description="PEM file with the authorities of the workers' certificates. null: no TLS to workers.",
     )
     worker_certificate: Path | None = Field(
         None, description="PEM file with the gateway's certificate chain for workers."
@@ -162,14 +171,15 @@ class GatewaySection(Section):
     worker_repository_key: str | None = Field(
         None,
         pattern="^[a-z0-9_.-]+$",
-        description="KEY, in lower case, if the workers' tritonservers have --grpc-restricted-protocol=model-repository:KEY=VALUE. "
-        "Without it these do not tell the gateway which models are ready. null: they have no restriction.",
+        description="KEY, in lower case, if the workers' tritonservers have "
+        "--grpc-restricted-protocol=model-repository:KEY=VALUE, which also hides from the gateway which models "
+        "are ready. null: they have not.",
     )
     worker_repository_value_file: Path | None = Field(None, description="File with the VALUE of that flag.")
     control_listen: str | None = Field(
         None,
-        description="HOST:PORT of the gateway's control service, beside its Unix socket. Like control.listen, it needs "
-        "tls_client_ca or token_file.",
+        description="HOST:PORT of the gateway's control service, beside its Unix socket. It needs tls_client_ca or "
+        "token_file.",
     )
 
     @model_validator(mode="after")

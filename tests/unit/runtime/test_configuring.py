@@ -36,7 +36,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     [
         ({"dept": 3}, "scheduler.dept: unknown key; did you mean 'depth'?"),
         ({"cost_ema_alpha": 0.5}, "scheduler.cost_ema_alpha: unknown key"),
-        ({"depth": "many"}, "scheduler.depth: Input should be a valid integer"),
+        ({"depth": "many"}, "scheduler.depth: must be a valid integer"),
         ({"depth": 2, "launch_ahead_ms": -1}, "scheduler.launch_ahead_ms: "),
         ({"residency_factor": float("inf")}, "scheduler.residency_factor: "),
         ({"launch_ahead_ms": float("nan")}, "scheduler.launch_ahead_ms: "),

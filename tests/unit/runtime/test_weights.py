@@ -337,7 +337,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
     ("model", "residency", "message"),
     [
         ("x", "system", "there is no model 'x'"),
-        ("a", "gpu", "models.a.residency: Input should be 'unpinned', 'system' or 'device'"),
+        ("a", "gpu", "models.a.residency: must be 'unpinned', 'system' or 'device'"),
         ("a", "", "models.a.residency: "),
         ("\N{LINE SEPARATOR}" * 20_000, "system", "there is no model '"),
     ],

@@ -30,13 +30,13 @@ def problem(text: str, folder: Path = Path()) -> str:
         (GOOD, "s.yaml: arrivals: missing"),
         (SILENT + "sead: 1", "s.yaml: sead: unknown key; did you mean 'seed'?"),
         (SILENT + "zzz: 1", "zzz: unknown key; known are discipline, seed, duration"),
-        (SILENT + "duration: 0", "duration: Input should be greater than 0"),
-        (SILENT + "duration: .inf", "duration: Input should be a finite number"),
+        (SILENT + "duration: 0", "duration: must be greater than 0"),
+        (SILENT + "duration: .inf", "duration: must be a finite number"),
         (SILENT + "discipline: fivo", "discipline: there is no 'fivo'; did you mean 'fifo'?"),
         (SILENT + "device: {warmth: true}", "device.warmth: unknown key; did you mean 'warm'?"),
         (
             SILENT + "device: {h2d_bytes_per_s: 0}",
-            "device.h2d_bytes_per_s: Input should be greater than or equal to 1",
+            "device.h2d_bytes_per_s: must be greater than or equal to 1",
         ),
         (SILENT + "settings: {dept: 2}", "settings.dept: unknown key; did you mean 'depth'?"),
         ("models: {}\narrivals: []", "models: "),
@@ -44,9 +44,9 @@ def problem(text: str, folder: Path = Path()) -> str:
         ("models: {a: {cost: {}}}\narrivals: []", "models.a.cost: "),
         (
             "models: {a: {cost: {1: 0}}}\narrivals: []",
-            "models.a.cost.1: Input should be greater than or equal to 0.000000001",
+            "models.a.cost.1: must be greater than or equal to 0.000000001",
         ),
-        ("models: {a: {cost: {one: 1}}}\narrivals: []", "models.a.cost.one: Input should be a valid integer"),
+        ("models: {a: {cost: {one: 1}}}\narrivals: []", "models.a.cost.one: must be a valid integer"),
         (
             "models: {a: {cost: {1: 1}, wait: 1}}\narrivals: []",
             "models.a.wait: unknown key; did you mean 'weight'?",
@@ -61,9 +61,9 @@ def problem(text: str, folder: Path = Path()) -> str:
         (GOOD + "arrivals: {poison: {rate: 1}}", "arrivals.poison: unknown key; did you mean 'poisson'?"),
         (GOOD + "arrivals: {poisson: {rate: 1}}", "duration: missing: say for how many seconds"),
         (GOOD + "arrivals: {closed: {clients: 1}}", "requests of arrivals.closed arrive"),
-        (GOOD + "arrivals: {poisson: {rate: -1}}", "s.yaml: arrivals.poisson.rate: Input should be greater"),
+        (GOOD + "arrivals: {poisson: {rate: -1}}", "s.yaml: arrivals.poisson.rate: must be greater"),
         (GOOD + "arrivals: {poisson: {rat: 1}}", "arrivals.poisson.rat: unknown key; did you mean 'rate'?"),
-        (GOOD + "arrivals: {poisson: [{rate: 1}, {rate: -1}]}", "arrivals.poisson.1.rate: Input should be"),
+        (GOOD + "arrivals: {poisson: [{rate: 1}, {rate: -1}]}", "arrivals.poisson.1.rate: must be"),
         (
             GOOD + "duration: 1\narrivals: {poisson: {rate: 1, models: [b]}}",
             "arrivals.poisson.models: there is no",
@@ -83,7 +83,7 @@ def problem(text: str, folder: Path = Path()) -> str:
         ),
         (GOOD + "arrivals: {trace: nowhere.csv}", "arrivals.trace: nowhere.csv: cannot be read"),
         ("models: {'': {cost: {1: 1}}}\narrivals: []", "at least 1 character"),
-        ("models: {a: {cost: {true: 1}}}\narrivals: []", "Input should be a valid integer"),
+        ("models: {a: {cost: {true: 1}}}\narrivals: []", "must be a valid integer"),
         ("models: {a: {cost: {1: 1.0e+300}}}\narrivals: []", "less than or equal to"),
         ("models: {a: {cost: {1: 1}, weight: 1.0e-300}}\narrivals: []", "models.a.weight: "),
         (
@@ -107,7 +107,7 @@ def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
         ("t,model\n0,a,1\n", "line 2: more fields than the header has"),
         ("t,modle\n", "has no model"),
         ("t,model,row\n", "unknown column 'row'; did you mean 'rows'?"),
-        ("t,model\n0,a\nsoon,a\n", "traffic.csv, line 3: t: Input should be a valid number"),
+        ("t,model\n0,a\nsoon,a\n", "traffic.csv, line 3: t: must be a valid number"),
         ("t,model\n0,b\n", "traffic.csv: there is no model 'b'"),
         ("t,model\n,a\n", "line 2: t: missing"),
     ],
@@ -139,10 +139,8 @@ def test_a_scenario_written_as_json() -> None:
     scenario = parse_scenario(json.dumps({"models": models, "arrivals": []}))
 
     assert scenario.programs["a"].costs == {(0, 1): 0.001, (0, 16): 0.002}
-    assert "models.a.cost.0: Input should be greater" in problem(
-        "models: {a: {cost: {'0': 1}}}\narrivals: []"
-    )
-    assert "models.a.cost.1e3: Input should be a valid integer" in problem(
+    assert "models.a.cost.0: must be greater" in problem("models: {a: {cost: {'0': 1}}}\narrivals: []")
+    assert "models.a.cost.1e3: must be a valid integer" in problem(
         "models: {a: {cost: {'1e3': 1}}}\narrivals: []"
     )
 

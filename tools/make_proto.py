@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: folder above the package -> its proto files
 PROTOS = {
     "triton_backend": ["rsrv/control/v1/control.proto"],
-    "gateway": ["rsrv_gateway/v1/gateway.proto", "rsrv_gateway/v1/ext_proc.proto"],
+    "gateway": [f"rsrv_gateway/v1/{name}.proto" for name in ("gateway", "ext_proc", "infer_head")],
 }
 
 

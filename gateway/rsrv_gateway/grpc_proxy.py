@@ -128,13 +128,13 @@ class GrpcProxy:
         try:
             request = Peeked(data)
             model = request.model
-            measured = router.measured(model)
-            items = 1 if measured is None else request.items(*measured)
+            items = request.items(router.measured(model))
             sequence = request.parameter("sequence_id")
             left = time_left(context)
             timeout = self._settings.request_timeout_s if left is None else left
             if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
+            del request
         except Malformed as error:
             traffic.count_refused("", "INVALID_ARGUMENT")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

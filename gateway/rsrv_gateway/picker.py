@@ -412,8 +412,7 @@ class PickedRequest:
                 raise Malformed(
                     f"the first {len(message)} bytes of the request do not name its model: let that be its first field"
                 )
-            measured = router.measured(request.model)
-            items = 1 if measured is None else request.items(*measured)
+            items = request.items(router.measured(request.model))
             return _Wanted(request.model, items, request.parameter("sequence_id"))
         length = head.number("inference-header-content-length")
         text = body if length is None else body[:length]

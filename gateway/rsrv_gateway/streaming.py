@@ -201,10 +201,10 @@ class _Stream:
         try:
             request = Peeked(data)
             model = request.model
-            measured = router.measured(model)
-            items = 1 if measured is None else request.items(*measured)
+            items = request.items(router.measured(model))
             name = request.id
             sequence = None if self._model else request.parameter("sequence_id")
+            del request
         except Malformed as error:
             self._traffic.count_refused("", "INVALID_ARGUMENT")
             raise _StreamRefused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None

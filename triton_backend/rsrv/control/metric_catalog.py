@@ -24,33 +24,32 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "counter",
         ("model", "device", "outcome"),
         "Requests that ended in the runtime, those of meta models included: answered, refused, expired (the deadline "
-        "passed), shed (the deadline could no longer be met), cancelled, failed. Of a meta model: its runs.",
+        "passed), shed (it could no longer be met), cancelled, failed. Of a meta model: its runs.",
     ),
     MetricFamily(
         "rsrv_responses_total",
         "counter",
         ("model", "device", "status"),
-        "Answers to clients, by the statuses of docs/protocol.md. Unlike rsrv_requests_total it counts requests that never "
-        "reached the runtime (wrong shapes, hooks that raised), and no calls of meta models.",
+        "Answers to clients, by the statuses of docs/protocol.md, also of requests that never reached the runtime "
+        "(wrong shapes, hooks that raised); without calls of meta models.",
     ),
     MetricFamily(
         "rsrv_request_seconds",
         "histogram",
         ("model", "device"),
-        "Time from a request's arrival in its model's process to its answer: hooks, waiting, execution, copies.",
+        "Time from a request's arrival in its model's process to its answer.",
     ),
     MetricFamily(
         "rsrv_queue_depth",
         "gauge",
         ("model", "device"),
-        "Requests that wait. Of a meta model: runs that wait.",
+        "Requests that wait; of a meta model, runs that wait.",
     ),
     MetricFamily(
         "rsrv_queue_wait_seconds",
         "histogram",
         ("model", "device"),
-        "Time from a request's arrival in the runtime to the start of its execution, including a load of weights that it "
-        "waited for.",
+        "Time from a request's arrival in the runtime to the start of its execution, loads of weights included.",
     ),
     MetricFamily(
         "rsrv_refused_total",
@@ -63,15 +62,15 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_deadline_missed_total",
         "counter",
         ("model", "device", "stage"),
-        "Requests whose deadline passed, or was certain to, by their stage: arrival (it had passed on arrival), queue, load "
-        "(they waited for weights), execute (they were answered all the same); runs of a meta model: gate (they waited "
-        "for admission).",
+        "Requests whose deadline passed, or was certain to, by their stage: arrival, queue, load (they waited for "
+        "weights), execute (they were answered all the same); of runs of a meta model: gate (they waited for "
+        "admission).",
     ),
     MetricFamily(
         "rsrv_hook_seconds",
         "histogram",
         ("model", "device", "stage"),
-        "Time in functions of model.py: pre, post, run. The time of run includes its calls of other models.",
+        "Time in functions of model.py: pre, post, run (with its calls of other models).",
     ),
     MetricFamily("rsrv_meta_runs", "gauge", ("model", "device"), "Runs of a meta model in progress."),
     MetricFamily(
@@ -92,14 +91,15 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_device_seconds_total",
         "counter",
         ("model", "device"),
-        "Time that the model used the device. Of a meta model: the time of its calls, which also counts for the called models.",
+        "Time that the model used the device. Of a meta model: its calls' time, which counts for the called models, "
+        "too.",
     ),
     MetricFamily(
         "rsrv_loop_bans_total",
         "counter",
         ("device",),
-        "Number of times that a model's short executions moved from the runtime's loop to a thread for a minute, because slow "
-        "ones took a tenth of a second within ten seconds. The log names the model.",
+        "Times that a model's short executions moved from the runtime's loop to a thread for a minute, because some "
+        "were slow. The log names the model.",
     ),
     MetricFamily(
         "rsrv_batch_rows",
@@ -122,8 +122,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_model_weight_bytes",
         "gauge",
         ("model", "device", "tier"),
-        "Bytes of the model's weights in host memory, and on the device or loading (each tensor once). Tensors that models "
-        "share count for each of them.",
+        "Bytes of the model's weights, each tensor once, in host memory, and on the device or loading. Shared tensors"
+        " count for each model.",
     ),
     MetricFamily(
         "rsrv_weight_loads_total",
@@ -136,8 +136,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_weight_evictions_total",
         "counter",
         ("model", "device", "reason"),
-        "Evictions of weights from the device, by reason: room (another load needed the memory), asked (on request), budget "
-        "(it was reduced), compaction.",
+        "Evictions of weights from the device, by reason: room (for another load), asked (on request), budget (it was"
+        " reduced), compaction.",
     ),
     MetricFamily(
         "rsrv_weight_misses_total",
@@ -149,15 +149,15 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_weight_bytes",
         "gauge",
         ("device", "tier", "kind"),
-        "Bytes of all weights in host memory, and on the device or loading: logical, as if models shared no tensors, and "
-        "physical, each tensor once.",
+        "Bytes of all weights in host memory, and on the device or loading: logical, as if models shared no tensors, "
+        "and physical.",
     ),
     MetricFamily(
         "rsrv_device_memory_bytes",
         "gauge",
         ("device", "kind"),
-        "limit: of the device's allocator; budget: of weights; pinned: weights that are not evicted; held: weights on the "
-        "device now; scratch: reserved for executions; kept: tensors that runs of meta models keep. A kind without a "
+        "limit: of the device's allocator; budget: for weights; pinned: weights that are not evicted; held: weights "
+        "on the device now; scratch: reserved for executions; kept: tensors of meta models' runs. A kind without a "
         "limit has no sample.",
     ),
     # compiling
@@ -165,7 +165,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_compile_seconds",
         "histogram",
         ("device",),
-        "Time of compilations of modules, without those that the cache answered.",
+        "Time of compilations, without those that the cache answered.",
     ),
     MetricFamily(
         "rsrv_executables_total",
@@ -178,7 +178,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_reload_failed",
         "gauge",
         ("model",),
-        "1 while the model is not as its bundle says: a change could not be loaded. An older version may be serving.",
+        "1 while a change of the model's bundle could not be loaded. An older version may be serving.",
     ),
     MetricFamily(
         "rsrv_runtime_up",
@@ -196,8 +196,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_trace_spans_total",
         "counter",
         ("outcome",),
-        "Spans of traces, if traces.endpoint is set: exported; failed (the collector did not take them); dropped (the "
-        "buffer was full before they were exported).",
+        "Spans of traces: exported; failed (the collector did not take them); dropped (the buffer was full).",
     ),
     MetricFamily("rsrv_build_info", "gauge", ("version",), "Always 1."),
 )

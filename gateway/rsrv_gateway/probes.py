@@ -325,6 +325,9 @@ class GrpcProber:
         self._channel_factory = channels
         self._timeout = timeout
         self._ready: frozenset[str] = frozenset()
+        #: last view of each device, and the positions that its next figures may build on
+        self._views: dict[int, WorkerView] = {}
+        self._positions: list[pb.LoadPosition] = []
         #: reason for which it last refused to list its models
         self._refused = ""
         self._triton = channels.open(worker.grpc)
@@ -353,7 +356,15 @@ class GrpcProber:
             and any(device.instance for device in load.devices)
             and all(map(_is_sane, load.devices))
         ):
-            views = told_apart([_view(self._ready, device, load.metas) for device in load.devices])
+            self._views = {
+                device.number: _view(self._ready, device, load.metas, self._views.get(device.number))
+                for device in load.devices
+            }
+            self._positions = [
+                pb.LoadPosition(device=device.number, instance=device.instance, next=device.next)
+                for device in load.devices
+            ]
+            views = told_apart([*self._views.values()])
             return views if load.placement_mode == "external" else (as_one(views),)
         return (WorkerView(True, self._ready),)
 
@@ -461,7 +472,9 @@ class GrpcProber:
             return None
         stub: Any = control_pb2_grpc.ControlStub(self._control)
         try:
-            load: pb.GetLoadResponse = await stub.GetLoad(pb.GetLoadRequest(), **self._terms(self._timeout))
+            load: pb.GetLoadResponse = await stub.GetLoad(
+                pb.GetLoadRequest(positions=self._positions), **self._terms(self._timeout)
+            )
         except grpc.RpcError as error:
             return _LATE if _is_late(error) else None
         return load
@@ -491,7 +504,12 @@ def _is_sane(load: pb.DeviceLoad) -> bool:
     return all(0 <= number <= _PLAUSIBLE_MAX_S for number in numbers)
 
 
-def _view(ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoad]) -> WorkerView:
+def _view(
+    ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoad], before: WorkerView | None
+) -> WorkerView:
+    """Return the view of a device. `before`: its last one, which has the models that have not changed since."""
+    known = before.models if before is not None and load.since else {}
+    changed = {model.name: _model(model) for model in load.models}
     return WorkerView(
         # Without its runtime the server's other devices serve its models.
         alive=bool(load.instance),
@@ -501,8 +519,9 @@ def _view(ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoa
         budget_bytes=load.budget_bytes if load.HasField("budget_bytes") else None,
         free_bytes=load.free_bytes if load.HasField("free_bytes") else None,
         backlog_s=load.backlog_s,
-        models={model.name: _model(model) for model in load.models},
+        models={**known, **changed} if changed else known,
         calls={meta.name: frozenset(meta.models) for meta in metas},
+        measurement=1 if before is None else before.measurement + 1,
     )
 
 

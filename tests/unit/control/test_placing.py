@@ -44,17 +44,30 @@ class Weights:
         self.loads = {name: dict(MODEL) for name in names}
         self.calls: dict[str, list[str]] = {}
         self.budget = budget
+        #: what each question for the load knew, the answers' loads so far, and the models of the last answer
+        self.known: list[int] = []
+        self._said: list[dict[str, dict[str, Any]]] = []
+        self.told: set[str] = set()
 
     def __call__(self, command: dict[str, Any]) -> dict[str, Any]:
         match command:
-            case {"command": "load"}:
+            case {"command": "load", "since": since}:
+                before = self._said[since - 1] if since else {}
+                if not before.keys() <= self.loads.keys() <= before.keys():
+                    since, before = 0, {}
+                changed = {name: one for name, one in self.loads.items() if before.get(name) != one}
+                self.known.append(since)
+                self.told = {*changed}
+                self._said.append({name: dict(one) for name, one in self.loads.items()})
                 used = sum(one["bytes"] for one in self.loads.values() if one["weights"] == "resident")
                 return {
                     "instance": self.instance,
+                    "since": since,
+                    "next": len(self._said),
                     "backlog_s": 0.0,
                     "budget_bytes": self.budget,
                     "free_bytes": None if self.budget is None else self.budget - used,
-                    "models": self.loads,
+                    "models": changed,
                     "metas": self.calls,
                 }
             case {"command": "prefetch" | "evict" as act, "model": name}:
@@ -136,6 +149,25 @@ async def test_models_are_spread_over_the_devices(tmp_path: Path) -> None:
                 name for name, mask in world.masks().items() if mask == 1 << number
             }
         assert {len(devices) for devices in world.runtimes.placement.values()} == {1}
+
+
+@looped
+async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
+    """After the first look, the runtimes tell the loads that have changed; the placement knows the others all the same."""
+    async with placed(tmp_path, "abcd") as world:
+        await world.look(4)
+        assert all(one.weights.known[0] == 0 and all(one.weights.known[1:]) for one in world.devices)
+        await world.look(2, a=0.5)
+        assert [{*one.weights.told} for one in world.devices if one.weights.told] == [{"a"}]
+        one = world.devices[0].weights
+        one.loads["new"] = dict(MODEL)
+        await world.look()
+        assert (one.known[-1], one.told) == (0, {*one.loads})
+
+        world.now += 10.0
+        await world.look()
+        status = (await world.placing.trial([], [], [])).status
+        assert {model.name: model.bytes for model in status.models} == dict.fromkeys([*"abcd", "new"], 10)
 
 
 @looped

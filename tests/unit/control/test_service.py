@@ -141,7 +141,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         ("Continue", pb.ContinueRequest(target=ALL), {"command": "continue", "model": None}),
         ("Abort", pb.AbortRequest(request_id="r"), {"command": "abort", "request": "r"}),
         ("GetStory", pb.GetStoryRequest(model="a"), {"command": "story", "model": "a"}),
-        ("GetLoad", pb.GetLoadRequest(), {"command": "load"}),
+        ("GetLoad", pb.GetLoadRequest(), {"command": "load", "since": 0}),
         ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
     ],
 )
@@ -153,6 +153,8 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
         "story": {"stories": {"a@1": ["one", "two"]}},
         "load": {
             "instance": "1",
+            "since": 0,
+            "next": 1,
             "backlog_s": 0.5,
             "free_bytes": None,
             "budget_bytes": None,
@@ -501,6 +503,8 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
             "free_bytes": 40,
             "budget_bytes": 50,
             "instance": "11",
+            "since": 0,
+            "next": 7,
             "models": {
                 "a": {**model, "cost_s": 0.5, "rows": 8, "batch_input": ("x", 1)},
                 "b": {**model, "cost_s": None, "rows": 0, "batch_input": None},
@@ -521,6 +525,12 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         assert not b.HasField("cost_s")
         assert not b.HasField("batch_input")
         (meta,) = load.metas
+        assert (device.since, device.next) == (0, 7)
+        known = pb.LoadPosition(device=0, instance=server.runtime.instance, next=7)
+        old = pb.LoadPosition(device=0, instance="an earlier one", next=7)
+        for position in (known, old):
+            await server.control.GetLoad(pb.GetLoadRequest(positions=[position]))
+        assert [one["since"] for one in server.runtime.commands] == [0, 7, 0]
         assert (device.instance, meta.name, list(meta.models)) == ("11", "m", ["a", "b"])
 
 

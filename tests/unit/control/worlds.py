@@ -88,9 +88,12 @@ class FakeView:
         self.changes = 0
         self._changed = asyncio.Event()
 
-    def stubs(self) -> Mapping[str, frozenset[int]]:
-        alive = self._triton.served.keys() - self._triton.dead if self.up else ()
-        return {name: frozenset({1}) for name in alive}
+    @property
+    def other_changes(self) -> int:
+        return self.changes
+
+    def served(self) -> set[str]:
+        return self._triton.served.keys() - self._triton.dead if self.up else set()
 
     def stir(self) -> None:
         self.changes += 1

@@ -98,6 +98,29 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 
 @looped
+async def test_a_probe_asks_for_what_has_changed() -> None:
+    """The figures that a server leaves out because they have not changed are those of the probe before."""
+    control = FakeControl()
+    device = pb.DeviceLoad(instance="i", next=3)
+    device.models.add(name="a", queued=1)
+    device.models.add(name="b", queued=2)
+    control.load = pb.GetLoadResponse(devices=[device])
+    async with serving(FakeServer(), control) as port:
+        one = prober(port, control=True)
+        while (first := await only(one)).instance is None:
+            pass
+        (known,) = control.load.devices
+        del known.models[:]
+        known.models.add(name="b", queued=5)
+        known.since, known.next = 3, 4
+        while (second := await only(one)).instance is None or second.measurement == first.measurement:
+            pass
+        assert control.positions == [(0, "i", 3)]
+        assert {name: model.queued for name, model in second.models.items()} == {"a": 1, "b": 5}
+        await one.close()
+
+
+@looped
 async def test_a_server_with_several_devices_has_a_view_of_each() -> None:
     """A device without its runtime takes no models, nor one where they failed; without any, the server is asked as one."""
     control = FakeControl()

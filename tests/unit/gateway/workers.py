@@ -65,9 +65,12 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         #: Metrics for Prometheus; None for an older version without them.
         self.metrics: str | None = None
         self.token: str | None = None
+        #: what the last question for the load knew: device, instance and number
+        self.positions: list[tuple[int, str, int]] = []
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
         self.token = dict(context.invocation_metadata()).get("authorization")
+        self.positions = [(one.device, one.instance, one.next) for one in request.positions]
         if self.load is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the runtime does not answer")
         assert self.load is not None

@@ -69,6 +69,7 @@ class Fleet:
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}
         self._fronts = 0
+        self._looks = 0
 
     def copy(self, worker: str, model: str) -> Copy:
         return self.servers[worker].copies.setdefault(model, Copy())
@@ -78,6 +79,7 @@ class Fleet:
         return {name for name, copy in copies.items() if copy.weights is WeightsView.RESIDENT}
 
     def views(self) -> dict[str, WorkerView]:
+        self._looks += 1
         return {name: self._view(server) for name, server in self.servers.items()}
 
     def _view(self, server: Server) -> WorkerView:
@@ -108,6 +110,7 @@ class Fleet:
             budget_bytes=server.budget,
             models=models,
             calls=server.calls,
+            measurement=self._looks,
         )
 
     def do(self, steps: Iterable[WeightAction]) -> None:

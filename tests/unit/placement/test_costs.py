@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from random import Random
 
 import pytest
@@ -29,8 +30,17 @@ def shown(
     )
 
 
+measurements = count()
+
+
 def worker(instance: str = "i", /, **models: ModelView) -> WorkerView:
-    return WorkerView(alive=True, ready=frozenset(models), instance=instance, models=models)
+    return WorkerView(
+        alive=True,
+        ready=frozenset(models),
+        instance=instance,
+        models=models,
+        measurement=next(measurements),
+    )
 
 
 def test_steady_work_is_known_after_one_sample() -> None:

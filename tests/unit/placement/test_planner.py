@@ -451,7 +451,7 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
             most,
             ("x", 0),
         )
-        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown})
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown}, measurement=look)
         plan = planner.look({"v": view, "w": view}, 2.5 * look)
         router.update(plan.table)
         planner.repack()

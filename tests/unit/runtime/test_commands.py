@@ -393,6 +393,35 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
     engine.close()
 
 
+def test_a_load_can_be_asked_for_its_changes(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """With the number of an earlier answer, the load has the changed models alone; a new model makes it whole again."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
+    a, b = (make_engine(runtime, doublings[name], name=name) for name in "ab")
+    with Operator(runtime) as operator:
+        first = operator.do("load")
+        assert (first["since"], first["models"].keys()) == (0, {"a", "b"})
+        second = operator.do("load", since=first["next"])
+        assert (second["since"], second["models"]) == (first["next"], {})
+
+        assert answered(ask(a)) == 1
+        third = operator.do("load", since=second["next"])
+        assert {name: one["requests"] for name, one in third["models"].items()} == {"a": 1}
+        operator.do("evict", model="b")
+        wait_until(lambda: operator.do("load")["models"]["b"]["weights"] == "absent")
+        fourth = operator.do("load", since=third["next"])
+        assert {name: one["weights"] for name, one in fourth["models"].items()} == {"b": "absent"}
+        again = operator.do("load", since=first["next"])
+        assert again["models"].keys() == {"a", "b"}
+        assert again["since"] == first["next"]
+
+        late = make_engine(runtime, doublings["a"], name="late")
+        whole = operator.do("load", since=again["next"])
+        assert (whole["since"], whole["models"].keys()) == (0, {"a", "b", "late"})
+        assert operator.do("load", since=whole["next"] + 5)["since"] == 0
+    for engine in (a, b, late):
+        engine.close()
+
+
 def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
     """Without a limit, the free bytes and the budget are null."""
     load = operator.do("load")

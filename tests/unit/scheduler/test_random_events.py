@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
@@ -108,6 +109,11 @@ class RandomEvents(RuleBasedStateMachine):
     """
 
     driver: Driver
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: figures of the models after the last event
+        self.reported: Mapping[str, tuple[object, str]] = {}
 
     @initialize(
         depth=st.integers(1, 3),
@@ -356,6 +362,18 @@ class RandomEvents(RuleBasedStateMachine):
             snapshot = self.driver.scheduler.snapshot()
             assert snapshot.weight_bytes == own + sum(TENSORS[key] for key in shared)
             assert snapshot.logical_bytes == sum(one.weight_bytes for one in held)
+
+    @invariant()
+    def changes_are_noted(self) -> None:
+        if hasattr(self, "driver"):
+            scheduler, before = self.driver.scheduler, self.reported
+            now = {
+                name: (load, scheduler.model(name).residency)  # type: ignore[union-attr]
+                for name, load in scheduler.load_report().models.items()
+            }
+            touched = scheduler.take_touched()
+            assert {name for name, one in now.items() if before.get(name) != one} <= {*touched}
+            self.reported = now
 
     @invariant()
     def wakeup_is_not_after_the_soonest_deadline(self) -> None:

@@ -1,6 +1,6 @@
 """The models that can serve now, and the health that follows: of the server as a whole, and of each model."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rsrv.control.grpc_service import HealthService
@@ -39,6 +39,9 @@ class Readiness:
             if decides
             else set()
         )
+        #: Names of the models that the view showed as ready, at its count of changes.
+        self._seen = -1
+        self._shown: set[str] = set()
         #: Names of the models that were ready at the last look, and of those that ceased to be ready before it.
         self._ready: set[str] = set()
         self._lost: set[str] = set()
@@ -49,7 +52,11 @@ class Readiness:
         They have a ready version and a live stub, be it that of a meta model which calls them. A model that lost its stub
         is ready when Triton has loaded it: before, requests go to the dead stub.
         """
-        served = self._served()
+        if self._seen != self._view.other_changes:
+            self._seen, self._shown = self._view.other_changes, self._served()
+        elif not self._lost:
+            return self._ready  # the same as before
+        served = self._shown
         if self._view.up:  # else the runtime does not answer, and the stubs may live
             self._lost |= self._ready - served
         self._lost &= set(self._loading()) | (self._lost - served)
@@ -95,12 +102,14 @@ class Health(HealthService):
     async def run(self) -> None:
         """Note the models that have been ready, also while no client asks. Never returns."""
         while True:
-            seen = self._view.changes
             self._readiness.missing()
-            await self._view.wait_change(seen)
+            await self.changed()
 
-    def changed(self) -> Awaitable[None]:
-        return self._view.wait_change(self._view.changes)
+    async def changed(self) -> None:
+        """Return after the next change that is more than a move of weights."""
+        seen = self._view.other_changes
+        while self._view.other_changes == seen:
+            await self._view.wait_change()
 
     def serving(self, service: str) -> bool | None:
         if not service:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from rsrv.control.card_memory import Cards
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overview import Overview, describe, device_picture, moves_only
-from rsrv.control.protocols import ModelVersion
+from rsrv.control.overview import Overview, describe, device_picture
+from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.runtime_link import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
 from rsrv.live.source import RESIDENCIES, PageError, story_lines

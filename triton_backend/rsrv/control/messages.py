@@ -252,6 +252,8 @@ def _device_load(number: int, said: Json) -> pb.DeviceLoad:
         backlog_s=said["backlog_s"],
         free_bytes=said["free_bytes"],
         budget_bytes=said["budget_bytes"],
+        since=said["since"],
+        next=said["next"],
         models=[
             pb.ModelLoad(
                 name=name,

@@ -140,13 +140,6 @@ def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
     return latest.quantile(0.99)
 
 
-def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
-    """Return True if only the state of its weights changed."""
-    return (
-        before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
-    )
-
-
 def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:
     """Return the change of a version as a line of the event log; None if it is of no interest."""
     if after is None:

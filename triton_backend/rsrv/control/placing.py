@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.runtimes import Runtimes
-from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, WorkerView
+from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
@@ -78,8 +78,12 @@ class Placing:
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
         self._views: dict[str, WorkerView] = {}
+        #: names of the ready models of each device, when `_arriving` was made
+        self._ready: list[frozenset[str]] = []
         self._writer: PlacementWriter | None = None
         self._written: Mapping[str, int] = {}
+        #: the planner's table that was written last
+        self._table: Table = {}
         self._looking = asyncio.Lock()
         self._moving = False
         #: models that are not placed and ready on some devices only, and since when
@@ -104,16 +108,15 @@ class Placing:
         """Decide by the present loads, and act. Return true while a model is on its way to another device."""
         async with self._looking:
             views, now = await self._look_at_all(), self._clock()
-            same = views.keys() == self._views.keys() and all(views[one] is self._views[one] for one in views)
-            if same and not self._moving and now - self._decided < _IDLE_S:
+            if views == self._views and not self._moving and now - self._decided < _IDLE_S:
                 return False
-            # To the planner, a view that it has seen is no measurement; a load that has not changed is one.
-            measured = {worker: replace(view) for worker, view in views.items()}
             # With thousands of models a look takes longer than an operator should wait.
-            plan = await asyncio.to_thread(self._planner.look, measured, now)
+            plan = await asyncio.to_thread(self._planner.look, views, now)
             self._views, self._decided, self._moving = views, now, plan.moving
             try:
-                self._write({name: map(int, routes.placed) for name, routes in plan.table.items()})
+                if plan.table is not self._table:
+                    self._write({name: map(int, routes.placed) for name, routes in plan.table.items()})
+                    self._table = plan.table
             except OSError as error:
                 log.error("the placement table cannot be written, so models stay where they are: %s", error)
             steps: dict[str, list[WeightAction]] = {}
@@ -188,27 +191,28 @@ class Placing:
 
     async def _look_at_all(self) -> dict[str, WorkerView]:
         try:
-            said = await self._runtimes.query({"command": "load"})
+            said = await self._runtimes.load({number: one.position for number, one in enumerate(self._loads)})
         except StatusError:
             said = {}
         links = self._runtimes.links
-        ready = {
-            number: {entry["name"] for entry in links[number].entries.values() if entry["state"] == "ready"}
-            for number in said
-        }
+        ready = {number: links[number].ready for number in said}
         arriving = self._arrivals(list(ready.values()))
         return {
-            str(number): self._loads[number].read(said[number], frozenset(ready[number] - arriving))
+            str(number): self._loads[number].read(
+                said[number], ready[number] - arriving if arriving else ready[number]
+            )
             if number in said
             else _DEAD
             for number in range(len(links))
         }
 
-    def _arrivals(self, ready: Sequence[set[str]]) -> set[str]:
+    def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:
         """Return the new models that are still on their way to some device. `ready`: the ready models of each device."""
+        if not self._arriving and ready == self._ready:
+            return set()
+        self._ready = ready
         now, placed = self._clock(), self._planner.targets()
-        some = {name for names in ready for name in names} - placed.keys()
-        partly = {name for name in some if not all(name in names for names in ready)}
+        partly = frozenset().union(*ready) - frozenset.intersection(*ready) - placed.keys() if ready else ()
         self._arriving = {name: self._arriving.get(name, now) for name in partly}
         return {name for name, since in self._arriving.items() if now - since < _ARRIVAL_S}
 
@@ -273,29 +277,33 @@ class _LoadReader:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._last: dict[str, tuple[Any, ModelView]] = {}
-        self._said: Mapping[str, Any] = {}
         self._view = _DEAD
+        #: of the next question; see `LoadPositions`
+        self.position = ("", 0)
 
     def read(self, said: Mapping[str, Any], ready: frozenset[str]) -> WorkerView:
         """Read the answer to the command `load`."""
-        if said == self._said and ready == self._view.ready:
-            return self._view
-        last, self._last = self._last, {}
-        for name, model in said["models"].items():
-            before = last.get(name)
-            self._last[name] = before if before is not None and before[0] == model else (model, _model(model))
-        self._said = said
+        before = self._view
+        old = before.models
+        found = {name: _model(model) for name, model in said["models"].items()}
+        changed = {name: view for name, view in found.items() if old.get(name) != view}
+        if said["since"]:
+            models = {**old, **changed} if changed else old
+        else:
+            models = {name: changed.get(name) or old[name] for name in found}
+        calls = {name: frozenset(called) for name, called in said["metas"].items()}
+        self.position = said["instance"], said["next"]
         self._view = WorkerView(
             alive=True,
-            ready=ready,
+            ready=before.ready if ready == before.ready else ready,
             instance=said["instance"],
             budget_bytes=said["budget_bytes"],
             backlog_s=said["backlog_s"],
-            models={name: view for name, (_, view) in self._last.items()},
-            calls={name: frozenset(called) for name, called in said["metas"].items()},
+            models=models,
+            calls=before.calls if calls == before.calls else calls,
             device=self._device,
             free_bytes=said["free_bytes"],
+            measurement=before.measurement + 1,
         )
         return self._view
 

@@ -23,6 +23,13 @@ class ModelVersion(TypedDict):
     paused: Literal["drain", "hold", "reject"] | None
 
 
+def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
+    """Return True if only the state of a version's weights changed."""
+    return (
+        before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
+    )
+
+
 class RuntimeView(Protocol):
     """The latest known state of the runtime. One event loop owns it: it does not change between two awaits."""
 
@@ -42,11 +49,12 @@ class RuntimeView(Protocol):
     def changes(self) -> int:
         """A counter that rises with each change of any other property."""
 
-    def stubs(self) -> Mapping[str, frozenset[int]]:
-        """Return the pids of the connected stubs by name of the model or meta model; none while the runtime is down.
+    @property
+    def other_changes(self) -> int:
+        """The same without the moves of weights, which are many."""
 
-        A name with versions and without stubs has an empty set.
-        """
+    def served(self) -> set[str]:
+        """Return the names of the models and meta models with a connected stub; none while the runtime is down."""
 
     async def wait_change(self, seen: int | None = None) -> None:
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import LASTING, Command, Overrides
-from rsrv.control.protocols import ModelVersion
+from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
@@ -48,10 +48,14 @@ class ChangeCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        #: Those that were no mere moves of weights, which are many.
+        self.others = 0
         self._next = asyncio.get_running_loop().create_future()
 
-    def note(self) -> None:
+    def note(self, *, moves: bool = False) -> None:
+        """Count a change; `moves`: only weights have moved."""
         self.count += 1
+        self.others += not moves
         changed, self._next = self._next, asyncio.get_running_loop().create_future()
         changed.set_result(None)
 
@@ -215,9 +219,10 @@ class RuntimeLink:
         self._down = self._loop.create_future()
         self._since = 0.0
         self._down_at = self._loop.time()
-        #: Stubs of the runtime before its last silence or end.
-        self._stubs_before: Mapping[str, frozenset[int]] = {}
+        #: Models with a stub before the runtime's last silence or end.
+        self._served_before: set[str] = set()
         self._entries: dict[str, ModelVersion] = {}
+        self._ready: frozenset[str] | None = None
         self.instance = ""
         #: Number of runtimes so far.
         self.lives = 0
@@ -248,16 +253,23 @@ class RuntimeLink:
     def entries(self) -> Mapping[str, ModelVersion]:
         return self._entries
 
-    def stubs(self) -> Mapping[str, frozenset[int]]:
-        found: dict[str, frozenset[int]] = {}
-        for entry in self._entries.values() if self._up else ():
-            found[entry["name"]] = found.get(entry["name"], frozenset()).union(entry["stubs"])
-        return found
+    @property
+    def ready(self) -> frozenset[str]:
+        """Names of the models and meta models that have a ready version; the same object until that changes."""
+        if self._ready is None:
+            self._ready = frozenset(
+                entry["name"] for entry in self._entries.values() if entry["state"] == "ready"
+            )
+        return self._ready
 
-    def returning(self) -> Mapping[str, frozenset[int]]:
-        """Return the stubs that may connect again, by name: those of the runtime before, while the next one is awaited."""
+    def served(self) -> set[str]:
+        """Return the names of the models and meta models with a connected stub; none while the runtime is down."""
+        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} if self._up else set()
+
+    def returning(self) -> set[str]:
+        """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
         waited = self._loop.time() - (self._since if self._up else self._down_at)
-        return self._stubs_before if waited < (CONNECT_S if self._up else RESTART_S) else {}
+        return self._served_before if waited < (CONNECT_S if self._up else RESTART_S) else set()
 
     def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
         """Subscribe to all changes from now on, after a snapshot; each sets the event. Close the subscription."""
@@ -375,6 +387,7 @@ class RuntimeLink:
             revision = int(state["revision"])
             if "entries" in state:
                 self._entries = dict(state["entries"])
+                self._ready = None
                 self._since = self._loop.time()
                 new = state["instance"] != self.instance
                 self.lives += new
@@ -393,12 +406,13 @@ class RuntimeLink:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a STATE frame lacks its {error}") from None
         self.revision = revision
-        if entry is None:
-            self._entries.pop(key, None)
-        else:
+        before = self._entries.pop(key, None) if entry is None else self._entries.get(key)
+        if entry is not None:
             self._entries[key] = entry
             self._send_model(entry["name"])
-        self._changes.note()
+        moves = moves_only(before, entry)
+        self._ready = self._ready if moves else None
+        self._changes.note(moves=moves)
         if self._up:  # else a snapshot follows
             self._publish(StateChange(self.instance, revision, key, entry))
 
@@ -414,7 +428,7 @@ class RuntimeLink:
         self._publish(None)
 
     def _go_down(self) -> None:
-        self._stubs_before = self.stubs()
+        self._served_before = self.served()
         self._up = False
         self._down_at = self._loop.time()
         self._down.set_result(None)

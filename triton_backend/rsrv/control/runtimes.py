@@ -25,6 +25,8 @@ from rsrv.wire import paths
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
+#: What is known of the devices' loads: the runtime's instance and the `next` of its last answer, by the device's number.
+LoadPositions = Mapping[int, tuple[str, int]]
 
 #: Precedence among the states of one version on several devices.
 _STATES = ("ready", "loading", "leaving", "failed")
@@ -116,20 +118,23 @@ class Runtimes:
     def changes(self) -> int:
         return self._changes.count
 
-    def stubs(self) -> Mapping[str, frozenset[int]]:
-        """Return the pids of the connected stubs by name; none while no runtime answers.
+    @property
+    def other_changes(self) -> int:
+        return self._changes.others
+
+    def served(self) -> set[str]:
+        """Return the names of the models with a connected stub; none while no runtime answers.
 
         A stub whose only runtime has ended counts until it has had the time to find the next one: else it would be taken
         for dead, because the other runtimes do not know it.
         """
         live = len(self.live)
-        found: dict[str, frozenset[int]] = {}
+        found: set[str] = set()
         for link in self.links if live else ():
+            found |= link.served()
             # With no other runtime, no stub counts as dead before that time.
-            returning = link.returning() if live - link.up else {}
-            for stubs in (link.stubs(), returning):
-                for name, pids in stubs.items():
-                    found[name] = found.get(name, frozenset()) | pids
+            if live - link.up:
+                found |= link.returning()
         return found
 
     async def wait_change(self, seen: int | None = None) -> None:
@@ -139,8 +144,8 @@ class Runtimes:
 
     async def query(self, question: Command) -> Answers:
         """Ask all runtimes with a command that changes nothing. Raises RuntimeDown, StatusError if none answers."""
-        answers, refusals = await self._ask(self.live, lambda _, link: link.command(question))
-        return answers or _raise(refusals)
+        answers, _ = await self._ask(self.live, lambda _, link: link.command(question))
+        return answers
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
         """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.
@@ -149,8 +154,6 @@ class Runtimes:
         """
         chosen = self._chosen(devices)
         answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
-        if not answers:
-            _raise(refusals)
         for number, refusal in refusals.items():
             chosen[number].send_later(command, refusal)
         return answers
@@ -158,15 +161,13 @@ class Runtimes:
     async def slow_command(self, commands: Mapping[int, Command]) -> Answers:
         """Send each device's runtime a command that takes long. Raises RuntimeDown, StatusError if none succeeds."""
         chosen = {number: self.links[number] for number in commands}
-        answers, refusals = await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
-        return answers or _raise(refusals)
+        answers, _ = await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
+        return answers
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
         chosen = self._chosen(None)
         answers, refusals = await self._ask(chosen, lambda _, link: link.configure(changes))
-        if not answers:
-            _raise(refusals)
         for number, refusal in refusals.items():
             if isinstance(refusal, RuntimeDown):
                 self.links[number].configure_later(changes)
@@ -174,8 +175,8 @@ class Runtimes:
 
     async def status(self) -> Answers:
         """Return the status of docs/protocol.md of each runtime that answers. Raises RuntimeDown if none does."""
-        answers, refusals = await self._ask(self.live, lambda _, link: link.status())
-        return answers or _raise(refusals)
+        answers, _ = await self._ask(self.live, lambda _, link: link.status())
+        return answers
 
     def _chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
         """Return the links of these devices, of all if there are none. Raises InvalidArgument."""
@@ -190,7 +191,7 @@ class Runtimes:
     async def _ask(
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[Answer]]
     ) -> tuple[Answers, dict[int, StatusError]]:
-        """Ask all at once; return the answers and the refusals."""
+        """Ask all at once; return the answers and the refusals. If none answers, raise the refusal that says most."""
         said = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
@@ -203,7 +204,23 @@ class Runtimes:
                 raise one
             else:
                 answers[number] = one
+        if not answers:
+            # A runtime that is up says more than that none is.
+            raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), RuntimeDown())
         return answers, refusals
+
+    async def load(self, since: LoadPositions) -> Answers:
+        """Return the answers to the command `load`: of each device only what changed since a position that still holds.
+
+        Raises RuntimeDown, StatusError if none answers.
+        """
+
+        async def ask(number: int, link: RuntimeLink) -> Answer:
+            instance, known = since.get(number, ("", 0))
+            return await link.command({"command": "load", "since": known if instance == link.instance else 0})
+
+        answers, _ = await self._ask(self.live, ask)
+        return answers
 
     async def timeline(self, since: Mapping[int, tuple[str, int]]) -> Answers:
         """Return the latest spans of all devices, as the command `timeline` does.
@@ -219,8 +236,8 @@ class Runtimes:
                 said = await link.command({"command": "timeline", "since": 0})
             return said
 
-        answers, refusals = await self._ask(self.live, ask)
-        return answers or _raise(refusals)
+        answers, _ = await self._ask(self.live, ask)
+        return answers
 
     async def read_traces(self, since: Mapping[int, int]) -> Answers:
         """Return the answers to the command `traces`, each from this number on, by device. Raises as `query`."""
@@ -228,8 +245,8 @@ class Runtimes:
         async def ask(number: int, link: RuntimeLink) -> Answer:
             return await link.command({"command": "traces", "since": since.get(number, 0)})
 
-        answers, refusals = await self._ask(self.live, ask)
-        return answers or _raise(refusals)
+        answers, _ = await self._ask(self.live, ask)
+        return answers
 
     # --- changes --------------------------------------------------------------------------------------------
 
@@ -282,8 +299,3 @@ def _merge_one(same: Sequence[ModelVersion]) -> ModelVersion:
     merged = best.copy()
     merged["weights"], merged["stubs"] = weights, sorted(stubs)
     return merged
-
-
-def _raise(refusals: Mapping[int, StatusError]) -> Any:
-    """Raise the refusal that says most: one of a runtime that is up, else that none is."""
-    raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), RuntimeDown())

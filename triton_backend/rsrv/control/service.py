@@ -120,9 +120,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
-        runtimes = self._runtimes
-        said = await runtimes.query({"command": "load"})
-        return messages.load(range(len(runtimes.links)), said, self._placing.mode)
+        known = {one.device: (one.instance, one.next) for one in request.positions}
+        said = await self._runtimes.load(known)
+        return messages.load(range(len(self._runtimes.links)), said, self._placing.mode)
 
     @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:

@@ -101,7 +101,7 @@ class StubMonitor:
             if self._now() - renewed >= self._poll_s:
                 renewed = self._now()
                 ours, idle = await asyncio.to_thread(our_models, self._repository), set()
-            alive = {name for name, pids in self._view.stubs().items() if pids}
+            alive = self._view.served()
             without = ours - alive - self._states.busy
             idle &= without
             self.dismissed &= without

@@ -80,6 +80,8 @@ class WorkerView:
     free_bytes: int | None = None
     #: devices that it stands for
     devices: int = 1
+    #: number of the measurement: a view with the number of the one before tells nothing new about the counters
+    measurement: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

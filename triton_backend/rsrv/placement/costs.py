@@ -88,8 +88,8 @@ class Costs:
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
         """Take in all workers' current views. Return the device seconds consumed since the last ones.
 
-        A view that comes sooner than SAMPLE_S, or is the same object as the last one, is skipped. A worker
-        that is not in `views` is forgotten.
+        A view that comes sooner than SAMPLE_S, or has the last one's measurement, is skipped. A worker that is not
+        in `views` is forgotten.
         """
         known = len(self._views)
         self._views = {worker: seen for worker, seen in self._views.items() if worker in views}
@@ -105,7 +105,7 @@ class Costs:
             before = self._views.get(worker)
             if before is None or before[0].instance != view.instance:
                 self._samples.pop(worker, None)
-            elif before[0] is view or now - before[1] < SAMPLE_S:
+            elif before[0].measurement == view.measurement or now - before[1] < SAMPLE_S:
                 continue
             else:
                 consumed += self._compare(worker, before[0], view, now - before[1])
@@ -155,7 +155,7 @@ class Costs:
         before, since = self._seen.setdefault(worker, (view, now))
         if before.instance != view.instance:
             self._seen[worker] = view, now
-        elif before is not view and now - since >= DEMAND_S:
+        elif before.measurement != view.measurement and now - since >= DEMAND_S:
             self._seen[worker] = view, now
             demand = {}
             for name, model in view.models.items():

@@ -199,6 +199,8 @@ class Catalog:
         self.ending: set[str] = set()
         #: keys of models whose weights have moved since the board was written
         self.moves: set[str] = set()
+        #: number of changes of the models that there are, and of their states
+        self.changes = 0
         #: slots of the board that are free, the next one last
         self._slots = list(range(BOARD_SLOTS - 1, 0, -1))
 
@@ -244,6 +246,7 @@ class Catalog:
 
     def add(self, key: str, name: str, digest: str) -> ModelEntry:
         """Begin a model's life."""
+        self.changes += 1
         slot = self._slots.pop() if self._slots else 0
         entry = self.entries[key] = ModelEntry(key, name, digest, registered=self._clock(), slot=slot)
         self.building.add(key)
@@ -258,6 +261,7 @@ class Catalog:
         """
         entry = self.entries[key]
         entry.advance(event, self._clock())
+        self.changes += 1
         if entry.state not in BUILDING:
             self.building.discard(key)
         if entry.ending:

@@ -101,7 +101,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "continue": _MODEL_OR_ALL,
     "abort": {"request": _Field(_is_text, "a string", required=True)},
     "story": _MODEL,
-    "load": {},
+    "load": _SINCE,
     "metrics": {},
     "overview": {},
     "profile": {"directory": _Field(_is_text_or_none, "a string")},
@@ -323,7 +323,7 @@ class Commands:
             case "story":
                 return self._reports.stories(self._names(model))
             case "load":
-                return self._reports.load()
+                return self._reports.load(command.get("since", 0))
             case "timeline":
                 return self._reports.timeline(command.get("since", 0))
             case "traces":

@@ -3,9 +3,10 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
@@ -86,6 +87,42 @@ _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", 
 _NO_COUNTERS = StubCounters()
 
 
+class LoadChanges:
+    """The models of a load report in the order of their last changes, numbered from 1."""
+
+    def __init__(self) -> None:
+        #: number of the last change
+        self.number = 0
+        #: the catalog's count of changes, when `begin` was called
+        self.shape = -1
+        self._begun = 0
+        self._shown: dict[str, ModelEntry] = {}
+        self._changed: dict[str, int] = {}
+
+    def begin(self, shape: int, shown: Mapping[str, ModelEntry]) -> None:
+        """Show these models from now on; no later answer builds on an earlier one."""
+        self.shape = shape
+        self._shown = {entry.key: entry for entry in shown.values()}
+        self._changed.clear()
+        self.number += 1
+        self._begun = self.number
+
+    def note(self, keys: Iterable[str]) -> None:
+        """Count a change of these models."""
+        self.number += 1
+        for key in keys:
+            if key in self._shown:
+                self._changed.pop(key, None)
+                self._changed[key] = self.number
+
+    def after(self, since: int) -> tuple[int, list[ModelEntry]]:
+        """Return the models that changed after a number, and the number; or 0 and all models if that is not known."""
+        if not self._begun <= since <= self.number:
+            return 0, [*self._shown.values()]
+        latest = takewhile(lambda one: one[1] > since, reversed(self._changed.items()))
+        return since, [self._shown[key] for key, _ in latest]
+
+
 class Reports:
     """All views of the counters. Belongs to the loop; `stubs` sums the reports of stubs."""
 
@@ -107,6 +144,7 @@ class Reports:
         self._bans = bans
         self._clock = clock
         self.stubs = StubMetrics()
+        self._load_changes = LoadChanges()
 
     # --- small views --------------------------------------------------------------------------------------
 
@@ -175,11 +213,21 @@ class Reports:
             "metas": {group.name: self._meta_status(group, snapshot) for group in self._registry.metas()},
         }
 
-    def load(self) -> dict[str, Any]:
-        """Return the figures for placing requests on devices; polled often."""
-        load = self._scheduler.load_report()
+    def load(self, since: int) -> dict[str, Any]:
+        """Return the figures for placing requests on devices; polled often.
+
+        `since`: the `next` of an earlier answer: only models that have changed after it are in this one, if it can be.
+        """
+        changes = self._load_changes
+        if changes.shape != self._catalog.changes:
+            changes.begin(self._catalog.changes, {entry.name: entry for entry in self._ready_last()})
+        changes.note(self._scheduler.take_touched())
+        since, shown = changes.after(since)
+        load = self._scheduler.load_report(entry.key for entry in shown)
         budget = load.weight_budget_bytes
         return {
+            "since": since,
+            "next": changes.number,
             "instance": self._catalog.feed.instance,
             "backlog_s": self._scheduler.backlog_seconds(self._clock()),
             "free_bytes": None if budget is None else max(0, budget - load.weight_bytes),
@@ -199,7 +247,7 @@ class Reports:
                     "max_rows": model.max_rows,
                     "batch_input": self._catalog.get(entry.key).batch_input,
                 }
-                for entry in self._ready_last()
+                for entry in shown
                 if (model := load.models.get(entry.key)) is not None
             },
             "metas": {group.name: group.calls for group in self._registry.metas()},

@@ -78,6 +78,8 @@ class Scheduler:
         #: loaded models. A removed model moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
+        #: models that have changed since `take_touched`
+        self._touched: dict[ModelState, None] = {}
         self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = RequestQueues(self._models, self._discipline)
@@ -299,6 +301,7 @@ class Scheduler:
         if execute.again:
             self._residency.compaction.end_retry()
         elif event.out_of_memory:
+            self._touched[model] = None
             model.history.add(now, "no memory", event)
             self._residency.compaction.retry(running)
             return
@@ -320,6 +323,7 @@ class Scheduler:
         costs = variant_costs(program.model, program.costs, max_rows=program.max_batch_rows)
         model = ModelState(program, costs, self._residency.weights.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
+        self._touched[model] = None
         model.history.add(now, "added", f"sizes={sorted(program.costs)}")
         self._residency.admit(model, resident=event.resident, now=now, out=out)
         self._admission.reconsider()
@@ -389,6 +393,7 @@ class Scheduler:
         """Drop a removed model once nothing executes on its weights and no load of them runs."""
         if self._residency.remove(model, now, out):
             del self._draining[model.name]
+            self._touched.pop(model, None)
             self._queues.departed.add(model.totals.counts)
             others = any(other.family == model.family for other in self._states())
             self._past.keep(model.family, model.totals, others=others)
@@ -430,6 +435,7 @@ class Scheduler:
             self._backlog += model.backlog_seconds
             self._round += model.turn_seconds
             self._enlist(model, now)
+        self._touched.update(self._queues.dirty)
         self._queues.dirty.clear()
         if not self._queues.queued:
             # Rounding errors of the sums do not outlive a pause.
@@ -581,9 +587,15 @@ class Scheduler:
         state = self._models.get(model)
         return "" if state is None else self._loads.obstacle(state, now)
 
-    def load_report(self) -> LoadReport:
-        """Return the part of `snapshot` that is read often, of loaded models. Costs O(models)."""
-        models = {name: state.load_report() for name, state in self._models.items()}
+    def take_touched(self) -> list[str]:
+        """Return the loaded models whose part of `load_report` may have changed since the last call."""
+        touched, self._touched = self._touched, {}
+        return [model.name for model in touched if not model.draining]
+
+    def load_report(self, names: Iterable[str] | None = None) -> LoadReport:
+        """Return the part of `snapshot` that is read often, of loaded models. `names`: of these alone; None: of all."""
+        found = self._models if names is None else {*names} & self._models.keys()
+        models = {name: self._models[name].load_report() for name in found}
         weights = self._residency.weights
         return LoadReport(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
 

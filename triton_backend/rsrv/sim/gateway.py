@@ -29,6 +29,7 @@ class SimulatedGateway:
         self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
         #: time of the next look at the devices; the first one is before all other events.
         self.next_look = 0.0
+        self._looks = 0
         self.steps: list[tuple[float, WeightAction]] = []
         #: whole repacks by trigger, and changes of a packed model's home.
         self.repacks: dict[str, int] = {}
@@ -61,6 +62,7 @@ class SimulatedGateway:
 
     def look(self, now: float) -> list[tuple[int, Event]]:
         """Look at all devices, take over the planner's table, and return the events for devices."""
+        self._looks += 1
         views = {
             name: self._view(name, device, now)
             for name, device in zip(self.names, self._devices, strict=True)
@@ -114,6 +116,7 @@ class SimulatedGateway:
             free_bytes=None if self._budget is None else max(self._budget - report.weight_bytes, 0),
             backlog_s=device.scheduler.backlog_seconds(now),
             models=_Models(seen, self._unseen),
+            measurement=self._looks,
         )
 
 

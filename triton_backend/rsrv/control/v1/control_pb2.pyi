@@ -598,8 +598,20 @@ class GetMetricsResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[LoadPosition]
+    def __init__(self, positions: _Optional[_Iterable[_Union[LoadPosition, _Mapping]]] = ...) -> None: ...
+
+class LoadPosition(_message.Message):
+    __slots__ = ("device", "instance", "next")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    instance: str
+    next: int
+    def __init__(self, device: _Optional[int] = ..., instance: _Optional[str] = ..., next: _Optional[int] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("devices", "metas", "placement_mode")
@@ -612,20 +624,24 @@ class GetLoadResponse(_message.Message):
     def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ..., placement_mode: _Optional[str] = ...) -> None: ...
 
 class DeviceLoad(_message.Message):
-    __slots__ = ("number", "instance", "backlog_s", "free_bytes", "budget_bytes", "models")
+    __slots__ = ("number", "instance", "backlog_s", "free_bytes", "budget_bytes", "models", "since", "next")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     number: int
     instance: str
     backlog_s: float
     free_bytes: int
     budget_bytes: int
     models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
-    def __init__(self, number: _Optional[int] = ..., instance: _Optional[str] = ..., backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+    since: int
+    next: int
+    def __init__(self, number: _Optional[int] = ..., instance: _Optional[str] = ..., backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., since: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
     __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input")

@@ -188,6 +188,7 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
             budget_bytes=600,
             backlog_s=0.75,
             models={"m": ModelView(100, WeightsView.RESIDENT, item_s=0.5, device_seconds=3.0)},
+            devices=2,
         )
         await one.close()
 

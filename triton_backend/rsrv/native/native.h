@@ -73,6 +73,8 @@ struct place {
 // Not thread-safe: the link that owns an arena guards it. The memory stays mapped until the last place is given back.
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
+// Cuts `bytes` off the front of a place, which has as many at least; each part is given back for itself.
+struct place arena_cut(struct place*, uint64_t bytes);
 void arena_give(struct place*);
 void arena_close(struct arena*);
 bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // a segment that the runtime does not know yet

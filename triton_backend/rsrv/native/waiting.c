@@ -222,6 +222,12 @@ static void fail_all(struct pending** some, uint32_t from, uint32_t count, enum 
     for (uint32_t i = from; i < count; i++) request_fail(some[i], status, "%s", text);
 }
 
+// Returns the bytes of a request's place: some, also without rows.
+static uint64_t request_bytes(const struct pending* one) {
+    uint64_t bytes = one->input_bytes + one->output_bytes;
+    return aligned(bytes ? bytes : 1);
+}
+
 static void prepend(struct pending** list, struct pending* one) {
     one->next = *list;
     *list = one;
@@ -260,10 +266,16 @@ void link_submit(
         prepend(&failed, one);
     }
     if (ready > 0) {
+        struct place all;
+        uint64_t bytes = 0;
+        for (uint32_t i = 0; i < ready; i++) bytes += request_bytes(some[i]);
+        // Side by side: the runtime gathers requests that lie at equal distances in one copy.
         pthread_mutex_lock(&link->lock);
-        while (placed < ready && link->arena &&
-               arena_take(link->arena, some[placed]->input_bytes + some[placed]->output_bytes, &some[placed]->place))
-            placed++;
+        if (link->arena && arena_take(link->arena, bytes, &all))
+            while (placed < ready) {
+                some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
+                placed++;
+            }
         pthread_mutex_unlock(&link->lock);
         fail_all(some, placed, ready, QUEUE_FULL, NO_MEMORY);
         uint32_t written = 0;

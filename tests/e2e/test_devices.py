@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,9 +26,11 @@ from tests.waiting import wait_until
 SETTINGS = """
 runtime: {devices: [cpu, cpu]}
 """
-#: lines of the stub
-_LOST = "rsrv.stub steady: the runtime is gone; reconnecting"
-_BACK = "rsrv.stub steady: reconnected to the runtime"
+#: lines of the Python front, or of the native one
+_LOST = re.compile(
+    "rsrv.stub steady: the runtime is gone; reconnecting|rsrv.native: steady: lost the runtime"
+)
+_BACK = re.compile("rsrv.(stub|native:) steady: reconnected to the runtime")
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +105,11 @@ def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> No
 def test_a_device_whose_runtime_died_leaves_requests_to_the_other(server: RunningTriton) -> None:
     """Requests that come after its death are answered at once by the other device; later its next runtime serves again."""
 
-    def said(line: str, times: int) -> None:
-        wait_until(lambda: server.log_text().count(line) == times, what=f"{times} of {line!r}", timeout=60)
+    def said(line: re.Pattern[str], times: int) -> None:
+        def count() -> int:
+            return len(line.findall(server.log_text()))
+
+        wait_until(lambda: count() == times, what=f"{times} of {line.pattern!r}", timeout=60)
 
     for device in (0, 1):
         old = read_status(server.pid, str(device))["pid"]

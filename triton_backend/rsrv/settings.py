@@ -422,16 +422,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _the_native_front_can(self) -> "Settings":
-        if "native" in (self.stub.front, *(model.front for model in self.models.values())):
-            if self.runtime.devices != "all" and len(self.runtime.devices) > 1:
-                raise ValueError(
-                    "front: native serves one device so far, and runtime.devices names several; set front to python, or "
-                    "name one device"
-                )
-            if self.traces.endpoint is not None:
-                raise ValueError(
-                    "front: native has no traces so far; set front to python, or traces.endpoint to null"
-                )
+        fronts = (self.stub.front, *(model.front for model in self.models.values()))
+        if "native" in fronts and self.traces.endpoint is not None:
+            raise ValueError(
+                "front: native has no traces so far; set front to python, or traces.endpoint to null"
+            )
         return self
 
     @model_validator(mode="after")

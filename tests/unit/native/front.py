@@ -96,8 +96,11 @@ def described() -> bytes:
 class Connection:
     """The runtime's end of a connection of the front."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, devices: int = 1) -> None:
+        """`devices`: as the runtime says how many the server has."""
         self.sock = sock
+        self.devices = devices
+        self.board = Board()
         self._receiver = Receiver(sock)
         self.segments: dict[int, Bytes] = {}
 
@@ -117,7 +120,7 @@ class Connection:
     def greet(self) -> None:
         """Exchange the first frames, and take the registration."""
         assert self.receive()[0] is Kind.HELLO
-        send(self.sock, pack_json(Kind.WELCOME, {"devices": 1}), (Board().fd,))
+        send(self.sock, pack_json(Kind.WELCOME, {}, self.devices), (self.board.fd,))
         kind, _, frame = self.receive()
         assert kind is Kind.REGISTER
         assert unpack_json(frame)["flat"] is True
@@ -161,17 +164,21 @@ def behave(connection: Connection) -> None:
 class Front:
     """The program with a front, and the runtime that it finds. A context manager.
 
-    The runtime serves each connection on a thread, with the next behaviour, the last ones with `behave`.
+    The runtime serves each connection on a thread, with the next behaviour, the last ones with `behave`. The server has a
+    device for each list of behaviours.
     """
 
-    def __init__(self, program: Path, folder: Path, behaviours: Sequence[Behaviour] = ()) -> None:
-        #: those that were not needed so far
+    def __init__(
+        self, program: Path, folder: Path, behaviours: Sequence[Behaviour] = (), *further: Sequence[Behaviour]
+    ) -> None:
+        #: those of device 0 that were not needed so far
         self.behaviours = list(behaviours)
         environment = {
             **os.environ,
             "RSRV_RUNTIME_DIR": str(folder / "run"),
             "TSAN_OPTIONS": "halt_on_error=1",
         }
+        self._folder = folder
         self._log = (folder / "front.log").open("w+")
         self.process = subprocess.Popen(
             [program, folder / "repository" / "doubling"],
@@ -183,13 +190,16 @@ class Front:
             env=environment,
         )
         (folder / "run").mkdir(mode=0o700)
-        directory = folder / "run" / f"{self.process.pid}-{paths.start_time(self.process.pid)}-gpu0"
-        directory.mkdir(mode=0o700)
-        self._listener = listen(directory / paths.SOCKET)
-        self._listener.setblocking(True)
+        self._listeners = []
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._serve, daemon=True).start()
+        all_behaviours = (self.behaviours, *map(list, further))
+        for device, some in enumerate(all_behaviours):
+            listener = listen(self.directory(device, create=True) / paths.SOCKET)
+            listener.setblocking(True)
+            self._listeners.append(listener)
+            arguments = (listener, some, len(all_behaviours))
+            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -203,11 +213,20 @@ class Front:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         status = self.process.wait(60)
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._log.seek(0)
         log = self._log.read()
         self._log.close()
         assert error is not None or status == 0, f"the front ended with {status}:\n{log[-4000:]}"
+
+    def directory(self, device: int, *, create: bool = False) -> Path:
+        """Return the directory of a device's runtime."""
+        pid = self.process.pid
+        path = self._folder / "run" / f"{pid}-{paths.start_time(pid)}-gpu{device}"
+        if create:
+            path.mkdir(mode=0o700)
+        return path
 
     def tell(self, *commands: str) -> None:
         assert self.process.stdin is not None
@@ -231,15 +250,16 @@ class Front:
         for line in self.process.stdout:
             self._said.put(line.rstrip("\n"))
 
-    def _serve(self) -> None:
+    def _serve(self, listener: socket.socket, behaviours: list[Behaviour], devices: int) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 return
-            behaviour = self.behaviours.pop(0) if self.behaviours else behave
-            threading.Thread(target=self._talk, args=(sock, behaviour), daemon=True).start()
+            behaviour = behaviours.pop(0) if behaviours else behave
+            connection = Connection(sock, devices)
+            threading.Thread(target=self._talk, args=(connection, behaviour), daemon=True).start()
 
-    def _talk(self, sock: socket.socket, behaviour: Behaviour) -> None:
-        with sock, suppress(Closed, OSError):
-            behaviour(Connection(sock))
+    def _talk(self, connection: Connection, behaviour: Behaviour) -> None:
+        with connection.sock, suppress(Closed, OSError):
+            behaviour(connection)

@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.session import Launcher
-from rsrv.wire import frames
+from rsrv.wire import frames, paths
 from rsrv.wire.frames import (
     HEADER,
     PROTOCOL_VERSION,
@@ -34,6 +35,8 @@ from rsrv.wire.frames import (
     pack_rejected,
 )
 from rsrv.wire.layout import Interface, pack_flat
+from rsrv.wire.memory import Board
+from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import send
 from tests.fuzz.speaker import Speaker, some_fds
 from tests.unit.native.front import (
@@ -311,6 +314,111 @@ def test_a_model_may_have_as_many_batch_sizes_as_a_bundle(program: Path, tmp_pat
         assert front.ask("open") == ["opened - ok 0 0"]
         assert front.ask("send 1 1000") == [doubled(1, 1000)]
         front.ask("close")
+
+
+# --- several devices ------------------------------------------------------------------------------------------
+
+#: of the model of the program, among two devices
+HOME = crc32(b"doubling") % 2
+
+
+class Device:
+    """A device's runtime that counts the requests that it answers, or ends before it answers one."""
+
+    def __init__(self, *, ends: bool = False, launches: bool = False) -> None:
+        """`launches`: it ends after it gave the requests to its device."""
+        self.answered = 0
+        self._ends, self._launches = ends, launches
+        self._board: Board | None = None
+
+    def serve(self, connection: Connection) -> None:
+        self._board = connection.board
+        connection.greet()
+        connection.register(described())
+        while True:
+            kind, count, frame = connection.receive()
+            if kind is not Kind.SUBMIT:
+                continue
+            if self._launches:
+                for _, _, _, _, _, segment, _, outputs_at, *_ in frames.unpack_submissions(frame, count):
+                    connection.segments[segment][outputs_at] = 1
+            if self._ends:
+                return
+            self.answered += count
+            connection.answer(frame, count)
+
+    def work_for(self, seconds: float) -> None:
+        """Show on the board that the device is busy."""
+        assert self._board is not None
+        self._board.publish(time.monotonic_ns() + int(seconds * 1e9), busy=True)
+
+
+def in_order(home: Device, other: Device) -> list[list[Behaviour]]:
+    """Return the behaviours of both devices by number."""
+    devices = [home, other] if HOME == 0 else [other, home]
+    return [[device.serve] for device in devices]
+
+
+def test_a_batch_goes_to_the_device_that_answers_first(program: Path, tmp_path: Path) -> None:
+    """An idle server uses the model's home; while that works, the other device answers."""
+    home, other = Device(), Device()
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert (home.answered, other.answered) == (1, 0)
+        home.work_for(5)
+        front.tell("batch 10 3")
+        assert front.hear(3) == sorted(doubled(number) for number in range(10, 13))
+        assert (home.answered, other.answered) == (1, 3)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_the_placement_table_says_which_devices_serve(program: Path, tmp_path: Path) -> None:
+    """Only the table's devices get requests, also after a new table, and in a larger file; a damaged one changes nothing."""
+    home, other = Device(), Device()
+    bit = {home: 1 << HOME, other: 2 >> HOME}
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        table = PlacementWriter(front.directory(0) / paths.PLACEMENT)
+        table.write({"doubling": bit[other], "another": 3})
+        front.ask("open", "send 1 1")
+        assert (home.answered, other.answered) == (0, 1)
+        table.write({f"model_{number}": 3 for number in range(1000)} | {"doubling": bit[home]})
+        front.ask("send 2 1")
+        assert (home.answered, other.answered) == (1, 1)
+        table.write({"doubling": bit[other]})
+        path, header = front.directory(0) / paths.PLACEMENT, 64
+        path.write_bytes(path.read_bytes()[:header].ljust(path.stat().st_size, b"\xff"))
+        front.ask("send 3 1")
+        assert (home.answered, other.answered) == (2, 1)
+        table.close()
+        front.ask("close")
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_request_that_a_dead_runtime_did_not_launch_goes_to_another_device(
+    program: Path, tmp_path: Path, launched: bool
+) -> None:
+    """A launched request may be the cause of the death: it fails, and no other device gets it."""
+    home, other = Device(ends=True, launches=launched), Device()
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        front.ask("open")
+        front.tell("batch 1 5")
+        answers = front.hear(5)
+        if launched:
+            assert answers == [f"answer {number} 4 {DOWN}" for number in range(1, 6)]
+        else:
+            assert answers == [doubled(number) for number in range(1, 6)]
+        assert other.answered == (0 if launched else 5)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_request_is_given_to_another_device_once(program: Path, tmp_path: Path) -> None:
+    """If the second runtime ends, too, the request fails."""
+    home, other = Device(ends=True), Device(ends=True)
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
+        assert front.ask("close") == ["closed - ok 0 0"]
 
 
 # --- a runtime that misbehaves --------------------------------------------------------------------------------

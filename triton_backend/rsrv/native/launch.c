@@ -18,7 +18,6 @@
 // For the first frames on a connection, and for the runtime's process to listen; it loads jax later.
 #define GREETING_MS 60000
 #define START_MS 60000
-#define PATH_BYTES 1024
 
 extern char** environ;
 
@@ -63,11 +62,11 @@ static void make_parents(const char* path) {
     }
 }
 
-static bool find_directories(char base[PATH_BYTES], char own[PATH_BYTES]) {
+bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYTES]) {
     const char *chosen = getenv("RSRV_RUNTIME_DIR"), *run = getenv("XDG_RUNTIME_DIR");
     int length = chosen && *chosen ? snprintf(base, PATH_BYTES, "%s", chosen)
                                    : snprintf(base, PATH_BYTES, "%s/rsrv-%u", run && *run ? run : "/tmp", (unsigned)getuid());
-    int more = snprintf(own, PATH_BYTES, "%s/%d-%lu-gpu0", base, (int)getpid(), start_time());
+    int more = snprintf(own, PATH_BYTES, "%s/%d-%lu-gpu%u", base, (int)getpid(), start_time(), device);
     return length < PATH_BYTES && more < PATH_BYTES;
 }
 
@@ -95,7 +94,7 @@ static int connect_to(const char* directory) {
 static bool nobody_listens(void) { return errno == ENOENT || errno == ECONNREFUSED || errno == ECONNRESET; }
 
 // Exchanges the first frames. The runtime checks the versions; the body of its answer is not for this front.
-static int greet(int fd, struct text* why, bool* final) {
+static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final) {
     struct text hello;
     uint8_t* buffer = malloc(MAX_FRAME);
     struct frame frame = {.fd = -1};
@@ -122,11 +121,15 @@ static int greet(int fd, struct text* why, bool* final) {
             text_add(why, "the peer does not speak rsrv's protocol");
     } else
         text_add(why, "%s", reason);
-    if (frame.fd >= 0) close(frame.fd);
     free(buffer);
-    if (found > 0 && frame.kind == WELCOME) return fd;
+    if (found > 0 && frame.kind == WELCOME) {
+        uint32_t devices = frame.count < 1 ? 1 : frame.count > MAX_DEVICES ? MAX_DEVICES : frame.count;
+        *greeted = (struct greeted){fd, frame.fd, devices};
+        return true;
+    }
+    if (frame.fd >= 0) close(frame.fd);
     close(fd);
-    return -1;
+    return false;
 }
 
 // --- starting a runtime ---------------------------------------------------------------------------------------------
@@ -171,8 +174,8 @@ static pid_t spawn(const char* program, char* const arguments[], int kept) {
     return child;
 }
 
-static bool start(const char* directory, const char* settings, struct text* why, bool* final) {
-    char python[PATH_BYTES], pid[24], message[1024] = "";
+static bool start(const char* directory, const char* settings, uint32_t device, struct text* why, bool* final) {
+    char python[PATH_BYTES], number[12], pid[24], message[1024] = "";
     int ends[2], status = -1;
     *final = true;
     if (!find_python(python)) {
@@ -184,9 +187,10 @@ static bool start(const char* directory, const char* settings, struct text* why,
         return false;
     }
     snprintf(pid, sizeof pid, "%d", (int)getpid());
+    snprintf(number, sizeof number, "%u", device);
     // -P: files in the server's working directory must not shadow modules. The child has the pipe's end as number 3.
     char* const arguments[] = {python, "-P", "-m", "rsrv.runtime", "--directory", (char*)directory, "--server-pid", pid,
-                               "--settings", (char*)settings, "--device", "0", "--ready-fd", "3", NULL};
+                               "--settings", (char*)settings, "--device", number, "--ready-fd", "3", NULL};
     pid_t child = spawn(python, arguments, ends[1]);
     close(ends[1]);
     ssize_t length = 0;
@@ -225,36 +229,36 @@ static int connect_soon(const char* directory) {
     }
 }
 
-int runtime_open(const char* settings, struct text* why, bool* final) {
+bool runtime_open(const char* settings, uint32_t device, struct greeted* greeted, struct text* why, bool* final) {
     char base[PATH_BYTES], own[PATH_BYTES], lock_path[PATH_BYTES + 8];
     *final = true;
-    if (!find_directories(base, own)) {
+    if (!runtime_directory(device, base, own)) {
         text_add(why, "the path of the runtime's directory is too long; set RSRV_RUNTIME_DIR to a shorter one");
-        return -1;
+        return false;
     }
     int fd = connect_to(own);
     if (fd < 0 && nobody_listens()) {
         make_parents(base);
-        if (!make_private(base, why) || !make_private(own, why)) return -1;
+        if (!make_private(base, why) || !make_private(own, why)) return false;
         snprintf(lock_path, sizeof lock_path, "%s/lock", own);
         int lock = open(lock_path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
         if (lock < 0 || flock(lock, LOCK_EX) != 0) {
             text_add(why, "%s cannot be locked: %s", lock_path, strerror(errno));
             if (lock >= 0) close(lock);
-            return -1;
+            return false;
         }
         // The process or thread that holds the lock starts the runtime; the others wait here and find it listening.
         fd = connect_to(own);
-        bool started = fd >= 0 || (nobody_listens() && start(own, settings, why, final));
+        bool started = fd >= 0 || (nobody_listens() && start(own, settings, device, why, final));
         if (fd < 0 && started) fd = connect_soon(own);
         close(lock);
-        if (!started && why->length) return -1;
+        if (!started && why->length) return false;
     }
     if (fd < 0) {
         text_add(why, "the runtime in %s cannot be reached: %s", own, strerror(errno));
         *final = false;
-        return -1;
+        return false;
     }
     *final = false;
-    return greet(fd, why, final);
+    return greet(fd, greeted, why, final);
 }

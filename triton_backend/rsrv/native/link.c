@@ -1,4 +1,5 @@
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -41,6 +42,7 @@ void link_drop(struct link* link) {
     if (atomic_fetch_sub(&link->users, 1) != 1) return;
     interface_drop(link->interface);
     if (link->arena) arena_close(link->arena);
+    board_unmap(link->board);
     pthread_mutex_destroy(&link->lock);
     pthread_cond_destroy(&link->changed);
     free(link->model);
@@ -74,6 +76,34 @@ static void set_backoff(struct link* link, int64_t most) {
     link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : FIRST_BACKOFF_NS;
     link->backoff_ns = link->backoff_ns > most ? most : link->backoff_ns;
     link->due_ns = now_ns() + link->backoff_ns;
+    link->attempted = true;
+    pthread_cond_broadcast(&link->changed);
+}
+
+// Gives the requests that a dead runtime did not launch to other devices; the launched ones may be the cause. Returns the
+// others, a list by `next`.
+static struct pending* rescue(struct link* link, struct pending* list) {
+    struct pending *left = NULL, *next;
+    for (struct pending* one = list; one; one = next) {
+        next = one->next;
+        one->next = NULL;
+        if (one->request && !request_launched(one)) {
+            pthread_mutex_lock(&link->lock);
+            struct place place = one->place;
+            one->place.arena = NULL;
+            pthread_mutex_unlock(&link->lock);
+            if (replicas_rescue(link->owner, link, one)) {
+                pthread_mutex_lock(&link->lock);
+                arena_give(&place);
+                pthread_mutex_unlock(&link->lock);
+                continue;
+            }
+            one->place = place;
+        }
+        one->next = left;
+        left = one;
+    }
+    return left;
 }
 
 // Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
@@ -83,6 +113,8 @@ static void lose(struct link* link, const char* why, const char* client) {
     link->fd = -1;
     arena_close(link->arena);
     link->arena = NULL;
+    board_unmap(link->board);
+    link->board = NULL;
     struct pending* list = waiting_take_all(link);
     bool closed = link->state == CLOSED, mends = !closed && !link->loading;
     if (!closed) {
@@ -93,11 +125,11 @@ static void lose(struct link* link, const char* why, const char* client) {
         text_clear(&link->down);
         text_add(&link->down, "%s", client == NULL ? LINK_DOWN : *client ? client : NOT_AGAIN);
         set_backoff(link, client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
-        pthread_cond_broadcast(&link->changed);
     }
     pthread_mutex_unlock(&link->lock);
     if (mends)
         log_line(LOG_ERROR, link->model, client ? "the runtime rejects the model: %s" : "lost the runtime: %s", why);
+    list = rescue(link, list);
     for (struct pending* one = list; one; one = one->next)
         if (one->request) request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
     waiting_finish(link, list);
@@ -107,22 +139,28 @@ static void lose(struct link* link, const char* why, const char* client) {
 
 // Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
 static bool attach(struct link* link, struct text* why, bool* final) {
-    int fd = runtime_open(link->settings, why, final);
-    if (fd < 0) return false;
+    struct greeted greeted;
+    if (!runtime_open(link->settings, link->device, &greeted, why, final)) return false;
+    int fd = greeted.fd;
+    const _Atomic uint64_t* board = board_map(greeted.board);
     struct arena* arena = arena_new();
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = link};
-    bool sent = arena && frame_send_json(fd, REGISTER, link->registration) > 0;
+    bool sent = arena && board && frame_send_json(fd, REGISTER, link->registration) > 0;
     pthread_mutex_lock(&link->lock);
     bool goes_on = sent && link->state == MISSING;
     if (goes_on) {
         link->fd = fd;
         link->arena = arena;
+        link->board = board;
+        link->word_at_send = UINT64_MAX;
+        link->devices = greeted.devices;
         link->stuck = false;
         link->state = REGISTERING;
         link_hold(link);
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {
             link->fd = -1;
             link->arena = NULL;
+            link->board = NULL;
             link->state = MISSING;
             atomic_fetch_sub(&link->users, 1);
             goes_on = false;
@@ -132,7 +170,8 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     if (goes_on) return true;
     close(fd);
     if (arena) arena_close(arena);
-    text_add(why, "the model cannot be registered");
+    board_unmap(board);
+    text_add(why, board ? "the model cannot be registered" : "the runtime's greeting comes without its board");
     return false;
 }
 
@@ -149,15 +188,16 @@ static bool take_registered(struct link* link, const struct frame* frame, const 
     free(bytes);
     if (!interface) return false;
     pthread_mutex_lock(&link->lock);
-    bool ready = link->state == REGISTERING;
+    bool ready = link->state == REGISTERING, again = ready && link->interface;
     if (ready) {
         interface_drop(link->interface);
         link->interface = interface;
         link->state = READY;
         link->backoff_ns = 0;
+        link->execution_ns = interface->cost_ns;
+        link->attempted = true;
         pthread_cond_broadcast(&link->changed);
     }
-    bool again = ready && !link->loading;
     pthread_mutex_unlock(&link->lock);
     if (!ready) interface_drop(interface);
     if (again) log_line(LOG_INFO, link->model, "reconnected to the runtime");
@@ -344,62 +384,104 @@ static void begin(void) {
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
 
-// Reaches a runtime and waits until it has the model, however long compiling takes. If runtimes end meanwhile, perhaps
-// because of another model, the next one is tried; a runtime rejects a model that crashes it repeatedly.
-static bool load(struct link* link, struct text* why) {
+static void list_link(struct link* link) {
+    pthread_mutex_lock(&list_lock);
+    link->next_link = all_links;
+    all_links = link;
+    pthread_mutex_unlock(&list_lock);
+}
+
+// If runtimes end meanwhile, perhaps because of another model, the next one is tried; a runtime rejects a model that
+// crashes it repeatedly.
+bool link_load(struct link* link, struct text* why, bool* rejected) {
+    link->loading = true;
     for (int attempt = 1;; attempt++) {
         bool final = false;
         text_clear(why);
         bool attached = attach(link, why, &final);
         pthread_mutex_lock(&link->lock);
         while (attached && link->state == REGISTERING) pthread_cond_wait(&link->changed, &link->lock);
-        bool ready = link->state == READY, rejected = attached && link->rejected;
+        bool ready = link->state == READY;
+        *rejected = attached && link->rejected;
         if (ready) link->loading = false;
         if (attached && !ready) *why = link->reason;
         if (!attached) set_backoff(link, MAX_BACKOFF_NS);
         int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
         pthread_mutex_unlock(&link->lock);
-        if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
+        if (ready) list_link(link);
+        if (ready || *rejected || final || attempt == FIRST_ATTEMPTS) return ready;
         log_line(LOG_ERROR, link->model, "the runtime ended before the model was ready: %s", why->bytes);
         usleep((useconds_t)(pause / 1000));
     }
 }
 
-struct link* link_open(const char* model, const char* bundle, const char* settings, struct text* why) {
+void link_begin(struct link* link) {
+    list_link(link);
+    schedule_mend(link);
+}
+
+void link_await(struct link* link, int64_t until_ns) {
+    struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
+    int waited = 0;
+    pthread_mutex_lock(&link->lock);
+    while (!link->attempted && waited == 0) waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
+    pthread_mutex_unlock(&link->lock);
+}
+
+struct link* link_new(
+    struct replicas* owner, const char* model, const char* bundle, const char* settings, uint32_t device) {
     struct text registration;
+    pthread_condattr_t clock;
     pthread_once(&begun, begin);
     struct link* link = epoll_fd < 0 ? NULL : calloc(1, sizeof *link);
-    text_clear(why);
+    if (!link) return NULL;
     text_clear(&registration);
     text_add(&registration, "{\"model\":");
     text_add_json(&registration, model);
     text_add(&registration, ",\"bundle\":");
     text_add_json(&registration, bundle);
     text_add(&registration, ",\"flat\":true}");
-    if (!link) {
-        text_add(why, "no memory, or no threads and descriptors are left");
-        return NULL;
-    }
     atomic_init(&link->users, 1);
     pthread_mutex_init(&link->lock, NULL);
-    pthread_cond_init(&link->changed, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&link->changed, &clock);
+    link->owner = owner;
+    link->device = device;
     link->model = strdup(model);
     link->registration = strdup(registration.bytes);
     link->settings = strdup(settings);
     link->fd = -1;
-    link->loading = true;
     text_add(&link->down, "%s", LINK_DOWN);
-    bool made = link->model && link->registration && link->settings;
-    if (!made) text_add(why, "no memory");
-    if (!made || !load(link, why)) {
-        link_drop(link);
-        return NULL;
+    if (link->model && link->registration && link->settings) return link;
+    link_drop(link);
+    return NULL;
+}
+
+uint32_t link_devices(struct link* link) {
+    pthread_mutex_lock(&link->lock);
+    uint32_t devices = link->devices;
+    pthread_mutex_unlock(&link->lock);
+    return devices;
+}
+
+// A runtime that does not notice requests, or whose work is overdue, is expected to need as long again.
+int64_t link_answers_in_ns(struct link* link) {
+    const uint64_t most = 3600 * (uint64_t)NS_PER_S;  // the board's numbers are foreign
+    uint64_t now = (uint64_t)now_ns(), expected = UINT64_MAX;
+    pthread_mutex_lock(&link->lock);
+    struct pollfd writable = {link->fd, POLLOUT, 0};
+    if (link->state == READY && (!link->stuck || poll(&writable, 1, 0) > 0)) {
+        uint64_t word = atomic_load(&link->board[0]), free = 0;
+        if (word & 1) free = word > now ? word - now : now - word;
+        uint64_t unnoticed = word == link->word_at_send ? now - (uint64_t)link->unnoticed_ns : 0;
+        uint64_t load = link->interface->slot ? atomic_load(&link->board[link->interface->slot]) : 0;
+        expected = unnoticed > free ? unnoticed : free;
+        expected = (expected > most ? most : expected) + (load > most ? most : load) +
+                   (link->execution_ns > most ? most : link->execution_ns);
     }
-    pthread_mutex_lock(&list_lock);
-    link->next_link = all_links;
-    all_links = link;
-    pthread_mutex_unlock(&list_lock);
-    return link;
+    pthread_mutex_unlock(&link->lock);
+    return expected == UINT64_MAX ? INT64_MAX : (int64_t)expected;
 }
 
 void link_close(struct link* link) {

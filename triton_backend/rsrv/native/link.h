@@ -1,4 +1,4 @@
-// What link.c and waiting.c share: a model's link to the runtime.
+// What link.c, waiting.c and replicas.c share: a model's link to the runtime of one device.
 #pragma once
 #include <pthread.h>
 
@@ -13,6 +13,8 @@ enum state { MISSING, REGISTERING, READY, CLOSED };
 // each has one owner; whoever is the last to drop the link frees it.
 struct link {
     atomic_int users;
+    struct replicas* owner;  // lives while a request of the model is not answered
+    uint32_t device;
     char *model, *registration, *settings;
     struct link *next_link, *next_due;
     struct link* next_late;  // of the reader alone, like the copies of late requests
@@ -21,10 +23,17 @@ struct link {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     enum state state;
-    bool loading;  // link_open waits for the state, and mends the link itself
+    bool loading;  // link_load waits for the state, and mends the link itself
+    bool attempted;  // the first attempt is over
     int fd;
     bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
     struct arena* arena;
+    uint32_t devices;  // of the server
+    const _Atomic uint64_t* board;  // NULL if the server has one device
+    // The board's first word when requests were sent that the runtime had not noticed yet, and the time then.
+    uint64_t word_at_send;
+    int64_t unnoticed_ns;
+    uint64_t execution_ns;  // learned
     struct interface* interface;
     struct text down;    // for clients while no runtime serves the model
     struct text reason;  // for the log
@@ -40,6 +49,17 @@ struct link {
 
 extern const char LINK_DOWN[];
 
+// A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
+struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
+// Waits until the runtime serves the model, however long compiling takes. False: it does not, and `why`.
+bool link_load(struct link*, struct text* why, bool* rejected);
+void link_begin(struct link*);                       // reaches for the runtime without waiting
+void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
+uint32_t link_devices(struct link*);
+// Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.
+int64_t link_answers_in_ns(struct link*);
+void link_retry(struct link*, struct pending*);      // a request of another link's runtime, which died
+void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
 // Something waits now, or no longer: the reader looks at what waits from time to time.

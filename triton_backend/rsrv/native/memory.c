@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "native.h"
@@ -36,6 +37,25 @@ struct arena {
     uint32_t dropped_count;
     bool closed;
 };
+
+// --- the board ------------------------------------------------------------------------------------------------------
+
+const _Atomic uint64_t* board_map(int fd) {
+    struct stat found;
+    void* memory = MAP_FAILED;
+    // A file that can shrink would end this process at the next look.
+    if (fd >= 0 && fstat(fd, &found) == 0 && found.st_size == BOARD_BYTES && fcntl(fd, F_GET_SEALS) > 0 &&
+        (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK))
+        memory = mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    if (fd >= 0) close(fd);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+void board_unmap(const _Atomic uint64_t* board) {
+    if (board) munmap((void*)(uintptr_t)board, BOARD_BYTES);
+}
+
+// --- the arena ------------------------------------------------------------------------------------------------------
 
 struct arena* arena_new(void) { return calloc(1, sizeof(struct arena)); }
 

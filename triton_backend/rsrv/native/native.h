@@ -2,11 +2,13 @@
 //
 //   backend.c   Triton's entry points: a model is loaded, gets requests, is unloaded
 //   request.c   one client's request: parameters, shapes, the copies into and out of shared memory, the answer
-//   link.c      a model's connection to the runtime, the thread that reads all of them, and the one that mends them
+//   replicas.c  a model's links, one per device of the server: which of them answers a batch
+//   placement.c the placement table: on which devices a model shall run
+//   link.c      a model's connection to a runtime, the thread that reads all of them, and the one that mends them
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
 //   launch.c    where the runtime listens, and how it is started
 //   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
-//   memory.c    the shared memory of a connection
+//   memory.c    the shared memory of a connection, and the runtime's board
 //   text.c      texts: UTF-8, quoting, the tag of a request's id, and the log
 //
 // A fault here ends the server with all of its models. So the bytes of the runtime are checked like those of a client,
@@ -55,6 +57,7 @@ void text_add_bytes(struct text*, const char* bytes, size_t length);  // broken 
 void text_add_quoted(struct text*, const char*, size_t most);         // as Python's repr, cut to `most` characters
 void text_add_json(struct text*, const char*);                        // a JSON string with its quotes
 bool is_utf8(const char*);
+void text_digest(const char*, uint8_t* digest, size_t length);  // of at most 64 bytes
 uint64_t request_tag(const char* id);
 void log_line(int level, const char* model, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
@@ -82,6 +85,12 @@ void arena_announced(struct arena*);                          // it does now
 bool arena_dropped(struct arena*, uint32_t* segment);         // one that it still maps; a call of arena_forget follows
 void arena_forget(struct arena*);
 
+#define BOARD_BYTES 65536u
+
+// The runtime's board, mapped to be read. NULL: the descriptor is no board. Closes the descriptor.
+const _Atomic uint64_t* board_map(int fd);
+void board_unmap(const _Atomic uint64_t*);
+
 static inline uint64_t aligned(uint64_t bytes) { return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }
 
 // --- protocol.c ---------------------------------------------------------------------------------------------
@@ -105,6 +114,8 @@ struct variant {
 struct interface {
     atomic_int users;
     bool batched, exact;
+    uint32_t slot;     // its cell on the runtime's board; 0: it has none
+    uint64_t cost_ns;  // of the shortest execution, as measured
     uint32_t input_count, output_count, variant_count;
     struct tensor *client_inputs, *client_outputs;
     struct variant* variants;
@@ -130,6 +141,7 @@ struct completion {
     uint64_t request;
     uint16_t status;
     uint32_t text_bytes;
+    uint64_t execute_ns;
 };
 
 // 1: a frame; 0: none now; -1: the connection is over, and `why` says why.
@@ -148,9 +160,26 @@ struct completion completion_at(const struct frame*, uint32_t index);
 
 // --- launch.c -----------------------------------------------------------------------------------------------
 
-// Returns a greeted socket of the runtime, which is started if there is none; -1 and a reason: there is none.
+#define PATH_BYTES 1024
+#define MAX_DEVICES 64u
+
+// A socket of a runtime after the first frames, its board's descriptor, and how many devices the server has.
+struct greeted {
+    int fd, board;
+    uint32_t devices;
+};
+
+// The directory of the runtime of a device. False: its path is too long.
+bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYTES]);
+// Connects to the runtime of a device, which is started if there is none. False and a reason: there is none.
 // `final`: trying again is of no use until somebody mends what the reason says.
-int runtime_open(const char* settings, struct text* why, bool* final);
+bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct text* why, bool* final);
+
+// --- placement.c --------------------------------------------------------------------------------------------
+
+// Returns the devices of the model whose name has this digest of 16 bytes, bit n for device n. 0: the table does not say.
+uint64_t placement_mask(const uint8_t digest[16]);
+uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // zlib's
 
 // --- request.c ----------------------------------------------------------------------------------------------
 
@@ -169,14 +198,18 @@ struct pending {
     uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
     struct place place;
     bool cancelling;
+    bool retried;  // another device's runtime had it, and died before it launched it
     enum status status;
     struct text* failure;  // NULL: none
 };
 
+// The device of the run that a request says it is a sub-call of; -1: it does not say so.
+int64_t request_run_device(TRITONBACKEND_Request*);
 // Makes the request ready for its place; false: it has failed, `status` and `failure` say how.
 bool request_read(struct pending*, struct interface*);
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void request_write(struct pending*);  // copies the inputs to its place; may fail it
+bool request_launched(const struct pending*);  // false: the runtime never gave it to its device
 void request_submission(const struct pending*, uint8_t entry[ENTRY_BYTES]);
 // Answers and releases the request, unless that was done: with its outputs, or with its failure.
 void request_answer(struct pending*, struct link*);
@@ -185,11 +218,19 @@ const char* status_name(enum status);
 
 // --- link.c and waiting.c -------------------------------------------------------------------------------------
 
-// A model's link to the runtime. Returns NULL and the reason if the runtime cannot serve the model.
-struct link* link_open(const char* model, const char* bundle, const char* settings, struct text* why);
-void link_close(struct link*);
 void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
 const char* link_model(const struct link*);
 void link_measure(struct link*, enum status, int64_t begun_ns);
 // Log lines about requests that fail are few: true if this one is written; `left_out` were not since the last.
 bool link_logs(struct link*, enum status, uint32_t* left_out);
+
+// --- replicas.c -----------------------------------------------------------------------------------------------
+
+struct replicas;
+
+// A model's links to the runtimes. Returns NULL and the reason if no runtime can serve the model.
+struct replicas* replicas_open(const char* model, const char* bundle, const char* settings, struct text* why);
+void replicas_close(struct replicas*);
+void replicas_submit(struct replicas*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
+// Gives a request of a runtime that died, and that did not launch it, to another one, once. False: there is none.
+bool replicas_rescue(struct replicas*, struct link* lost, struct pending*);

@@ -118,7 +118,7 @@ bool completions_check(const struct frame* frame) {
 
 struct completion completion_at(const struct frame* frame, uint32_t index) {
     const uint8_t* at = frame->body + (size_t)index * COMPLETION_BYTES;
-    return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20)};
+    return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20), u64_at(at + 24)};
 }
 
 // --- the description of a model -------------------------------------------------------------------------------------
@@ -149,6 +149,7 @@ static const uint8_t* next(struct cursor* from, size_t bytes) {
 }
 
 static uint32_t next_u32(struct cursor* from) { return u32_at(next(from, 4)); }
+static uint64_t next_u64(struct cursor* from) { return u64_at(next(from, 8)); }
 
 static void refuse(struct cursor* from, bool wrong, const char* why) {
     if (wrong && !from->why) from->why = why;
@@ -184,7 +185,7 @@ static struct tensor* next_tensors(struct cursor* from, uint32_t count, bool bat
         one->type = TYPES[type].triton;
         one->item_bytes = one->row_bytes = TYPES[type].bytes;
         for (uint32_t axis = 0; axis < one->rank; axis++) {
-            int64_t extent = one->dims[axis] = (int64_t)u64_at(next(from, 8));
+            int64_t extent = one->dims[axis] = (int64_t)next_u64(from);
             bool open = !batched || (int32_t)axis == one->batch_axis;
             refuse(from, extent < (open ? -1 : 0), "an extent is negative");
             if (extent < 0 || from->why) continue;
@@ -260,6 +261,9 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
     model->input_count = next_count(&from, MAX_TENSORS);
     model->output_count = next_count(&from, MAX_TENSORS);
     model->variant_count = next_count(&from, MAX_VARIANTS);
+    model->slot = next_u32(&from);
+    model->cost_ns = next_u64(&from);
+    refuse(&from, model->slot >= BOARD_BYTES / 8, "the model's cell is not on the board");
     model->client_inputs = next_tensors(&from, model->input_count, false);
     model->client_outputs = next_tensors(&from, model->output_count, false);
     model->variants = from.why ? NULL : calloc(model->variant_count, sizeof *model->variants);

@@ -310,10 +310,29 @@ static bool find_inputs(struct pending* one, TRITONBACKEND_Input** found, struct
     return true;
 }
 
+int64_t request_run_device(TRITONBACKEND_Request* request) {
+    uint32_t count = 0;
+    int64_t device = 0;
+    bool has_run = false;
+    if (!worked(NULL, TRITONBACKEND_RequestParameterCount(request, &count))) return -1;
+    for (uint32_t i = 0; i < count; i++) {
+        const char* key;
+        const void* value;
+        int type;
+        if (!worked(NULL, TRITONBACKEND_RequestParameter(request, i, &key, &type, &value))) return -1;
+        has_run |= strcmp(key, "rsrv_run") == 0;
+        if (strcmp(key, "rsrv_device") != 0) continue;
+        if (type == PARAMETER_INT) device = *(const int64_t*)value;
+        if (type == PARAMETER_STRING) device = strtol(value, NULL, 10);
+    }
+    return has_run && device >= 0 ? device : -1;
+}
+
 bool request_read(struct pending* one, struct interface* model) {
     one->interface = model;
     interface_hold(model);
-    if (!read_parameters(one)) return false;
+    // The parameters of a request that is retried were read before: its deadline counts from then.
+    if (!one->retried && !read_parameters(one)) return false;
     TRITONBACKEND_Input** inputs = calloc(model->input_count, sizeof *inputs);
     struct shape* shapes = calloc(model->input_count, sizeof *shapes);
     bool read = inputs && shapes;
@@ -364,6 +383,12 @@ void request_write(struct pending* one) {
         if (!write_input(one, input, &tensors[i], at)) return;
         at += aligned(tensor_bytes(&tensors[i], one->rows));
     }
+    // The runtime sets it when it gives the request to its device.
+    if (one->output_bytes) one->place.memory[one->input_bytes] = 0;
+}
+
+bool request_launched(const struct pending* one) {
+    return one->output_bytes == 0 || one->place.memory[one->input_bytes] != 0;
 }
 
 void request_submission(const struct pending* one, uint8_t entry[ENTRY_BYTES]) {

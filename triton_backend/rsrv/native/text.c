@@ -126,7 +126,7 @@ void log_line(int level, const char* model, const char* format, ...) {
     if (error) TRITONSERVER_ErrorDelete(error);
 }
 
-// --- the tag of a client's request id: blake2b (RFC 7693) with a digest of 8 bytes, little-endian ----------------
+// --- digests: blake2b (RFC 7693), little-endian --------------------------------------------------------------------
 
 static const uint64_t IV[8] = {
     0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
@@ -169,15 +169,20 @@ static void compress(uint64_t h[8], const uint8_t block[128], uint64_t total, bo
     for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
 }
 
-uint64_t request_tag(const char* id) {
-    size_t left = strlen(id);
-    if (left == 0) return 0;
+void text_digest(const char* from, uint8_t* digest, size_t length) {
+    size_t left = strlen(from);
     uint64_t h[8], total = 0;
     memcpy(h, IV, sizeof h);
-    h[0] ^= 0x01010000 ^ 8;
-    for (; left > 128; id += 128, left -= 128) compress(h, (const uint8_t*)id, total += 128, false);
+    h[0] ^= 0x01010000 ^ length;
+    for (; left > 128; from += 128, left -= 128) compress(h, (const uint8_t*)from, total += 128, false);
     uint8_t block[128] = {0};
-    memcpy(block, id, left);
+    memcpy(block, from, left);
     compress(h, block, total + left, true);
-    return h[0];
+    memcpy(digest, h, length);
+}
+
+uint64_t request_tag(const char* id) {
+    uint64_t tag = 0;
+    if (*id) text_digest(id, (uint8_t*)&tag, sizeof tag);
+    return tag;
 }

@@ -118,6 +118,13 @@ struct pending* waiting_take_all(struct link* link) {
     return list;
 }
 
+// Waiting for a processor makes single executions seem far longer; none is shorter than the work itself.
+static void learn(struct link* link, uint64_t ns) {
+    uint64_t known = link->execution_ns, most = known > UINT64_MAX / 4 ? UINT64_MAX : 4 * known;
+    if (ns < known) link->execution_ns = ns;
+    if (ns > known) link->execution_ns += ((ns < most ? ns : most) - known) / 100;
+}
+
 struct pending* waiting_take_done(struct link* link, const struct frame* frame) {
     struct pending *list = NULL, **end = &list;
     const char* text = (const char*)frame->body + (size_t)frame->count * COMPLETION_BYTES;
@@ -126,6 +133,7 @@ struct pending* waiting_take_done(struct link* link, const struct frame* frame) 
         struct pending* one = find_pending(link, done.request);
         if (one) {
             remove_pending(link, one);
+            if (done.status == OK) learn(link, done.execute_ns);
             if (done.status != OK) request_fail(one, (enum status)done.status, "%.*s", (int)done.text_bytes, text);
             *end = one;
             end = &one->next;
@@ -195,6 +203,11 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
     uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * ENTRY_BYTES];
     uint32_t segment;
     int fd, sent = 1;
+    uint64_t word = atomic_load(&link->board[0]);
+    if (word != link->word_at_send) {
+        link->word_at_send = word;
+        link->unnoticed_ns = now_ns();
+    }
     while (arena_fresh(link->arena, &segment, &fd)) {
         put_header(frame, SEGMENT, 1);
         put_u64(frame + HEADER_BYTES, segment);
@@ -233,19 +246,78 @@ static void prepend(struct pending** list, struct pending* one) {
     *list = one;
 }
 
+// Sends requests to the runtime that described them so, or fails them.
+static void submit(struct link* link, struct interface* interface, struct pending** some, uint32_t count) {
+    struct pending* failed = NULL;
+    struct place all;
+    uint64_t bytes = 0;
+    uint32_t placed = 0, written = 0;
+    for (uint32_t i = 0; i < count; i++) bytes += request_bytes(some[i]);
+    // Side by side: the runtime gathers requests that lie at equal distances in one copy.
+    pthread_mutex_lock(&link->lock);
+    if (link->arena && arena_take(link->arena, bytes, &all))
+        while (placed < count) {
+            some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
+            placed++;
+        }
+    pthread_mutex_unlock(&link->lock);
+    fail_all(some, placed, count, QUEUE_FULL, NO_MEMORY);
+    for (uint32_t i = placed; i < count; i++) prepend(&failed, some[i]);
+    for (uint32_t i = 0; i < placed; i++) {
+        request_write(some[i]);
+        // Without rows there is nothing to compute.
+        if (some[i]->status != OK || some[i]->rows == 0)
+            prepend(&failed, some[i]);
+        else
+            some[written++] = some[i];
+    }
+    int64_t sent_ns = now_ns();
+    for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
+    pthread_mutex_lock(&link->lock);
+    // The places are of the connection at hand, unless the runtime was lost meanwhile.
+    bool same = link->state == READY && link->interface == interface && link->arena == (written ? some[0]->place.arena : NULL);
+    uint32_t sent = same ? send_all(link, some, written) : 0;
+    pthread_mutex_unlock(&link->lock);
+    fail_all(some, sent, written, same ? QUEUE_FULL : RUNTIME_DOWN, same ? STUCK : LINK_DOWN);
+    for (uint32_t i = sent; i < written; i++) prepend(&failed, some[i]);
+    waiting_finish(link, failed);
+}
+
+// Returns the model's description, held; NULL, and why for clients: no runtime serves the model.
+static struct interface* hold_interface(struct link* link, struct text* down) {
+    pthread_mutex_lock(&link->lock);
+    struct interface* interface = link->state == READY ? link->interface : NULL;
+    if (interface)
+        interface_hold(interface);
+    else
+        *down = link->down;
+    pthread_mutex_unlock(&link->lock);
+    return interface;
+}
+
+void link_retry(struct link* link, struct pending* one) {
+    struct text down;
+    struct interface* interface = hold_interface(link, &down);
+    interface_drop(one->interface);
+    one->interface = NULL;
+    one->cancelling = false;
+    if (!interface) request_fail(one, RUNTIME_DOWN, "%s", down.bytes);
+    if (interface && request_read(one, interface))
+        submit(link, interface, &one, 1);
+    else
+        waiting_finish(link, one);
+    interface_drop(interface);
+}
+
 void link_submit(
     struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
     struct pending *failed = NULL, *stack[FRAME_ENTRIES], **some = stack;
-    uint32_t ready = 0, placed = 0;
+    uint32_t ready = 0;
     int64_t now = now_ns();
+    struct text down;
     link_hold(link);
     if (count > FRAME_ENTRIES) some = malloc(count * sizeof *some);
-    pthread_mutex_lock(&link->lock);
-    struct interface* interface = link->state == READY ? link->interface : NULL;
-    if (interface) interface_hold(interface);
-    struct text down = {.length = 0};
-    if (!interface) down = link->down;
-    pthread_mutex_unlock(&link->lock);
+    struct interface* interface = hold_interface(link, &down);
     for (uint32_t i = 0; i < count; i++) {
         struct pending* one = some ? calloc(1, sizeof *one) : NULL;
         if (!one) {
@@ -265,40 +337,8 @@ void link_submit(
         }
         prepend(&failed, one);
     }
-    if (ready > 0) {
-        struct place all;
-        uint64_t bytes = 0;
-        for (uint32_t i = 0; i < ready; i++) bytes += request_bytes(some[i]);
-        // Side by side: the runtime gathers requests that lie at equal distances in one copy.
-        pthread_mutex_lock(&link->lock);
-        if (link->arena && arena_take(link->arena, bytes, &all))
-            while (placed < ready) {
-                some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
-                placed++;
-            }
-        pthread_mutex_unlock(&link->lock);
-        fail_all(some, placed, ready, QUEUE_FULL, NO_MEMORY);
-        uint32_t written = 0;
-        for (uint32_t i = 0; i < placed; i++) {
-            request_write(some[i]);
-            // Without rows there is nothing to compute.
-            if (some[i]->status != OK || some[i]->rows == 0)
-                prepend(&failed, some[i]);
-            else
-                some[written++] = some[i];
-        }
-        for (uint32_t i = placed; i < ready; i++) prepend(&failed, some[i]);
-        int64_t sent_ns = now_ns();
-        for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
-        pthread_mutex_lock(&link->lock);
-        // The places are of the connection at hand, unless the runtime was lost meanwhile.
-        bool same = link->state == READY && link->interface == interface && link->arena == (written ? some[0]->place.arena : NULL);
-        uint32_t sent = same ? send_all(link, some, written) : 0;
-        pthread_mutex_unlock(&link->lock);
-        fail_all(some, sent, written, same ? QUEUE_FULL : RUNTIME_DOWN, same ? STUCK : LINK_DOWN);
-        for (uint32_t i = sent; i < written; i++) prepend(&failed, some[i]);
-    }
     waiting_finish(link, failed);
+    if (ready > 0) submit(link, interface, some, ready);
     interface_drop(interface);
     if (some != stack) free(some);
     link_drop(link);

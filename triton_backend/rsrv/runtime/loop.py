@@ -224,7 +224,7 @@ class Loop:
             "pid": os.getpid(),
             "devices": self._devices,
         }
-        connection.send(pack_json(Kind.WELCOME, greeting), (self._board.fd,))
+        connection.send(pack_json(Kind.WELCOME, greeting, self._devices), (self._board.fd,))
 
     def _on_frame(
         self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview, fds: list[int]

@@ -340,7 +340,13 @@ class Registry:
         (key,) = group.models
         model = self.catalog.get(key)
         try:
-            described = pack_flat(group.client, model.interface, batched=model.bundle.manifest.rows_first)
+            described = pack_flat(
+                group.client,
+                model.interface,
+                batched=model.bundle.manifest.rows_first,
+                slot=self.catalog.entries[key].slot,
+                cost_ns=model.shortest_ns,
+            )
         except ValueError:
             raise ProtocolError(
                 "REGISTER in flat form of a model with types that no client can send"

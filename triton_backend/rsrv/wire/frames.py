@@ -206,8 +206,8 @@ def unpack_ids(frame: bytes | memoryview, count: int) -> tuple[int, ...]:
     return struct.unpack(f"<{count}Q", body)
 
 
-def pack_json(kind: Kind, value: dict[str, Any]) -> bytes:
-    frame = HEADER.pack(kind, 0, 0) + json.dumps(value, separators=(",", ":")).encode()
+def pack_json(kind: Kind, value: dict[str, Any], count: int = 0) -> bytes:
+    frame = HEADER.pack(kind, 0, count) + json.dumps(value, separators=(",", ":")).encode()
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"{kind.name} of {len(frame)} bytes exceeds a frame of {MAX_FRAME}")
     return frame

@@ -134,8 +134,8 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
 
 #: "FLAT"
 _MAGIC = 0x54414C46
-#: magic, flags, and the numbers of inputs, outputs and variants; then of each tensor behind its name
-_HEAD, _TYPE = struct.Struct("<IIIII"), struct.Struct("<BBh")
+#: magic, flags, the numbers of inputs, outputs and variants, slot and cost; then of each tensor behind its name
+_HEAD, _TYPE = struct.Struct("<IIIIIIQ"), struct.Struct("<BBh")
 _BATCHED, _EXACT = 1, 2
 #: the types that clients send, by number
 _FLAT_TYPES = (
@@ -143,14 +143,16 @@ _FLAT_TYPES = (
 )  # fmt: skip
 
 
-def pack_flat(client: dict[str, Any], interface: Interface, *, batched: bool) -> bytes:
-    """Return REGISTERED's document for a model without hooks; `client` and `batched` as there.
+def pack_flat(
+    client: dict[str, Any], interface: Interface, *, batched: bool, slot: int = 0, cost_ns: int = 0
+) -> bytes:
+    """Return REGISTERED's document for a model without hooks; `client` and the other values as there.
 
     Raises ValueError for a type that no client can send.
     """
     inputs, outputs = client["inputs"], client["outputs"]
     flags = _BATCHED * batched | _EXACT * interface.exact
-    parts = [_HEAD.pack(_MAGIC, flags, len(inputs), len(outputs), len(interface.variants))]
+    parts = [_HEAD.pack(_MAGIC, flags, len(inputs), len(outputs), len(interface.variants), slot, cost_ns)]
     parts += (_flat(name, dtype, dims, None) for name, dtype, dims in (*inputs, *outputs))
     for variant in interface.variants:
         parts.append(struct.pack(f"<{len(variant.sizes) + 1}I", len(variant.sizes), *variant.sizes))

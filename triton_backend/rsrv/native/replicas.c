@@ -1,0 +1,136 @@
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "link.h"
+
+// The model's load waits this long for the first attempts of further devices.
+#define JOIN_NS (10 * NS_PER_S)
+// Another replica than the preferred one answers a batch only if its answer is expected within this share of that one's
+// time: noise of measurements must not move traffic, and with it weights.
+#define SOONER 0.8
+
+// `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
+struct replicas {
+    uint8_t digest[16];
+    uint32_t count, home;
+    struct link* links[MAX_DEVICES];
+};
+
+// Counts the devices of a server whose device 0 has no runtime; 1 if none was ever there. The file is a list of texts.
+static uint32_t count_devices(void) {
+    char base[PATH_BYTES], own[PATH_BYTES], path[PATH_BYTES + 16];
+    uint32_t quotes = 0;
+    if (!runtime_directory(0, base, own)) return 1;
+    snprintf(path, sizeof path, "%s/devices.json", own);
+    FILE* file = fopen(path, "re");
+    for (int c; file && (c = getc(file)) != EOF;) quotes += c == '"';
+    if (file) fclose(file);
+    return quotes < 2 ? 1 : quotes / 2 > MAX_DEVICES ? MAX_DEVICES : quotes / 2;
+}
+
+// Opens the link of the first device that has a runtime: the others then find its compiled modules in the cache.
+static bool open_first(struct replicas* all, const char* model, const char* bundle, const char* settings, struct text* why) {
+    struct text reason;
+    bool rejected = false;
+    all->count = 1;
+    for (uint32_t device = 0; device < all->count && !rejected; device++) {
+        struct link* link = link_new(all, model, bundle, settings, device);
+        bool loaded = link && link_load(link, &reason, &rejected);
+        if (!link) {
+            text_clear(&reason);
+            text_add(&reason, "no memory, or no threads and descriptors are left");
+        }
+        if (device == 0) *why = reason;
+        if (loaded) {
+            if (device) log_line(LOG_ERROR, model, "device 0 does not serve the model yet: %s", why->bytes);
+            all->links[device] = link;
+            all->count = link_devices(link);
+            return device < all->count;
+        }
+        if (link) link_drop(link);
+        // A runtime that rejects the model is right about all devices.
+        all->count = count_devices();
+    }
+    return false;
+}
+
+struct replicas* replicas_open(const char* model, const char* bundle, const char* settings, struct text* why) {
+    struct replicas* all = calloc(1, sizeof *all);
+    text_clear(why);
+    if (!all || !open_first(all, model, bundle, settings, why)) {
+        if (!all) text_add(why, "no memory");
+        free(all);
+        return NULL;
+    }
+    text_digest(model, all->digest, sizeof all->digest);
+    all->home = crc32_of(0, model, strlen(model)) % all->count;
+    for (uint32_t device = 0; device < all->count; device++) {
+        if (all->links[device]) continue;
+        all->links[device] = link_new(all, model, bundle, settings, device);
+        if (all->links[device]) link_begin(all->links[device]);
+    }
+    int64_t until = now_ns() + JOIN_NS;
+    for (uint32_t device = 0; device < all->count; device++)
+        if (all->links[device]) link_await(all->links[device], until);
+    return all;
+}
+
+void replicas_close(struct replicas* all) {
+    for (uint32_t device = 0; device < all->count; device++)
+        if (all->links[device]) link_close(all->links[device]);
+    free(all);
+}
+
+// Returns the link that answers first among these devices, but for `lost`; the first one from the model's home on if no
+// other is clearly sooner. NULL: none of them has a runtime that reads.
+static struct link* soonest(struct replicas* all, uint64_t mask, const struct link* lost) {
+    struct link* chosen = NULL;
+    int64_t least = INT64_MAX;
+    for (uint32_t i = 0; i < all->count; i++) {
+        uint32_t device = (all->home + i) % all->count;
+        struct link* link = all->links[device];
+        if (!link || link == lost || !(mask >> device & 1)) continue;
+        int64_t ns = link_answers_in_ns(link);
+        if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)least)) continue;
+        chosen = link;
+        least = ns;
+    }
+    return chosen;
+}
+
+static struct link* choose(struct replicas* all) {
+    uint64_t mask = placement_mask(all->digest);
+    struct link* chosen = mask ? soonest(all, mask, NULL) : NULL;
+    // If no device of the table is alive, any other serves.
+    chosen = chosen ? chosen : soonest(all, UINT64_MAX, NULL);
+    for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
+    return chosen;
+}
+
+void replicas_submit(
+    struct replicas* all, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
+    if (all->count == 1) {
+        link_submit(all->links[0], instance, requests, count);
+        return;
+    }
+    // A sub-call goes to the device of its run, whose runtime alone knows the run. If the device has no link, any other
+    // one says so. Most batches are one part.
+    for (uint32_t from = 0, to; from < count; from = to) {
+        int64_t device = request_run_device(requests[from]);
+        for (to = from + 1; to < count && request_run_device(requests[to]) == device; to++) continue;
+        struct link* link = device >= 0 && device < all->count ? all->links[device] : NULL;
+        link_submit(link ? link : choose(all), instance, requests + from, to - from);
+    }
+}
+
+bool replicas_rescue(struct replicas* all, struct link* lost, struct pending* one) {
+    struct link* other = one->retried || one->run || all->count == 1 ? NULL : soonest(all, UINT64_MAX, lost);
+    if (!other) return false;
+    // The model may be unloaded as soon as the request is answered.
+    link_hold(other);
+    one->retried = true;
+    link_retry(other, one);
+    link_drop(other);
+    return true;
+}

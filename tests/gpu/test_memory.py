@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import jax_device
-from rsrv.runtime.device import OutOfMemory
+from rsrv.runtime.device import Array, OutOfMemory
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.precision import product
@@ -65,6 +65,24 @@ def upload_too_much() -> tuple[str, float]:
     return found
 
 
+def upload_into_pieces() -> list[tuple[str, float]]:
+    device = JaxDevice("cuda")
+    mib = np.zeros(MIB, np.uint8)
+
+    def tensor(count: int) -> Array:
+        return np.broadcast_to(mib, (count, MIB))
+
+    (kept,) = device.upload([tensor(246)])
+    found = [refused(lambda: device.upload([tensor(210), tensor(100)]))]
+    device.free([kept])
+    pieces = device.upload([tensor(60)] * 8)
+    device.free(pieces[1:7:2])
+    found.append(refused(lambda: device.upload([tensor(100)])))
+    device.free(pieces[::2])
+    device.upload([tensor(100)])
+    return found
+
+
 def execute_too_much(bundle: Path) -> tuple[str, float]:
     device = JaxDevice("cuda")
     model = build_here(bundle, device)
@@ -85,6 +103,15 @@ def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
 
     assert " bytes are needed, and " in text
     assert seconds < XLA_WAIT_S / 2
+
+
+def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> None:
+    """The allocator hands out 330 MiB for a tensor of 210, and finds no 100 in four free pieces of 60 to 96."""
+    gpu.settings.memory_bytes = 640 * MIB
+
+    for text, seconds in gpu.run(upload_into_pieces):
+        assert text.endswith(" are free, but in pieces that are too small")
+        assert seconds < XLA_WAIT_S / 2
 
 
 def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Path) -> None:

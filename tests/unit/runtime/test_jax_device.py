@@ -362,13 +362,13 @@ def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: b
 def test_a_launch_that_waits_for_memory_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of freed buffers comes after some time; meanwhile other threads launch."""
     device = JaxDevice("cpu")
-    in_use, held = iter([100, 100, 0]), []
+    in_use, held = iter([256, 256, 0]), []
 
     def memory(figure: str) -> int:
         held.append(device._lock.locked())
         return next(in_use)
 
-    monkeypatch.setattr(device, "_limit", 100)
+    monkeypatch.setattr(device, "_limit", 256)
     monkeypatch.setattr(device, "_memory", memory)
 
     device.launch(Executable(lambda x: [jnp.asarray(x)]), [], [np.zeros(8, np.float32)])

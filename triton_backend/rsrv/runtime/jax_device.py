@@ -48,6 +48,7 @@ from rsrv.runtime.device import (
     OutOfMemory,
     never,
 )
+from rsrv.runtime.free_pieces import FreePieces, rounded
 from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, lower, target_of, use_cache
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
 from rsrv.runtime.stored_executables import find_executables
@@ -76,8 +77,6 @@ _RELEASE_S = 10.0
 _TUNING_BYTES = 128 << 20
 #: how XLA reports that it has no memory to time kernels
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
-#: bytes to a multiple of which jax's allocator on a GPU rounds
-_ROUNDED_BYTES = 256
 #: array whose allocation ends that of an upload's arrays
 _END: ArrayKind = ((1,), np.dtype(np.uint8))
 #: placeholder of an output that stays on the device
@@ -207,8 +206,10 @@ class JaxDevice:
                     f"weights cannot be copied to {self._device.device_kind}: {error}"
                 ) from None
         self._allocator = lru_cache(_ALLOCATORS)(self._compile_allocator)
-        #: bytes that an execution allocates for its outputs and intermediates, by executable
-        self._working_bytes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        #: bytes that an execution allocates for its intermediates and for each output, by executable
+        self._working_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        #: None: the allocator's pieces are not known
+        self._pieces: FreePieces | None = None
         self._limit = self._measure_limit()
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
@@ -233,7 +234,8 @@ class JaxDevice:
         stored = None if self._stored is None else self._stored.get(key[0].hex())
         try:
             with self._cache.offering(stored):
-                compiled = self._compile(as_exported(module, signature), stored=stored is not None)
+                exported = as_exported(module, signature)
+                compiled = self._compile(exported, stored=stored is not None)
         except Exception as error:
             self._examine(error)
             raise
@@ -244,8 +246,8 @@ class JaxDevice:
         self._jax.clear_caches()
         self._executables[key] = compiled
         if (size := compiled.memory_analysis()) is not None:
-            new = size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes
-            self._working_bytes[compiled] = new
+            outputs = map(_bytes, exported.out_avals)
+            self._working_bytes[compiled] = [size.temp_size_in_bytes, *outputs]
         return Executable(compiled)
 
     def _compile(self, exported: Any, *, stored: bool) -> Any:
@@ -254,11 +256,11 @@ class JaxDevice:
         `stored`: jax is offered an executable and only loads it.
         """
         lowered = lower(exported)
-        largest = max((math.prod(a.shape) * a.dtype.itemsize for a in exported.in_avals), default=0)
+        largest = max(map(_bytes, exported.in_avals), default=0)
         try:
             if not stored:
                 try:
-                    self._require(largest + _TUNING_BYTES)
+                    self._require([largest, _TUNING_BYTES])
                 except OutOfMemory:
                     if (cached := self._load_cached(lowered)) is not None:
                         return cached
@@ -313,8 +315,10 @@ class JaxDevice:
         deadline = time.monotonic() + _RELEASE_S
         while self._preallocates and self._driver().free_bytes() < limit and time.monotonic() < deadline:
             time.sleep(_RELEASE_S / 100)
-        self._jax.block_until_ready(self._jax.device_put(np.zeros(1, np.uint8), self._device))
+        first: Any = self._jax.block_until_ready(self._jax.device_put(np.zeros(1, np.uint8), self._device))
         pool = self._memory("pool_bytes") or limit
+        if self._preallocates and self._memory("num_allocs") == 1:
+            self._pieces = FreePieces(first.unsafe_buffer_pointer(), pool)
         if not self._preallocates or pool >= limit:
             return limit
         log.warning(
@@ -326,15 +330,20 @@ class JaxDevice:
         )
         return pool
 
-    def _require(self, nbytes: int) -> None:
-        """Raise OutOfMemory if jax's allocator has fewer free bytes: it would wait ten seconds for them first."""
+    def _require(self, sizes: Sequence[int]) -> None:
+        """Raise OutOfMemory if jax's allocator has no room for these: it would wait ten seconds for it first."""
         if self._limit is None:
             return
+        needed = sum(map(rounded, sizes))
         deadline = time.monotonic() + _FREEING_S
-        while nbytes > (free := self._limit - (self._memory("bytes_in_use") or 0)):
+        while needed > (free := self._limit - (self._memory("bytes_in_use") or 0)):
             if time.monotonic() > deadline:
-                raise OutOfMemory(f"{nbytes} bytes are needed, and {free} of {self._limit} are free")
+                raise OutOfMemory(f"{needed} bytes are needed, and {free} of {self._limit} are free")
             time.sleep(_FREEING_S / 100)
+        if self._pieces is not None and not self._pieces.fits(sizes):
+            raise OutOfMemory(
+                f"{needed} bytes are needed, and {free} of {self._limit} are free, but in pieces that are too small"
+            )
 
     def memory_in_use(self) -> int | None:
         return self._memory("bytes_in_use")
@@ -410,12 +419,13 @@ class JaxDevice:
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (*kinds, _END)]
         # Beside the arrays, the allocation returns a table of their addresses.
-        self._require(
-            sum(-(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for nbytes in (*sizes, 8 * len(sizes)))
-        )
+        self._require([*sizes, 8 * len(sizes)])
         allocated: list[Any]
         *allocated, end = self._allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
         end.__dlpack__(stream=copies.handle)
+        if self._pieces is not None:
+            for array in allocated:
+                self._pieces.add(id(array), array.unsafe_buffer_pointer(), array.nbytes)
         following = iter(allocated)
         # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
         return [
@@ -462,6 +472,8 @@ class JaxDevice:
         buffer: Any
         on_cpu = self._device.platform == "cpu"
         for buffer in buffers:
+            if self._pieces is not None:
+                self._pieces.remove(id(buffer))
             buffer.delete()
             if on_cpu:
                 self._reuse.free(buffer, reuse=reuse)
@@ -499,8 +511,8 @@ class JaxDevice:
         try:
             if self._limit is not None:
                 # It may wait, so other launches go first.
-                moved = sum(one.nbytes for one in inputs if isinstance(one, np.ndarray))
-                self._require(moved + self._working_bytes.get(executable, 0))
+                moved = [one.nbytes for one in inputs if isinstance(one, np.ndarray)]
+                self._require([*moved, *self._working_bytes.get(executable, ())])
             # The lock makes the order of launches that of executions, and lets a CPU execute one at a time.
             with self._lock:
                 if not self.asynchronous:
@@ -533,7 +545,7 @@ class JaxDevice:
                 if piece.buffer is buffer:
                     rows[piece.at : piece.at + piece.rows] = np.arange(piece.first, piece.first + piece.rows)
             try:
-                self._require(2 * base.nbytes)
+                self._require([base.nbytes] * 2)
                 merged = self._merge(merged, buffer, rows, axis)
             except Exception as error:
                 self._examine(error)
@@ -593,6 +605,11 @@ def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
     along = [1] * base.ndim
     along[axis] = -1
     return jnp.where((rows >= 0).reshape(along), jnp.take(source, rows, axis=axis, mode="clip"), base)
+
+
+def _bytes(aval: Any) -> int:
+    """Return the bytes of an array with this shape and type."""
+    return int(math.prod(aval.shape) * aval.dtype.itemsize)
 
 
 def _exhausted(error: BaseException) -> bool:

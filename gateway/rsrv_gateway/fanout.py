@@ -90,7 +90,7 @@ _UNKNOWN = (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT)
 
 def all_succeeded(answers: Answers) -> Answer:
     """Return the first answer if no worker refused."""
-    return _first_refusal(answers) or _only(answers)
+    return _first_refusal(answers) or next(iter(answers.values()), no_worker())
 
 
 def merge_statistics(answers: Answers) -> Answer:
@@ -133,10 +133,6 @@ def _first_refusal(answers: Answers) -> Refusal | None:
                 return answer  # independent of the worker
             return Refusal(answer.for_client(), f"worker {worker}: {answer.message}", answer.trailing)
     return None
-
-
-def _only(answers: Mapping[str, Any]) -> Answer:
-    return next(iter(answers.values()), None) or no_worker()
 
 
 # --- statistics ------------------------------------------------------------------------------------------

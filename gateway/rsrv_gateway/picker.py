@@ -26,6 +26,7 @@ from rsrv_gateway.connections import SERVICE, Token, server_tls
 from rsrv_gateway.ext_proc import Head
 from rsrv_gateway.http2 import EnvoyConnection
 from rsrv_gateway.http_protocol import UnknownPath, overstated, peek, target_of
+from rsrv_gateway.inquiries import ABOUT_A_MODEL, OPERATIONS
 from rsrv_gateway.members import READ_PAUSE_S, addresses_of
 from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
 from rsrv_gateway.peek import Malformed, Peeked
@@ -41,23 +42,11 @@ _RESOLVE_S = 2.0
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
+#: operations as in `inquiries.OPERATIONS`: inference, and what is asked of a server that has the model
 _INFERENCE = frozenset(["ModelInfer", "ModelStreamInfer", "infer", "generate", "generate_stream"])
-_ABOUT_A_MODEL = frozenset(
-    ["ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "ready", "model", "config", "stats"]
-)
+_ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
 #: what a client may ask of any server, beside methods and paths that no server knows
-_OF_ANY = frozenset(
-    [
-        "ServerLive",
-        "ServerReady",
-        "ServerMetadata",
-        "RepositoryIndex",
-        "live",
-        "server ready",
-        "server",
-        "index",
-    ]
-)
+_OF_ANY = frozenset(["live", "server ready", "server", "index"])
 
 
 class Picker:
@@ -216,7 +205,7 @@ def _hosts(workers: Mapping[str, Worker]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Method of gRPC, or operation as in `Target`, that a request asks for, and the model if it is in the path."""
+    """Operation that a request asks for, and the model if it is in the path."""
 
     what: str
     model: str = ""
@@ -230,7 +219,7 @@ def _question(head: Head) -> _Question | None:
     """Return what a request asks; None: a server knows, or refuses it."""
     if head.is_grpc:
         service, _, method = head.path.rpartition("/")
-        return _Question(method) if service + "/" == SERVICE else None
+        return _Question(OPERATIONS.get(method, method)) if service + "/" == SERVICE else None
     try:
         target = target_of(head.method, head.path)
     except UnknownPath:

@@ -1,0 +1,98 @@
+"""All calls except inference: about the gateway, about one model, or to all workers. The same over gRPC and HTTP."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from rsrv_gateway import fanout
+from rsrv_gateway.fanout import Answer, Ask, Merge, ask_all, first
+from rsrv_gateway.outcomes import Refusal, no_worker, unsupported
+from rsrv_gateway.traffic import Traffic
+
+T = TypeVar("T")
+
+#: the operation of each method of gRPC, as `http_protocol.Target` names it
+OPERATIONS: Mapping[str, str] = {
+    "ServerLive": "live",
+    "ServerReady": "server ready",
+    "ServerMetadata": "server",
+    "ModelReady": "ready",
+    "ModelMetadata": "model",
+    "ModelConfig": "config",
+    "ModelStatistics": "stats",
+    "RepositoryIndex": "index",
+    "RepositoryModelLoad": "load",
+    "RepositoryModelUnload": "unload",
+    "TraceSetting": "trace/setting",
+    "LogSettings": "logging",
+    **{
+        f"{kind}SharedMemory{verb}": verb.lower()
+        for kind in ("System", "Cuda")
+        for verb in ("Status", "Register", "Unregister")
+    },
+}
+#: questions that any worker with the model answers
+ABOUT_A_MODEL = frozenset(["ready", "model", "config"])
+#: these take as long as loading a model, so the default timeout does not apply
+CHANGES = frozenset(["load", "unload"])
+#: questions to all workers, and the functions that merge the answers
+_MERGED: Mapping[str, Merge] = {"stats": fanout.merge_statistics, "index": fanout.merge_index}
+
+
+class AnswerForm(Protocol[T]):
+    """An operation's answers over one protocol."""
+
+    def yes(self) -> T: ...
+
+    def is_yes(self, answer: T) -> bool: ...
+
+    def parse(self, what: str, answer: T) -> Answer:
+        """Return an answer as a message of `service_pb2`, or the refusal of one that cannot be parsed."""
+
+    def render(self, what: str, message: Any) -> T: ...
+
+
+class Inquiries(Generic[T]):
+    def __init__(self, traffic: Traffic, workers: Collection[str], form: AnswerForm[T]) -> None:
+        """`workers` are those with connections, at any time."""
+        self._traffic = traffic
+        self._workers = workers
+        self._form = form
+
+    async def answer(self, what: str, model: str, ask: Ask[T]) -> T | Refusal:
+        """Answer an operation; `model` is empty if it concerns none."""
+        form = self._form
+        if what == "live":
+            return form.yes()
+        if what == "server ready":
+            return await self._ready(ask)
+        if what == "server":
+            return await first(self._workers, ask)
+        if what in ABOUT_A_MODEL:
+            workers = await self._traffic.workers_for(model)
+            return await first(workers, ask, form.is_yes if what == "ready" else None)
+        if what in CHANGES:
+            answers = await ask_all(self._workers, ask)
+            # A client that knows the model as loaded or unloaded may rely on that.
+            await self._traffic.brain.refresh(sure=True)
+            changed: T | Refusal = fanout.all_succeeded(answers)
+            return changed
+        if what not in _MERGED:
+            return unsupported()
+        answers = await ask_all(self._workers, ask)
+        merged = _MERGED[what](
+            {
+                worker: answer if isinstance(answer, Refusal) else form.parse(what, answer)
+                for worker, answer in answers.items()
+            }
+        )
+        return merged if isinstance(merged, Refusal) else form.render(what, merged)
+
+    async def _ready(self, ask: Ask[T]) -> T | Refusal:
+        """Return true if a worker is ready, which is certain if a model is."""
+        if self._traffic.serves:
+            return self._form.yes()
+        answers = (await ask_all(self._workers, ask)).values()
+        for answer in answers:
+            if not isinstance(answer, Refusal) and self._form.is_yes(answer):
+                return answer
+        return next(iter(answers), no_worker())

@@ -43,7 +43,6 @@ NOT_RUN = {
 #: Placeholders in commands, and the tests' values for them.
 PLACEHOLDERS = {
     "MODEL": "classify",
-    "ID": "some-request",
     "SCENARIO.yaml": "docs/scenarios/bursts.yaml",
     "FLEET.yaml": "docs/scenarios/together.yaml",
 }

@@ -48,7 +48,10 @@ def fleet() -> Board:
         title="rsrv: fleet",
         about="All servers: problems, load, and the models that cause it.",
         faults={
-            "runtimes that do not answer": or_zero(f"count({series('rsrv_runtime_up')} == 0)"),
+            "servers without a runtime": or_zero(
+                f"count(max without (device) ({series('rsrv_runtime_up')}) == 0)"
+            ),
+            "devices without a runtime": or_zero(f"count({series('rsrv_runtime_up')} == 0)"),
             "restarts within an hour": or_zero(total(increase("rsrv_runtime_restarts_total", "1h"))),
             "models not as their bundles say": or_zero(total(series("rsrv_reload_failed"))),
             "servers silent to their gateway": or_zero(f"count({gateway('rsrv_gateway_worker_up')} == 0)"),

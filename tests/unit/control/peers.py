@@ -23,7 +23,7 @@ from rsrv.control.protocols import ModelVersion, RuntimeView
 from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
 from rsrv.control.runtimes import Runtimes
-from rsrv.control.service import ControlService
+from rsrv.control.service import ControlledServer, ControlService, Monitoring
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
@@ -340,16 +340,15 @@ async def served(
         )
         cards = Cards(["cpu"] * len(runtimes.links))
         health = Health(runtimes, readiness)
+        parsed = load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}")
+        placing = Placing(runtimes, parsed, tmp_path / "placement")
+        live = Live(runtimes, cards, dict, every=0.1)
         service = ControlService(
+            ControlledServer(os.getpid(), repository, parsed),
             runtimes,
-            parsed := load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),
-            repository,
-            os.getpid(),
             lifecycle,
-            Metrics(runtimes, lambda: lifecycle.failures.keys(), {}),
-            live := Live(runtimes, cards, dict, every=0.1),
-            cards,
-            placing := Placing(runtimes, parsed, tmp_path / "placement"),
+            placing,
+            Monitoring(Metrics(runtimes, lambda: lifecycle.failures.keys(), {}), live, cards),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

@@ -86,7 +86,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.placing import Placing
     from rsrv.control.reconciler import Reconciler
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
-    from rsrv.control.service import ControlService
+    from rsrv.control.service import ControlledServer, ControlService, Monitoring
     from rsrv.control.triton import Triton
     from rsrv.settings import read_settings
     from rsrv.tokens import read_token
@@ -115,9 +115,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
-    service = ControlService(
-        runtimes, settings, repository, options.server_pid, reconciler, metrics, live, cards, placing
-    )
+    served = ControlledServer(options.server_pid, repository, settings)
+    service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,29 +31,40 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import CHANGEABLE, Settings
 
 
+@dataclass(frozen=True, slots=True)
+class ControlledServer:
+    """The tritonserver of the control process."""
+
+    pid: int
+    repository: Path
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Monitoring:
+    """Figures for people and for Prometheus."""
+
+    metrics: Metrics
+    live: Live
+    cards: Cards
+
+
 class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(
         self,
+        server: ControlledServer,
         runtimes: Runtimes,
-        settings: Settings,
-        repository: Path,
-        server_pid: int,
         lifecycle: Reloading,
-        metrics: Metrics,
-        live: Live,
-        cards: Cards,
         placing: Placing,
+        monitoring: Monitoring,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._server = server
+        self._settings = server.settings
         self._runtimes = runtimes
-        self._settings = settings
-        self._repository = repository
-        self._server_pid = server_pid
         self._lifecycle = lifecycle
-        self._metrics = metrics
-        self._live = live
-        self._cards = cards
         self._placing = placing
+        self._monitoring = monitoring
         self._clock = clock
 
     # --- the state ------------------------------------------------------------------------------------------
@@ -80,14 +92,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         def told(kind: str, name: str) -> dict[int, Any]:
             return {number: said[kind][name] for number, said in statuses.items() if name in said[kind]}
 
-        cards, now, versions = await self._cards.memory(), self._clock(), messages.by_name(entries)
+        cards, now, versions = await self._monitoring.cards.memory(), self._clock(), messages.by_name(entries)
         return pb.GetStatusResponse(
             server=pb.Server(
-                pid=self._server_pid,
+                pid=self._server.pid,
                 control_pid=os.getpid(),
                 version=rsrv.__version__,
                 mode=member(pb.Mode, self._settings.lifecycle.mode),
-                repository=str(self._repository),
+                repository=str(self._server.repository),
             ),
             devices=[
                 messages.device_status(number, link, statuses.get(number), cards.get(number), now)
@@ -126,7 +138,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
-        return pb.GetMetricsResponse(text=await self._metrics.text())
+        return pb.GetMetricsResponse(text=await self._monitoring.metrics.text())
 
     @answers
     async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:
@@ -148,7 +160,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def WatchPage(
         self, request: pb.WatchPageRequest, context: Any
     ) -> AsyncIterator[pb.WatchPageResponse]:
-        async with aclosing(self._live.watch()) as events:
+        async with aclosing(self._monitoring.live.watch()) as events:
             async for event in events:
                 yield pb.WatchPageResponse(event=event.name, json=event.json)
 
@@ -324,7 +336,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
         # With the server's pid: StopProfile finds it also if another control process started it.
-        directory = parent / f"{moment}-{self._server_pid}"
+        directory = parent / f"{moment}-{self._server.pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -346,7 +358,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def StopProfile(self, request: pb.StopProfileRequest) -> pb.StopProfileResponse:
         await self._runtimes.slow_command({number: {"command": "profile"} for number in self._runtimes.live})
-        found = sorted(self._profiles().glob(f"*-{self._server_pid}"))
+        found = sorted(self._profiles().glob(f"*-{self._server.pid}"))
         return pb.StopProfileResponse(directory=str(found[-1]) if found else "")
 
     def _profiles(self) -> Path:

@@ -62,6 +62,11 @@ def carried(folder: Path) -> list[str]:
     return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
 
 
+_Identity = tuple[int, int, int, int]
+#: whether two shared files are equal, by their devices, inodes, sizes and times
+_compared: dict[tuple[_Identity, _Identity], bool] = {}
+
+
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
     """Return whether the directory holds exactly the planned files.
 
@@ -81,6 +86,14 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
     return present == set(plan) and all(_is_equal(folder / path, plan[path], mode, written) for path in plan)
 
 
+def _is_same(source: Path, copy: Path) -> bool:
+    """Return whether a copy of a shared file has its content: read once, however many models have links to the copy."""
+    (one, other) = ((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (source.stat(), copy.stat()))
+    if (one, other) not in _compared:
+        _compared[one, other] = filecmp.cmp(source, copy, shallow=False)
+    return _compared[one, other]
+
+
 def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> bool:
     match content:
         case SourceFolder(source):
@@ -92,7 +105,7 @@ def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> b
                 return _may_link(source, mode) and source.stat().st_mtime_ns <= written
             return filecmp.cmp(source, target, shallow=False)
         case SharedFile(source):
-            return filecmp.cmp(source, target, shallow=False)
+            return _is_same(source, target)
         case bytes():
             return target.read_bytes() == content
 
@@ -188,7 +201,7 @@ class RepositoryWriter:
     def _shared(self, source: Path) -> Path:
         """Return the repository's copy of a file: its links have one inode, so that a library is loaded once."""
         copy = self._repository / source.name
-        if not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):
+        if not (copy.is_file() and _is_same(source, copy)):
             new = self._aside / source.name
             shutil.copy(source, new)
             new.replace(copy)

@@ -108,10 +108,9 @@ def _labels(node: Any) -> set[str]:
                 return inner
             if node.modifier is None:
                 return set()
-            by = set(node.modifier.labels)
-            _require(node.modifier.type == promql_parser.AggModifierType.By, f"not by labels: {node}")
-            _require(by <= inner, f"{by - inner}: by a label that is not there")
-            return by
+            named = set(node.modifier.labels)
+            _require(named <= inner, f"{named - inner}: a label that is not there")
+            return named if node.modifier.type == promql_parser.AggModifierType.By else inner - named
         case promql_parser.Call():
             inner = set().union(*map(_labels, node.args))
             if node.func.name == "histogram_quantile":

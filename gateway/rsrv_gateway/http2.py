@@ -3,7 +3,8 @@
 A stream carries a few small messages. With 16 clients, the picker took 848 us of CPU for each on grpc.aio, and 154 here:
 frames are read where they arrive, without a task for each stream, and all answers to what arrived together are one
 write. Headers are not read, so every stream of the port is a call of the method; that saves their compression's state.
-On the library h2, decision included, a stream took 210 to 350 us where it takes 40 to 80 here.
+On the library h2, in turns in one run of `python -m tests.bench.gateway --parts passing` on busy cores, a request took 406 us
+of the picker's CPU instead of 169 with 16 clients, and 1,397 instead of 553 with one.
 """
 
 import asyncio

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
 from rsrv.scheduler.settings import Eviction
 from rsrv.sim.metrics import summarize
@@ -198,10 +199,10 @@ def table(rows: Iterator[Sequence[str]]) -> str:
 
 
 def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
-    """Return the rows with the best of each column in bold, the worst in italics."""
+    """Return the rows of the runtime's disciplines, with the best of each column in bold, the worst in italics."""
     columns = COLUMNS[name]
-    yield ("scheduler", *(column.title for column in columns))
-    values = {key: [column.value(run) for column in columns] for key, run in those.items()}
+    yield ("discipline", *(column.title for column in columns))
+    values = {key: [column.value(those[key]) for column in columns] for key in DISCIPLINES}
     for key, own in values.items():
         cells = []
         for index, column in enumerate(columns):

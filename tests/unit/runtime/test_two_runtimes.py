@@ -74,6 +74,21 @@ def request(start: float) -> FakeRequest:
     return FakeRequest({"x": rows(8, start)})
 
 
+def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes) -> None:
+    """Executions take 1 ms each, so twelve of them end sooner on two devices, and each answer is right."""
+    batch = [request(number) for number in range(12)]
+    wait_until(lambda: all((expected := one.forecast()) and expected.warm for one in two.engines))
+
+    assert two.replicas.execute(batch) is None
+
+    for number, one in enumerate(batch):
+        answer = one.answers.get(timeout=10)
+        assert answer.error is None
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, number) + 1)
+    executed = [sum(runtime.device.executed) for runtime in two.runtimes]
+    assert min(executed) >= 4 * 8
+
+
 def test_requests_that_were_not_launched_survive_their_runtime(two: TwoRuntimes) -> None:
     """The one that executes fails with the reason; those in the queue are answered by the other device, and right."""
     two.hold(0)

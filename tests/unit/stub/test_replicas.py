@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub import replicas as under_test
 from rsrv.stub.connection import LaunchError, Rejected
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
@@ -36,6 +37,7 @@ class FakeReplica:
     taken: list[ClientRequest] = field(default_factory=list)
     meters: Any = None
     transport: str = "direct"
+    warm: bool = True
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,14 @@ class FakeReplica:
 
     def answers_in_s(self) -> float:
         return self.seconds
+
+    def forecast(self) -> Forecast | None:
+        return (
+            None if self.seconds == inf else Forecast(self.seconds, self.warm, ExecutionCosts((1,), (1.0,)))
+        )
+
+    def rows(self, requests: Sequence[Any]) -> list[int]:
+        return [1] * len(requests)
 
     def take_over(self, request: ClientRequest) -> bool:
         self.taken.append(request)
@@ -212,6 +222,25 @@ def test_a_request_of_a_dead_runtime_is_tried_once_elsewhere() -> None:
 
     fakes[1].seconds = fakes[3].seconds = inf
     assert not process.retry(ClientRequest(FakeRequest({}), ArrivalTime.now()), fakes[0].session)
+
+
+def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementReader) -> None:
+    """Each request is answered once, later, by a live device of the table that has the weights."""
+
+    def answers(count: int) -> list[int]:
+        requests = [FakeRequest({}) for _ in range(count)]
+        returned = replicas.execute(requests)
+        return returned or [cast(int, one.answers.get(timeout=1)) for one in requests]
+
+    replicas, fakes = made(4, reader=reader)
+    table.write({"m": 0b0111})
+
+    assert sorted(answers(6)) == [0, 0, 1, 1, 2, 2]
+    fakes[1].warm = False
+    fakes[1].seconds = 1.1
+    assert sorted(answers(6)) == [0, 0, 0, 2, 2, 2]
+    fakes[0].seconds = fakes[1].seconds = inf
+    assert answers(6) == [2] * 6
 
 
 def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:

@@ -10,7 +10,7 @@ from zlib import crc32
 
 #: another device than the preferred one gets a batch only if its answer is expected within this share of that one's
 #: time: noise of measurements must not move traffic, and with it weights
-_SOONER = 0.8
+SOONER = 0.8
 
 _Device = TypeVar("_Device")
 
@@ -56,6 +56,6 @@ def _soonest(devices: Iterable[_Device], answers_in_s: Callable[[_Device], float
     least = answers_in_s(device)
     for one in others:
         seconds = answers_in_s(one)
-        if seconds < _SOONER * least:
+        if seconds < SOONER * least:
             device, least = one, seconds
     return device, least

@@ -327,5 +327,8 @@ def to_json(model: CompiledModel) -> dict[str, Any]:
         "interface": model.interface.to_json(),
         "client": wire_tensors(model.bundle),
         "batched": model.bundle.manifest.rows_first,
-        "cost_ns": model.shortest_ns,
+        "costs_ns": [
+            [int(model.program.costs[index, size] * 1e9) for size in variant.sizes]
+            for index, variant in enumerate(model.interface.variants)
+        ],
     }

@@ -8,6 +8,7 @@ from the runtime, which starves a device on long executions. So execute() waits 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -17,6 +18,7 @@ import numpy as np
 
 from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
+from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredReplies
 from rsrv.stub.endpoint import (
@@ -180,6 +182,8 @@ class Engine:
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
+        #: of the request that was read last
+        self._variant = 0
         self._attachment = attachment = self._process.begin(session)
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
@@ -213,7 +217,11 @@ class Engine:
         self._endpoint = Endpoint(
             model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
         )
-        self._execution = LearnedDuration(model.cost_ns / 1e9, fall=1.0, rise=_RISE)
+        self._execution = LearnedDuration(min(map(min, model.costs)), fall=1.0, rise=_RISE)
+        self._costs = [
+            ExecutionCosts(variant.sizes, seconds)
+            for variant, seconds in zip(model.interface.variants, model.costs, strict=True)
+        ]
 
     @property
     def ready(self) -> bool:
@@ -225,7 +233,25 @@ class Engine:
         attachment = self.session.attachment
         if attachment is None or not attachment.deferred.reads:
             return inf
-        return attachment.device_free_in_s() + self._execution.seconds
+        return attachment.device_free_in_s() + attachment.load_in_s() + self._execution.seconds
+
+    def forecast(self) -> Forecast | None:
+        """Return its device's work as expected; None without a runtime that reads."""
+        attachment = self.session.attachment
+        if attachment is None or not attachment.deferred.reads:
+            return None
+        return attachment.forecast(self._costs[self._variant])
+
+    def rows(self, requests: Sequence[Any]) -> list[int]:
+        """Return the rows of Triton's requests, as far as they can be read; never raises."""
+        return [self._rows(request) for request in requests]
+
+    def _rows(self, request: Any) -> int:
+        if self._batched:
+            with suppress(Exception):  # the request is refused when it is read
+                tensor = request.inputs()[0]
+                return len(self._tensors.read(tensor, self._attachment.inputs[tensor.name()].dtype))
+        return 1
 
     def guard_hooks(self) -> None:
         """Limit the harm that hooks can do to other models, by settings of the whole process."""
@@ -443,6 +469,7 @@ class Engine:
             one.client_rows = len(next(iter(arrays.values())))
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
         one.plan = plan
+        self._variant = plan.variant
         request.rows = plan.rows
         one.inputs_at = at
         one.outputs_at = at + plan.input_bytes

@@ -21,6 +21,7 @@ import numpy as np
 
 from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
+from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.bls import MAX_CALLS, Bls, ThroughTriton
 from rsrv.stub.calls import (
     AsyncCall,
@@ -212,7 +213,20 @@ class MetaEngine:
             return inf
         # The board knows the calls of the running runs only.
         ahead = (self._running + self._deferred.pending) // self._concurrency if self._gated else 0
-        return attachment.device_free_in_s() + self._run_length.seconds * (1 + ahead)
+        free_s = attachment.device_free_in_s() + attachment.load_in_s()
+        return free_s + self._run_length.seconds * (1 + ahead)
+
+    def forecast(self) -> Forecast | None:
+        """Return its device's work as expected, with runs for rows; None without a runtime that reads."""
+        attachment = self.session.attachment
+        if attachment is None or not attachment.deferred.reads:
+            return None
+        found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
+        return found._replace(free_s=self.answers_in_s() - self._run_length.seconds)
+
+    def rows(self, requests: Sequence[Any]) -> list[int]:
+        """Return the runs of each request."""
+        return [1] * len(requests)
 
     def guard_hooks(self) -> None:
         """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""

@@ -9,6 +9,7 @@ from math import inf
 from operator import itemgetter, methodcaller
 from typing import Any, Protocol
 
+from rsrv.placement.batch_shares import Forecast, divide
 from rsrv.placement.device_choice import allowed, by_preference, soonest
 from rsrv.stub.connection import Rejected
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
@@ -82,6 +83,11 @@ class ModelReplica(Protocol):
     def ready(self) -> bool: ...
 
     def answers_in_s(self) -> float: ...
+
+    def forecast(self) -> Forecast | None: ...
+
+    def rows(self, requests: Sequence[Any]) -> list[int]:
+        """Return the rows of Triton's requests; never raises."""
 
     def take_over(self, request: ClientRequest) -> bool: ...
 
@@ -185,7 +191,13 @@ class Replicas:
             with self._lock:
                 self._mask = mask
                 self._allow()
-        return soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S).execute(requests)
+        chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S)
+        if len(requests) > 1 and len(self._allowed) > 1:
+            shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
+            if len(shares) > 1:
+                self._hand_out(shares)
+                return None
+        return chosen.execute(requests)
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each sub-call on the device of its run, whose runtime alone knows the run, and spread other requests."""
@@ -201,11 +213,15 @@ class Replicas:
         ]
         if len(shares) == 1:
             return shares[0][0].execute(requests)
+        self._hand_out(shares)
+        return None
+
+    def _hand_out(self, shares: Sequence[tuple[ModelReplica, list[Any]]]) -> None:
+        """Answer the parts of a batch later: a list that execute() returns has to be whole."""
         for replica, part in shares:
             failures = replica.execute_later(part)
             for request, failure in zip(part, failures or (), strict=False):
                 request.get_response_sender().send(failure, flags=self._responses.final)
-        return None
 
     def _retry(self, request: ClientRequest, lost: Session) -> bool:
         """Give a request of a runtime that died to another one, once; `StubProcess.retry`."""
@@ -279,6 +295,20 @@ def _first_reachable(
 def _is_dangerous(failure: Exception) -> bool:
     """Tell whether a runtime refuses a model because of crashes; only then it has a text for clients."""
     return isinstance(failure, Rejected) and failure.client != ""
+
+
+def _cut(
+    requests: Sequence[Any], chosen: ModelReplica, others: Sequence[ModelReplica]
+) -> list[tuple[ModelReplica, list[Any]]]:
+    """Return the shares of a batch by replica; at most one if the chosen replica alone answers as soon."""
+    whole = chosen.forecast()
+    found = [(one, forecast) for one in others if (forecast := one.forecast()) is not None and forecast.warm]
+    parts: dict[int, list[Any]] = {}
+    if whole is not None and found:
+        devices = divide(chosen.rows(requests), whole, [forecast for _, forecast in found])
+        for request, device in zip(requests, devices, strict=True):
+            parts.setdefault(device, []).append(request)
+    return [(found[device - 1][0] if device else chosen, part) for device, part in parts.items()]
 
 
 def _device_of_run(request: Any) -> int | None:

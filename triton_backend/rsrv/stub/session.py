@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.wire import paths
@@ -66,8 +67,8 @@ class Remote:
     outputs: tuple[WireTensor, ...]
     #: whether all of these tensors have the batch axis first
     batched: bool
-    #: nanoseconds of the shortest execution, as measured
-    cost_ns: int
+    #: measured seconds of one execution, by variant and compiled size, as in `interface`
+    costs: tuple[tuple[float, ...], ...]
     #: on the runtime's board; 0: it has none
     slot: int
 
@@ -76,9 +77,8 @@ class Remote:
         interface = Interface.from_json(value["interface"])
         client = value["client"]
         inputs, outputs = _wires(client["inputs"]), _wires(client["outputs"])
-        return cls(
-            value["name"], interface, inputs, outputs, value["batched"], value["cost_ns"], value["slot"]
-        )
+        costs = tuple(tuple(ns / 1e9 for ns in sizes) for sizes in value["costs_ns"])
+        return cls(value["name"], interface, inputs, outputs, value["batched"], costs, value["slot"])
 
 
 def _wires(value: list[Any]) -> tuple[WireTensor, ...]:
@@ -102,13 +102,22 @@ class Attachment:
     deferred: RuntimeConnection
 
     def device_free_in_s(self) -> float:
-        """Return the seconds until the device could begin with these models, their weights' loads included.
+        """Return the seconds until the device has done its work.
 
         A runtime that does not notice requests is expected to need as long again.
         """
         direct, deferred = self.direct, self.deferred
-        free = max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
-        return free + direct.load_in_s([model.slot for model in self.models if model.slot])
+        return max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
+
+    def load_in_s(self) -> float:
+        """Return the seconds that loading the weights of these models takes; 0: they are there."""
+        return self.direct.load_in_s([model.slot for model in self.models if model.slot])
+
+    def forecast(self, costs: ExecutionCosts) -> Forecast:
+        """Return the device's work as expected. Weights without a cell on the board count as absent."""
+        load_s = self.load_in_s()
+        warm = not load_s and all(model.slot for model in self.models)
+        return Forecast(self.device_free_in_s() + load_s, warm, costs)
 
 
 class Session:

@@ -1,0 +1,83 @@
+"""Shares of a batch for several devices, where its last answer comes sooner than from one device. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from rsrv.placement.device_choice import SOONER
+
+#: seconds that cutting a batch must gain: its answers go through response senders, which cost more than a list that
+#: execute() returns
+_LEAST_GAIN_S = 0.001
+
+
+class ExecutionCosts:
+    """Seconds that a device needs for any number of rows, by the measured times of single executions."""
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Take the seconds of one execution at each size, of which there is at least one."""
+        self._executions = list(zip(sizes, seconds, strict=True))
+        self._known: dict[int, float] = {0: 0.0}
+
+    def __call__(self, rows: int) -> float:
+        """Return the least time for so many rows: executions of one size, and one or more of another for the rest."""
+        seconds = self._known.get(rows)
+        if seconds is None:
+            seconds = self._known[rows] = min(
+                rows // size * each + self._alike(rows % size) for size, each in self._executions
+            )
+        return seconds
+
+    def _alike(self, rows: int) -> float:
+        """Return the least time for so many rows in executions of one size."""
+        return min(-(-rows // size) * each for size, each in self._executions)
+
+
+class Forecast(NamedTuple):
+    """Work of one device as it is expected."""
+
+    #: seconds until it could begin a batch that came now, the load of weights included
+    free_s: float
+    #: whether the weights are there
+    warm: bool
+    costs: ExecutionCosts
+
+    def ends_in_s(self, rows: int) -> float:
+        return self.free_s + self.costs(rows)
+
+
+@dataclass(slots=True)
+class _Share:
+    """A device's part of a batch."""
+
+    forecast: Forecast
+    rows: int = 0
+
+
+def divide(rows: Sequence[int], whole: Forecast, others: Sequence[Forecast]) -> list[int]:
+    """Return which device gets each request of a batch: 0 for that of the whole batch, then the others in order.
+
+    Requests go one by one, the largest first, to the device that would be done with it first; requests of one row make
+    the earliest end that way. The batch stays whole unless its last answer comes clearly sooner. Other devices without
+    the weights get nothing.
+
+    Args:
+        rows: of each request; none is cut.
+        whole: the device that would answer the whole batch first.
+        others: further devices.
+    """
+    ends_whole = whole.ends_in_s(sum(rows))
+    shares = {0: _Share(whole)} | {n: _Share(one) for n, one in enumerate(others, 1) if one.warm}
+    parts = [0] * len(rows)
+    for index in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):
+        least = inf
+        for number, share in shares.items():
+            end = share.forecast.ends_in_s(share.rows + rows[index])
+            if end < least:
+                least, parts[index] = end, number
+        shares[parts[index]].rows += rows[index]
+    ends_cut = max(
+        (share.forecast.ends_in_s(share.rows) for share in shares.values() if share.rows), default=0.0
+    )
+    return parts if ends_cut <= min(SOONER * ends_whole, ends_whole - _LEAST_GAIN_S) else [0] * len(rows)

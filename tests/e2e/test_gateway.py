@@ -122,6 +122,7 @@ class Load:
                         self.answered += 1
 
 
+@pytest.mark.long
 def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], tmp_path: Path) -> None:
     """Servers join and leave by the workers file under load without a failed request; a scrape has all metrics."""
     file = tmp_path / "workers.yaml"

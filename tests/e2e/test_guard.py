@@ -165,6 +165,7 @@ def test_a_runtime_killed_while_it_compiles_comes_back(
     wait_until(lambda: json.loads((directory / paths.DEATHS).read_text()) == {}, what="no model to be blamed")
 
 
+@pytest.mark.long
 def test_a_version_with_other_weights_compiles_nothing(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:

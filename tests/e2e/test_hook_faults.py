@@ -189,7 +189,7 @@ def slow_down(server: RunningTriton, model: str) -> None:
 # --- hooks that hang --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["spins", "holds"])
+@pytest.mark.parametrize("model", [pytest.param("spins", marks=pytest.mark.long), "holds"])
 def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton, model: str) -> None:
     """A hook that hangs in execute(), also with the interpreter's lock, ends its process; clients get Triton's error."""
     pid = stub(server, model)

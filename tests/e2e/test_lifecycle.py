@@ -133,7 +133,7 @@ def test_a_new_bundle_is_served_and_a_removed_one_is_not(
     assert served(call, "steady") == (1, 0)
 
 
-@pytest.mark.parametrize("fault", ["fails to load", "is broken"])
+@pytest.mark.parametrize("fault", ["fails to load", pytest.param("is broken", marks=pytest.mark.long)])
 def test_a_removed_bundle_that_never_served_leaves_no_trace(
     bundles: Path, folder: Path, versions: dict[str, Path], server: RunningTriton, life: Living, fault: str
 ) -> None:
@@ -223,6 +223,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
         assert_becomes(call, name, None)
 
 
+@pytest.mark.long
 def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_back(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
     wait_until(lambda: not list(folder.glob(".gen.*")))
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
     versions: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -282,6 +284,7 @@ def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
         life.close()
 
 
+@pytest.mark.long
 def test_a_chain_of_renames_compiles_nothing(
     call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton
 ) -> None:
@@ -298,6 +301,7 @@ def test_a_chain_of_renames_compiles_nothing(
     assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
 
 
+@pytest.mark.long
 def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: dict[str, Path]) -> None:
     """A missing root, or an empty one in its place, unloads nothing; its changes count when it is back."""
     mount = folder / "mount"

@@ -123,7 +123,11 @@ class House:
         assert (call("triple", rows(3, 5.0))["y"] == 15).all()
 
 
-@pytest.fixture(scope="module", params=["direct", "bls"])
+#: Calls through Triton have their tests of answers in every run, and those of faults in the long one.
+TRANSPORTS = {"direct": "direct", "bls": pytest.param("bls", marks=pytest.mark.long)}
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS.values())
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """Yield each transport on a server with the smallest pool of threads for calls through Triton."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -140,7 +144,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def one_transport(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("house", [name], indirect=True)
+    return pytest.mark.parametrize("house", [TRANSPORTS[name]], indirect=True)
 
 
 def six_times(future: Future[Any], number: int) -> None:
@@ -245,6 +249,7 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
         house.check(call)
 
 
+@pytest.mark.long
 def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
     """With bls, runs fail with a killed callee's name and what to do, until it is back; others are served."""
     server = start_triton(write_repository(tmp_path, "bls"), extra_args=EXPLICIT)
@@ -275,6 +280,7 @@ def break_module(gen: Path) -> None:
     seal(module.parent)
 
 
+@pytest.mark.long
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
     """The index has the reason of a failed load: a broken callee, a missing run, or another transport."""
     gen = write_repository(tmp_path, options=("--link", "copy"))
@@ -305,6 +311,7 @@ def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> N
         assert (call("plain", rows(1, 5.0))["y"] == 16).all()
 
 
+@pytest.mark.long
 def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
     """With thread-pool-size=1, a model that calls through Triton is refused when it is loaded; the other one serves."""
     server = start_triton(write_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)

@@ -208,6 +208,7 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     assert [one for one in shown if kind(one) not in kinds] == []
 
 
+@pytest.mark.long
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
     """Without Triton's metrics, where creating one could end it, models serve, and rsrv's page is complete."""
     (port,) = free_ports(1)

@@ -113,6 +113,7 @@ def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> Non
         assert terminal.text.endswith("Ctrl-C again stops at once.\n")
 
 
+@pytest.mark.long
 def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
     """In a container the log is the output, a server that dies is replaced, and nothing outlives the command."""
     with serving(folder, "--log", "-", settings="logs: {format: json}\n") as service:
@@ -163,6 +164,7 @@ def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(folde
         assert "has not answered for 60 s and was killed" in service.text
 
 
+@pytest.mark.long
 def test_a_broken_bundle_is_named_and_the_others_are_served(folder: Path) -> None:
     """A bundle without its weights is reported with what to do; it does not keep the server from starting."""
     broken = write_version(folder / "second", 2)

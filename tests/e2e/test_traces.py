@@ -46,7 +46,7 @@ class Traced:
             assert infer.parent == client
 
 
-@pytest.fixture(scope="module", params=["triton", "headers"])
+@pytest.fixture(scope="module", params=["triton", pytest.param("headers", marks=pytest.mark.long)])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     """Serve with the contexts of Triton's own spans, or with clients' headers that Triton forwards.
 

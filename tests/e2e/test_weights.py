@@ -68,6 +68,7 @@ def test_more_models_than_the_budget_holds(server: RunningTriton, x: bundles.Arr
     assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found
 
 
+@pytest.mark.long
 def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
     """Three models with one kernel fit where one does, on the device and on the host."""
     kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
@@ -112,6 +113,7 @@ def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: b
         set_residency(server.pid, "first", "gpu")
 
 
+@pytest.mark.long
 def test_servers_on_one_machine_share_a_host_copy(
     start_triton: StartTriton, tmp_path: Path, x: bundles.Array
 ) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_hostile_input_is_refused_and_harms_no_process(what: str) -> None:
     """Hostile input is refused; it runs in a new process, because forking is forbidden beside this one's threads."""
     counts = dict.fromkeys(("bundles", "modules", "frames", "answers", "requests"), 0)
-    counts[what] = 20 if what == "bundles" else 200
+    counts[what] = 10 if what == "bundles" else 100
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", *options], check=False, cwd=ROOT, capture_output=True, text=True

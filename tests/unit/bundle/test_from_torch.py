@@ -79,6 +79,7 @@ class Encoder(nn.Module):
 IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]])}
 
 
+@pytest.mark.long
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     """A text encoder gives PyTorch's answers.
 
@@ -113,6 +114,7 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     assert after == settings
 
 
+@pytest.mark.long
 def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
     """A convolutional network traced at two image sizes shares its weights."""
     module = nn.Sequential(
@@ -240,6 +242,7 @@ def test_classes_become_vectors(tmp_path: Path) -> None:
     assert bundle.manifest.outputs[0].dims == (-1, 3, 5)
 
 
+@pytest.mark.long
 def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
     """A compiled module is exported with its original weight names, and its compiled parts run uncompiled."""
     inner = nn.Sequential(nn.Linear(3, 2)).eval()
@@ -250,6 +253,7 @@ def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
     assert eager_torch(compiled)(input=np.zeros((1, 3), np.float32)).values[0].shape == (1, 2)
 
 
+@pytest.mark.long
 def test_nothing_of_torchax_is_there_before_an_export() -> None:
     """Importing the exporter does not import torchax, because torch.compile does not work with it."""
     program = "import sys, rsrv_bundle.from_torch; assert 'torchax' not in sys.modules"

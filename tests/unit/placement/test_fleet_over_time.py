@@ -141,7 +141,10 @@ def test_a_worker_that_dies_and_returns() -> None:
     assert uneven(fleet, gateway.table) <= 1.25
 
 
-@pytest.mark.parametrize(("seed", "late"), [(0, 0.0), (1, 47.0), (2, 133.0)])
+@pytest.mark.parametrize(
+    ("seed", "late"),
+    [pytest.param(0, 0.0, marks=pytest.mark.long), (1, 47.0), pytest.param(2, 133.0, marks=pytest.mark.long)],
+)
 def test_gateways_agree(seed: int, late: float) -> None:
     """Two gateways that share nothing, the second started later, have the same table in the end, and keep it."""
     fleet = Fleet(["u", "v", "w"], mixed(seed, 15), budget=80)

@@ -11,6 +11,9 @@ from ortools.sat.python import cp_model
 from rsrv.placement.packing import UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import MIB, Instance, instance
 
+#: CP-SAT takes minutes, and its import seconds.
+pytestmark = pytest.mark.long
+
 #: A utilisation of 1 for CP-SAT, which has only whole numbers.
 ONE = 10**6
 
@@ -106,7 +109,6 @@ def test_some_instances() -> None:
     compare(range(16), effort=0.05)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_a_thousand_instances(first: int) -> None:

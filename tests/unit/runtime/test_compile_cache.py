@@ -159,6 +159,7 @@ def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
     assert cache.get("k") == value
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
     """If no entry can be written, the model is built, the log says why, and no partial file stays."""
     cache = tmp_path / "cache"
@@ -170,6 +171,7 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
     """If the cache directory is unusable, models are compiled, and the log says so."""
     (tmp_path / "file").touch()

@@ -229,8 +229,8 @@ print(json.dumps([before, sum(sizes), min(loaded), max(map(abs, freed))]))
     ("rounds", "sizes"),
     [
         pytest.param(10, [16 << 20] * 4, id="large"),
-        pytest.param(10, [1 << 20] * 64, id="middling"),
-        pytest.param(10, [128 << 10] * 200, id="small"),
+        pytest.param(10, [1 << 20] * 64, id="middling", marks=pytest.mark.long),
+        pytest.param(10, [128 << 10] * 200, id="small", marks=pytest.mark.long),
         pytest.param(
             500,
             [1 << 10] * 60 + [64 << 10] * 40 + [1 << 20] * 12 + [8 << 20] * 2,

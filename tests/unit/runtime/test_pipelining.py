@@ -236,6 +236,7 @@ serve_on_jax(*sys.argv[1:])
 """
 
 
+@pytest.mark.long
 def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
     """200 random batches on an asynchronous CPU, launched one and two at a time; the arithmetic is exact.
 

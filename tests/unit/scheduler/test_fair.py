@@ -121,7 +121,7 @@ def test_shares_follow_weights() -> None:
     assert [fleet.got[f"m{n}"] / fleet.now for n in range(3)] == pytest.approx([0.125, 0.25, 0.625], rel=0.01)
 
 
-@pytest.mark.parametrize("active", [2, 20])
+@pytest.mark.parametrize("active", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_idle_models_take_no_share(active: int) -> None:
     """500 models are loaded, a few have work: those share all of the device, cheap and dear alike."""
     fleet = Fleet([(CHEAP, 0.004, DEAR)[n % 3] for n in range(500)], [1.0] * 500)

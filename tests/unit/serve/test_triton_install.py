@@ -25,6 +25,7 @@ def test_another_machine_is_refused_before_anything_is_written(
     assert not (tmp_path / "triton").exists()
 
 
+@pytest.mark.long
 def test_a_wheel_with_another_checksum_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

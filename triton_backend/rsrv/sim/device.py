@@ -100,6 +100,12 @@ class SimulatedDevice:
         if model not in self.known:
             self._add(self.scenario.programs[model], False, now)
 
+    def answers_in_s(self, model: str, now: float) -> float:
+        """Return the seconds until a batch that came now would be answered, as a stub expects by the runtime's board."""
+        program = self.scenario.programs[model]
+        load_s = self.scheduler.load_seconds(model) if model in self.known else program.load_seconds
+        return (self.scheduler.seconds_until_idle(now) or 0.0) + load_s + min(program.costs.values())
+
     def due(self, now: float) -> float:
         """Return the time of the next event, `now` or later; inf: none."""
         t = self._heap[0][0] if self._heap else inf

@@ -1,14 +1,18 @@
-"""The gateway of a simulation: its own router and planner, before simulated devices instead of servers.
+"""Routes to simulated devices: the gateway's router, the planner, and the stubs' choice of a device.
 
-Instead of probes it reads the devices directly, all at the same instant. A device's scheduler gets a model with its
-first request, because ten thousand models on a thousand devices would be ten million; until then the planner sees the
-model as a server would show it without any request.
+Instead of probes the planner's views come from the devices directly, all at the same instant. A device's scheduler gets
+a model with its first request, because ten thousand models on a thousand devices would be ten million; until then the
+planner sees the model as a server would show it without any request.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
+from rsrv.placement.device_choice import allowed, by_preference, soonest
+from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, placements, routes_to_servers
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Choice, Router
 from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
@@ -22,31 +26,54 @@ _ROWS = ("rows", 0)
 
 
 class SimulatedGateway:
-    """The router and the planner. Devices have an index; the names of workers are in the same order."""
+    """The router and the planner of servers with equally many devices each, and the choice within a server.
+
+    A single server has no gateway before it, and plans for itself. Devices have an index; their names are in the same
+    order, those of a server beside each other. Without packing the gateway sees each server as one worker.
+    """
 
     def __init__(self, scenario: Scenario, options: GatewayKeys, devices: Sequence[SimulatedDevice]) -> None:
-        digits = len(str(len(devices) - 1))
-        self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
+        count = scenario.servers
+        self._per_server = each = len(devices) // count
+        digits = len(str(count - 1))
+        servers = [f"{'gpu' if each == 1 else 'server'}{index:0{digits}}" for index in range(count)]
+        self.names = (
+            servers if each == 1 else [f"{server}/{number}" for server in servers for number in range(each)]
+        )
         #: time of the next look at the devices; the first one is before all other events.
         self.next_look = 0.0
-        self._looks = 0
         self.steps: list[tuple[float, WeightAction]] = []
         #: whole repacks by trigger, and changes of a packed model's home.
         self.repacks: dict[str, int] = {}
         self.moves = 0
+        self._looks = 0
         self._pause = options.probe_s
         self._budget = scenario.settings.weight_budget_bytes
         self._devices = devices
         self._index = {name: index for index, name in enumerate(self.names)}
+        self._servers = {server: index for index, server in enumerate(servers)}
+        #: workers of the planner are devices; otherwise servers
+        self._by_device = options.mode == "lpt_packing" or 1 in (count, each)
+        self._workers = (
+            {
+                name: ServerDevice(servers[index // each], index % each if each > 1 else None)
+                for index, name in enumerate(self.names)
+            }
+            if self._by_device
+            else {server: ServerDevice(server, None) for server in servers}
+        )
         self._router = Router(options.mode)
         self._planner = Planner(options)
         self._table: Table | None = None
+        #: the placement tables of servers with several devices
+        self._placed: Mapping[str, ModelDevices] = {}
         self._ready = frozenset(scenario.programs)
         self._unseen = MappingProxyType({name: _unseen(one) for name, one in scenario.programs.items()})
         #: by request.
         self._choices: dict[int, Choice] = {}
+        self._preference = cache(by_preference)
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: Request, now: float) -> int:
         """Return the device of a request, which is outstanding there until it has `ended`."""
         model = request.model
         items = request.rows if self._router.measured(model) else 1
@@ -55,7 +82,19 @@ class SimulatedGateway:
             "all devices serve all models, and the first look is before the first request"
         )
         self._choices[request.id] = choice
-        return self._index[choice.worker]
+        return self._device(choice.worker, model, now)
+
+    def _device(self, server: str, model: str, now: float) -> int:
+        """Return the device that the model's stub in a server chooses."""
+        count = self._per_server
+        first = self._servers[server] * count
+        if count == 1:
+            return first
+        mask = sum(1 << number for number in self._placed.get(server, {}).get(model, ()))
+        numbers, devices = self._preference(model, count), self._devices
+        return first + soonest(
+            allowed(numbers, mask), numbers, lambda number: devices[first + number].answers_in_s(model, now)
+        )
 
     def ended(self, request: int) -> None:
         self._router.release(self._choices.pop(request))
@@ -63,20 +102,27 @@ class SimulatedGateway:
     def look(self, now: float) -> list[tuple[int, Event]]:
         """Look at all devices, take over the planner's table, and return the events for devices."""
         self._looks += 1
-        views = {
-            name: self._view(name, device, now)
-            for name, device in zip(self.names, self._devices, strict=True)
-        }
-        plan = self._planner.look(views, now)
+        plan = self._planner.look(self._views(now), now)
         if plan.table is not self._table:
             self._table = plan.table
-            self._router.update(plan.table)
+            self._router.update(routes_to_servers(plan.table, self._workers))
+            self._placed = placements(plan.table, self._workers)
         repacks = self._planner.repacks()
         self.repacks = {str(trigger): times for trigger, times in repacks.counts.items()}
         if repacks.last_at == now:
             self.moves += repacks.moved
         self.next_look = instant(now + self._pause)
         return [self._carry_out(step, now) for step in plan.steps]
+
+    def _views(self, now: float) -> dict[str, WorkerView]:
+        views = [
+            self._view(name, device, now) for name, device in zip(self.names, self._devices, strict=True)
+        ]
+        if not self._by_device:
+            count = self._per_server
+            merged = [as_one(tuple(views[at : at + count])) for at in range(0, len(views), count)]
+            views = [replace(view, models=_Models(view.models, self._unseen)) for view in merged]
+        return dict(zip(self._workers, views, strict=True))
 
     def _carry_out(self, step: WeightAction, now: float) -> tuple[int, Event]:
         self.steps.append((now, step))
@@ -120,8 +166,13 @@ class SimulatedGateway:
         )
 
 
+def _numbered(prefix: str, count: int) -> list[str]:
+    digits = len(str(count - 1))
+    return [f"{prefix}{index:0{digits}}" for index in range(count)]
+
+
 class _Models(Mapping[str, ModelView]):
-    """All models of a device. Iteration yields only the ones with a request; the others all look alike."""
+    """All models of a worker. Iteration yields only the ones with a request; the others all look alike."""
 
     __slots__ = ("_seen", "_unseen")
 

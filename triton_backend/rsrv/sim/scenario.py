@@ -55,7 +55,9 @@ class Scenario:
     bursts: Sequence[Bursts]
     closed: Sequence[ClosedLoop]
     devices: int = 1
-    #: None: one device, and no gateway. Its `models` name single models.
+    #: as many devices belong to each
+    servers: int = 1
+    #: None: one device, and nothing to choose. Its `models` name single models.
     gateway: GatewayKeys | None = None
     #: model, or group of equal ones, whose costs are estimates -> the card that they are for
     estimated: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +101,10 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         problems.append(f"discipline: there is no {discipline!r}{nearest(discipline, known)}")
     for source in file.arrivals.endless if file.duration is None else ():
         problems.append(f"duration: missing: say for how many seconds requests of arrivals.{source} arrive")
+    if file.devices % (file.servers or 1):
+        problems.append(
+            f"servers: {file.devices} devices cannot be divided among {file.servers} servers equally"
+        )
     groups = _groups(file.models, problems)
     estimates = {
         group: _estimates(group, folder / model.compiled, problems)
@@ -141,6 +147,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
             one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
         ],
         devices=file.devices,
+        servers=file.servers or file.devices,
         estimated={group: estimate.card for group, estimate in estimates.items()},
         gateway=_gateway(file, groups, problems),
     )

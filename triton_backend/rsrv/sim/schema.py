@@ -277,13 +277,17 @@ class File(Part):
         "still served. Required with arrivals that do not end by themselves.",
     )
     device: DeviceKeys = Field(DeviceKeys(), description=str(DeviceKeys.__doc__))
-    devices: int = Field(
-        1, ge=1, le=1000, description="This many such devices, behind a gateway; each serves all models."
+    devices: int = Field(1, ge=1, le=1000, description="This many such devices; each serves all models.")
+    servers: int | None = Field(
+        None,
+        ge=1,
+        description="Servers that the devices are divided among equally; absent: one per device. A gateway chooses the server, "
+        "and the model's stub there the device.",
     )
     gateway: GatewayKeys | None = Field(
         None,
         description="How requests are routed and weights placed: keys of rsrv.yaml's section `placement`, of the policy, and `probe_s`. "
-        "With several devices its defaults hold; without them and without this there is no gateway.",
+        "With several devices its defaults hold. A single server places models itself, by the same keys.",
     )
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."

@@ -192,7 +192,7 @@ class _Simulation:
         number = len(self.requests) + 1
         run = number if committed else 0
         request = Request(number, model, variant, rows, deadline, priority, run)
-        index = 0 if self.gateway is None else self.gateway.choose(request)
+        index = 0 if self.gateway is None else self.gateway.choose(request, t)
         device = self.devices[index]
         device.meet(model, t)
         self.requests.append(RequestRecord(request, t, model in device.resident, device=index))

@@ -1,0 +1,114 @@
+"""Many tiny models on one server: what the models cost while one of them works, and while none does.
+
+    python -m tests.bench.many                              # 1,000 models with the native front
+    python -m tests.bench.many --models 50 --front python
+
+The models are copies of one bundle, so that their module is compiled once, by the first run, and their weights exist once:
+the figures are those of rsrv's own state for each model. Memory is unique memory (USS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import native_front
+from tests.bench import models
+from tests.bench.load import Side, measure
+from tests.bench.phases import say, served
+from tests.bench.places import WORK
+from tests.bench.processes import cpu_seconds, memory, server_processes, threads
+from tests.bench.report import table
+from tests.bench.verify import verify
+
+#: copies are verified before one of them is measured
+_VERIFIED = 8
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the processes of one role hold, together, and use of a core while no request comes."""
+
+    processes: int
+    uss_mb: float
+    threads: int
+    descriptors: int
+    mappings: int
+    idle_cpu: float
+
+    def row(self, role: str) -> list[str]:
+        figures = (self.processes, f"{self.uss_mb:.0f}", self.threads, self.descriptors, self.mappings)
+        return [role, *map(str, figures), f"{100 * self.idle_cpu:.1f} %"]
+
+
+def main() -> None:
+    """Measure one number of models."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.many", description=__doc__)
+    parser.add_argument("--models", type=int, default=1000)
+    parser.add_argument("--front", choices=("native", "python"), default="native")
+    parser.add_argument("--window", type=float, default=1.0, help="seconds of one of three windows")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds without a request")
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    repository = make_repository(options.models, options.front)
+    started = time.monotonic()
+    with served(f"many-{options.front}", repository, has_runtime=True) as side:
+        say(f"{options.models} models ready in {time.monotonic() - started:.1f} s")
+        show(side, options.models, options.window, options.idle)
+
+
+def make_repository(count: int, front: str) -> Path:
+    """Make a repository of `count` models with a front, from links to one bundle."""
+    if front == "native":
+        native_front.ensure()
+    bundle = models.ensure_bundle(
+        models.MLP, lambda folder: models.export_mlp(folder, models.mlp_weights(models.MLP))
+    )
+    links = WORK / "many"
+    shutil.rmtree(links, ignore_errors=True)
+    links.mkdir()
+    paths = [links / name for name in models.mlp_names(count)]
+    for path in paths:
+        path.symlink_to(bundle)
+    return models.generate(f"many-{front}", paths, f"stub: {{front: {front}}}")
+
+
+def show(side: Side, count: int, window_s: float, idle_s: float) -> None:
+    """Print the figures of a server with `count` models."""
+    for name in models.mlp_names(min(count, _VERIFIED)):
+        verify(side.server.grpc_url, replace(models.mlp_case(models.MLP), name=name))
+    held = hold(side, idle_s)
+    headers = ["", "processes", "USS MB", "threads", "descriptors", "mappings", "idle CPU"]
+    print(table(headers, [one.row(role) for role, one in held.items()]))
+    sample = measure(side, models.MLP, 1, 0, window_s)
+    say(f"one of {count} models, 1 client: p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us")
+
+
+def hold(side: Side, idle_s: float) -> Mapping[str, Held]:
+    """Return what the processes hold, by role."""
+    roles = server_processes(side.server.pid, has_runtime=True)
+    before = {pid: cpu_seconds(pid) for pid in roles}
+    begun = time.monotonic()
+    time.sleep(idle_s)
+    idle = {pid: (cpu_seconds(pid) - cpu) / (time.monotonic() - begun) for pid, cpu in before.items()}
+    found = {}
+    for role in dict.fromkeys(roles.values()):
+        pids = [pid for pid, its_role in roles.items() if its_role == role]
+        found[role] = Held(
+            len(pids),
+            sum(memory(pid).uss for pid in pids),
+            sum(len(threads(pid)) for pid in pids),
+            sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+            sum(Path(f"/proc/{pid}/maps").read_text().count("\n") for pid in pids),
+            sum(idle[pid] for pid in pids),
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

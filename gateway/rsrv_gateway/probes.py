@@ -328,6 +328,8 @@ class GrpcProber:
         #: last view of each device, and the positions that its next figures may build on
         self._views: dict[int, WorkerView] = {}
         self._positions: list[pb.LoadPosition] = []
+        #: the views of the devices, and the server's
+        self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
         #: reason for which it last refused to list its models
         self._refused = ""
         self._triton = channels.open(worker.grpc)
@@ -365,7 +367,10 @@ class GrpcProber:
                 for device in load.devices
             ]
             views = told_apart([*self._views.values()])
-            return views if load.placement_mode == "external" else (as_one(views),)
+            if load.placement_mode == "external":
+                return views
+            self._whole = views, as_one(views, self._whole)
+            return (self._whole[1],)
         return (WorkerView(True, self._ready),)
 
     async def act(self, act: Act, model: str, device: int | None) -> None:

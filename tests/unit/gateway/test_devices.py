@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rsrv.placement.contract import Act, ModelView, Routes, WeightAction, WeightsView, WorkerView
-from rsrv.placement.devices import ServerDevice, devices_of, routes_to_servers
+from rsrv.placement.devices import ServerDevice, as_one, devices_of, routes_to_servers
 from tests.unit.control.virtual import run
 from tests.unit.gateway.worlds import World
 
@@ -55,6 +58,26 @@ def test_a_server_counts_by_its_replicas_and_devices() -> None:
     places = devices_of({"one": (itself,), "two": (device(0), device(1))})
     table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/1"))}
     assert routes_to_servers(table, places)["m"] == Routes(("one", "two"), ("one", "one", "two"))
+
+
+@given(st.data())
+def test_what_has_not_changed_is_not_summed_again(drawn: st.DataObject) -> None:
+    """Step by step, a server's view is the one that its devices give at once; without a change its models are the same object."""
+    names = st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9), max_size=4)
+    views = [device(number) for number in range(3)]
+    last: tuple[tuple[WorkerView, ...], WorkerView] | None = None
+    for _ in range(5):
+        number = drawn.draw(st.integers(0, 2))
+        changed = {
+            name: ModelView(1, WeightsView.ABSENT, queued=int(n)) for name, n in drawn.draw(names).items()
+        }
+        views[number] = replace(views[number], alive=drawn.draw(st.booleans()), models=changed)
+        now = tuple(views)
+        one = as_one(now, last)
+        assert one == as_one(now)
+        last = now, one
+        if sum(view.alive for view in views) > 0:
+            assert as_one(tuple(views), last).models is one.models
 
 
 def test_models_are_packed_onto_the_devices_of_all_servers() -> None:

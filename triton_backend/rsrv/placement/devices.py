@@ -50,13 +50,14 @@ def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> t
 
 def told_apart(views: Sequence[WorkerView]) -> tuple[WorkerView, ...]:
     """Return the views of a server's devices, each without the models that only the others have: they failed on it."""
-    known = {name for view in views for name in view.models}
-    return tuple(
-        [
-            replace(view, ready=view.ready - (known - view.models.keys())) if view.alive else view
-            for view in views
-        ]
-    )
+    known = frozenset[str]().union(*(view.models for view in views))
+
+    def own(view: WorkerView) -> WorkerView:
+        if not view.alive or len(view.models) == len(known):
+            return view
+        return replace(view, ready=view.ready - (known - view.models.keys()))
+
+    return tuple(map(own, views))
 
 
 def summed(views: tuple[WorkerView, ...]) -> WorkerView:
@@ -67,24 +68,52 @@ def summed(views: tuple[WorkerView, ...]) -> WorkerView:
     return replace(live[0], backlog_s=sum(view.backlog_s for view in live), device=0, devices=len(live))
 
 
-def as_one(views: tuple[WorkerView, ...]) -> WorkerView:
-    """Return the devices of a server that places models itself as one worker."""
+def as_one(
+    views: tuple[WorkerView, ...], last: tuple[tuple[WorkerView, ...], WorkerView] | None = None
+) -> WorkerView:
+    """Return the devices of a server that places models itself as one worker.
+
+    `last`: earlier views and their result, of which models that have not changed are taken.
+    """
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
         return views[0]
-    models: dict[str, list[ModelView]] = {}
-    for view in live:
-        for name, model in view.models.items():
-            models.setdefault(name, []).append(model)
     return replace(
         summed(views),
-        ready=frozenset().union(*(view.ready for view in live)),
+        ready=frozenset().union(*{id(view.ready): view.ready for view in live}.values()),
         # A device that comes or goes changes the sums of the counters.
         instance=" ".join(str(view.instance) for view in live),
         budget_bytes=_sum_or_none(view.budget_bytes for view in live),
         free_bytes=_sum_or_none(view.free_bytes for view in live),
-        models={name: shown[0] if len(shown) == 1 else _model_of(shown) for name, shown in models.items()},
+        models=_models_of(live, *(last or ((), None))),
     )
+
+
+def _models_of(
+    live: Sequence[WorkerView], before: tuple[WorkerView, ...], one: WorkerView | None
+) -> Mapping[str, ModelView]:
+    """Return the models of these devices as one; `one` has those of the devices `before`."""
+    then = [view for view in before if view.alive]
+    if one is None or [view.device for view in then] != [view.device for view in live]:
+        models: dict[str, ModelView] = {}
+        changed = set[str]().union(*(view.models for view in live))
+    else:
+        changed = set()
+        for now, old in zip(live, then, strict=True):
+            if now.models is not old.models:
+                known = old.models
+                changed.update(name for name, model in now.models.items() if known.get(name) is not model)
+                changed |= known.keys() - now.models.keys()
+        if not changed:
+            return one.models
+        models = dict(one.models)
+    for name in changed:
+        shown = [view.models[name] for view in live if name in view.models]
+        if shown:
+            models[name] = shown[0] if len(shown) == 1 else _model_of(shown)
+        else:
+            del models[name]
+    return models
 
 
 def _model_of(shown: Sequence[ModelView]) -> ModelView:

@@ -20,6 +20,7 @@ from tests.unit.runtime.metas import (
     answer_of,
     assert_fails,
     assert_y,
+    chain,
     request,
     rows,
     send,
@@ -332,3 +333,27 @@ def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMe
         assert_fails(answer_of(one), code, "[rsrv:DEADLINE]" if late else "run hook")
     send(engine, last := request(value=2)).join()
     assert_y(answer_of(last), rows(1, chained(2)))
+
+
+def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """A stub would give a request to another device rather than let it wait behind them."""
+    pause = Pause()
+    other = start_meta(runtime, stopping(pause), name="other")
+    pause.go()
+    first = request()
+    assert other.execute([first]) is None
+    answer_of(first)
+    engine = start_meta(runtime, chain)
+    idle_s = engine.answers_in_s()
+
+    requests = [request() for _ in range(5)]
+    other.execute(requests)
+    wait_until(lambda: waiting("other") == 3)
+
+    wait_until(lambda: engine.answers_in_s() > idle_s)
+    pause.go(5)
+    for one in requests:
+        answer_of(one)
+    wait_until(lambda: engine.answers_in_s() == idle_s)

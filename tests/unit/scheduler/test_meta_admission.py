@@ -400,3 +400,24 @@ def test_what_became_of_runs_is_counted() -> None:
         "m": MetaSnapshot(waiting=2, running=1, admitted=2, expired=1, refused=1, withdrawn=1),
         "n": MetaSnapshot(waiting=0, running=1, admitted=1, expired=0, refused=0, withdrawn=0),
     }
+
+
+def test_a_place_is_expected_after_the_runs_that_are_ahead() -> None:
+    """All runs that wait count, of whichever meta model, and half of each run that runs."""
+    driver = admission(concurrency=2)
+    assert driver.scheduler.admission_seconds() == 0.0
+    slow, fast = driver.run_of("slow"), driver.run_of("fast")
+    driver.ask(slow, fast)
+    driver.tick(1.0)
+    driver.end(fast)
+    driver.tick(8.0)
+    driver.end(slow)
+
+    runs = [driver.run_of(meta) for meta in ("slow", "fast", "slow", "slow", "fast")]
+    driver.ask(runs[0])
+    assert driver.scheduler.admission_seconds() == 0.0
+    driver.ask(*runs[1:])
+    assert driver.scheduler.admission_seconds() == (8.0 / 2 + 1.0 / 2 + 8.0 + 8.0 + 1.0) / 2
+    for one in runs[:4]:
+        driver.end(one)
+    assert driver.scheduler.admission_seconds() == 0.0

@@ -202,7 +202,7 @@ class Catalog:
         #: number of changes of the models that there are, and of their states
         self.changes = 0
         #: slots of the board that are free, the next one last
-        self._slots = list(range(BOARD_SLOTS - 1, 0, -1))
+        self._slots = list(range(BOARD_SLOTS - 1, 1, -1))
 
     # --- lookups ------------------------------------------------------------------------------------------
 

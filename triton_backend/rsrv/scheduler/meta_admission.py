@@ -25,14 +25,19 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.statistics import MetaSnapshot
 
+#: weight of the latest run in the learned length of a meta model's runs
+_WEIGHT = 0.2
+
 
 class _Meta:
     """Counters of one meta model's runs."""
 
-    __slots__ = ("admitted", "expired", "refused", "running", "waiting", "withdrawn")
+    __slots__ = ("admitted", "expired", "refused", "running", "seconds", "waiting", "withdrawn")
 
     def __init__(self) -> None:
         self.waiting = self.running = 0
+        #: learned length of an admitted run; 0: none has ended
+        self.seconds = 0.0
         self.admitted = self.expired = self.refused = self.withdrawn = 0
 
     def snapshot(self) -> MetaSnapshot:
@@ -45,6 +50,7 @@ class MetaAdmission:
     """Admission of at most `limit` runs at a time. `models` are the loaded ones."""
 
     __slots__ = (
+        "_admitted",
         "_deadlines",
         "_discipline",
         "_metas",
@@ -69,6 +75,8 @@ class MetaAdmission:
         #: all waiting and admitted runs by id; and the numbers of the waiting ones, in order of arrival.
         self.live: dict[int, Run] = {}
         self.waiting: dict[int, int] = {}
+        #: the time at which each run was admitted, by id.
+        self._admitted: dict[int, float] = {}
         #: number of runs that were ever asked for; the number of the latest.
         self.asked = 0
         #: waiting runs by place, but for those that call a held model; and by deadline, if they have one.
@@ -132,7 +140,7 @@ class MetaAdmission:
                 # When to retry is unknown: the duration of runs depends on their work between calls.
                 out.append(Finish(run.id, Outcome.REFUSED, Reason.QUEUE_FULL))
 
-    def end(self, id: int) -> None:
+    def end(self, id: int, now: float) -> None:
         """End an admitted run, or withdraw a waiting one. Unknown ids are ignored."""
         run = self.live.pop(id, None)
         if run is None:
@@ -140,7 +148,10 @@ class MetaAdmission:
         if id in self.waiting:
             self._leave(run).withdrawn += 1
         else:
-            self._metas[run.meta].running -= 1
+            meta = self._metas[run.meta]
+            meta.running -= 1
+            seconds = now - self._admitted.pop(id)
+            meta.seconds += _WEIGHT * (seconds - meta.seconds) if meta.seconds else seconds
             self.stalled.discard(id)
             self._recount()
 
@@ -171,7 +182,18 @@ class MetaAdmission:
             meta = self._leave(self.live[id])
             meta.running += 1
             meta.admitted += 1
+            self._admitted[id] = now
             out.append(Admit(id))
+
+    def wait_seconds(self) -> float:
+        """Return the expected seconds until a run that came now would be admitted; 0 while a place is free.
+
+        (lengths of all waiting runs + half of the lengths of the admitted ones) / limit
+        """
+        if self.taken < self.limit:
+            return 0.0
+        ahead = sum((meta.waiting + meta.running / 2) * meta.seconds for meta in self._metas.values())
+        return ahead / self.limit
 
     def next_deadline(self) -> float:
         """Return the soonest deadline of a waiting run; inf: there is none."""

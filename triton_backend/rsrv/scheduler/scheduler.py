@@ -193,7 +193,7 @@ class Scheduler:
             case RunsAsked():
                 self._admission.ask(event.runs, now, out)
             case RunEnded():
-                self._admission.end(event.run)
+                self._admission.end(event.run, now)
             case WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 model = self._residency.load_ended(event, now, out)
                 if model is not None and model.draining:
@@ -541,6 +541,10 @@ class Scheduler:
         if not self._running:
             return None
         return self.backlog_seconds(now) + self._running.overdue_seconds(now)
+
+    def admission_seconds(self) -> float:
+        """Expected time until a run of a meta model that came now would be admitted; 0 while a place is free."""
+        return self._admission.wait_seconds()
 
     def cost(self, model: str, variant: int, rows: int) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with no other.

@@ -346,6 +346,10 @@ class RuntimeConnection:
         """Return the seconds since requests were sent here that the runtime has not noticed, for it hangs or is stopped."""
         return time.monotonic() - self._sent_at if self._board[0] == self._word_at_send else 0.0
 
+    def admission_in_s(self) -> float:
+        """Return the seconds until the runtime would admit a further run of a meta model, as it predicts."""
+        return float(self._board[1]) / 1e9
+
     def load_in_s(self, slots: Sequence[int]) -> float:
         """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are there."""
         return sum(self._board[slot] for slot in slots) / 1e9

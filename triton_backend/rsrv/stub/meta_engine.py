@@ -211,10 +211,12 @@ class MetaEngine:
         attachment = self.session.attachment
         if attachment is None or not attachment.deferred.reads:
             return inf
-        # The board knows the calls of the running runs only.
-        ahead = (self._running + self._deferred.pending) // self._concurrency if self._gated else 0
-        free_s = attachment.device_free_in_s() + attachment.load_in_s()
-        return free_s + self._run_length.seconds * (1 + ahead)
+        free_s, own_s = attachment.device_free_in_s() + attachment.load_in_s(), self._run_length.seconds
+        if not self._gated:
+            return free_s + own_s
+        # The board's cells know the calls of running runs, and all runs that wait, but not yet those that came just now.
+        ahead: int = (self._running + self._deferred.pending) // self._concurrency
+        return free_s + max(own_s * ahead, attachment.direct.admission_in_s()) + own_s
 
     def forecast(self) -> Forecast | None:
         """Return its device's work as expected, with runs for rows; None without a runtime that reads."""

@@ -235,7 +235,7 @@ def read_document(fd: int) -> dict[str, Any]:
     return value
 
 
-#: bytes of a board; and models that have a cell there, further ones have none
+#: bytes of a board; and its cells, of which models have all but the first two: further models have none
 _BOARD_BYTES = 64 << 10
 BOARD_SLOTS = _BOARD_BYTES // 8
 
@@ -245,8 +245,8 @@ class Board:
 
     A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
     nanoseconds of CLOCK_MONOTONIC, with its lowest bit set while the device has work: a time that has passed means that
-    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it. The others are the slots
-    of models, with the nanoseconds that loading the model's weights would take, 0 if they are on the device.
+    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it. The second has the
+    nanoseconds until a further run of a meta model would be admitted, 0 while a place is free. The others are the slots of models, with the nanoseconds that loading the model's weights would take, 0 if they are on the device.
     """
 
     def __init__(self) -> None:
@@ -255,6 +255,9 @@ class Board:
 
     def publish(self, idle_at_ns: int, *, busy: bool) -> None:
         self._cells[0] = idle_at_ns | 1 if busy else idle_at_ns & ~1
+
+    def publish_admission(self, wait_ns: int) -> None:
+        self._cells[1] = wait_ns
 
     def publish_load(self, slot: int, load_ns: int) -> None:
         """Publish a model's cell; without a slot, which is 0, there is none."""

@@ -164,7 +164,7 @@ def parse_workers(text: str) -> list[WorkerEntry]:
         try:
             address = parse_address(part)
         except ValueError as error:
-            raise MembersError(str(error)) from None
+            raise MembersError(f"--workers: {error}; name gRPC ports, as server1:8001,server2:8001") from None
         grpc = address.port
         entries.append(
             WorkerEntry(

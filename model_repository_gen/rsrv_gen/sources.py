@@ -46,7 +46,10 @@ def read_sources(paths: Iterable[Path]) -> Sources:
             is_bundle = (place / "manifest.yaml").is_file()
             found = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
             if not found:
-                why = mistaken(place) or "neither a bundle (no manifest.yaml) nor a directory of bundles"
+                why = mistaken(place) or (
+                    "neither a bundle (no manifest.yaml) nor a directory of bundles; export a model into it with "
+                    "`rsrv-bundle export`"
+                )
                 sources.unusable[path] = f"{path}: {why}"
         except OSError as error:
             sources.unusable[path] = f"{path}: {error.strerror}"

@@ -48,6 +48,13 @@ def test_the_former_command_names_the_one_that_replaces_it(capsys: pytest.Captur
     assert "`rsrv serve BUNDLES` starts one tritonserver with all devices" in capsys.readouterr().err
 
 
+def test_a_missing_command_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv gateway` alone names its commands."""
+    with pytest.raises(SystemExit, match="2"):
+        rsrv_main(["gateway"])
+    assert "rsrv gateway: name a command: status, health, policy," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
 def test_help_comes_at_once(script: EntryPoint) -> None:
     """`--help` loads nothing heavy."""

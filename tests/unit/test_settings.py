@@ -66,7 +66,7 @@ def test_the_dump_documents_every_key() -> None:
         ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         ("- a list", "must be a mapping"),
-        ("a: [", "not YAML"),
+        ("a: [", "rsrv.yaml: not YAML: line 1: expected the node content"),
         ("scheduler: {zzz: 1}", "known are discipline, depth"),
         ("scheduler: {discipline: lifo}", "scheduler.discipline: must be 'fair', 'fifo' or 'edf'"),
         ("scheduler: {launch_ahead_ms: .inf}", "scheduler.launch_ahead_ms: "),

@@ -57,6 +57,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def explain(self, message: str) -> str:
         """Return the lines that an error of the command line prints."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
+                # Aliases stand beside the commands, and have no help of their own.
+                message = f"name a command: {', '.join(one.dest for one in action._choices_actions)}"
         return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -25,7 +25,9 @@ def parse_yaml(text: str) -> object:
     except RecursionError:
         raise YamlError("not YAML: it is nested too deeply") from None
     except Exception as error:  # noqa: BLE001  an invalid date is a ValueError, and there are more such
-        raise YamlError(f"not YAML: {' '.join(str(error).split())}") from None
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        mark = getattr(error, "problem_mark", None)
+        raise YamlError(f"not YAML: {'' if mark is None else f'line {mark.line + 1}: '}{problem}") from None
 
 
 def read_yaml(text: str, of: str) -> dict[str, Any]:

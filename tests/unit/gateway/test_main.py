@@ -111,7 +111,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ("arguments", "status", "message"),
     [
         (["--config", "missing.yaml"], 1, "missing.yaml cannot be read: No such file"),
-        (["--workers", "a"], 2, "'a' is not HOST:PORT"),
+        (["--workers", "a"], 2, "--workers: 'a' is not HOST:PORT; name gRPC ports"),
     ],
 )
 def test_wrong_settings_or_a_wrong_command_line_end_it(

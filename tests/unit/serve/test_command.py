@@ -51,6 +51,14 @@ def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
     assert not default_folder().exists()
 
 
+def test_bundles_that_are_missing_are_named_before_a_server_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user should not install a server first, and read then that the folder is misspelt."""
+    assert main(["serve", str(tmp_path / "bundels")]) == 1
+    assert "bundels: there is no such file or directory" in capsys.readouterr().err
+
+
 def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `rsrv triton install` made is used without a question; a yes makes it."""
     installed: list[Path] = []

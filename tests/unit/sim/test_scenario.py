@@ -129,7 +129,9 @@ def test_all_problems_are_named_at_once() -> None:
 
 def test_a_scenario_that_is_not_there(tmp_path: Path) -> None:
     """A missing scenario is an error with the file's name."""
-    with pytest.raises(ScenarioError, match=r"none\.yaml: cannot be read"):
+    with pytest.raises(
+        ScenarioError, match=r"none\.yaml cannot be read: No such file or directory\. Name a file"
+    ):
         load_scenario(tmp_path / "none.yaml")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import rsrv
 from rsrv import logs
-from rsrv.serve import demo, server, view
+from rsrv.serve import demo, repositories, server, view
 from rsrv.serve.plan import ServeError, ServerPlan
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
 from rsrv.settings import SettingsError
@@ -30,7 +30,6 @@ CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 def run(options: Namespace) -> int:
     """Serve until Ctrl-C. Return the exit status: 0, or 1 if the server cannot start or ended by itself."""
     try:
-        options.tritonserver = find_tritonserver(options.tritonserver, _ask)
         if options.demo:
             data = demo.DATA if options.dry_run else options.directory
             options.bundles = [data / demo.BUNDLES]
@@ -38,6 +37,8 @@ def run(options: Namespace) -> int:
             if not options.dry_run:
                 demo.copy_to(options.directory)
         settings = server.read(options)
+        repositories.check(options.bundles, settings)
+        options.tritonserver = find_tritonserver(options.tritonserver, _ask)
         planned = server.make_plan(options, settings)
         if options.dry_run:
             sys.stdout.write(planned.describe())

@@ -81,7 +81,6 @@ def make_plan(options: Namespace, settings: Settings) -> ServerPlan:
 def run(options: Namespace, settings: Settings, planned: ServerPlan, output: Output) -> int:
     """Serve until a signal; return the exit status. Raises ServeError, OSError."""
     with alone(planned.repository.parent):
-        repositories.check(options.bundles, settings)
         _check_free(planned)
         broken = _generate(planned, settings, options.bundles)
         if options.compile_for:

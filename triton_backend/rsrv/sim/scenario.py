@@ -72,7 +72,8 @@ def load_scenario(path: Path) -> Scenario:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScenarioError(f"{path} cannot be read: {why}. Name a file with a scenario") from None
     return parse_scenario(text, str(path), path.parent)
 
 

@@ -272,6 +272,34 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path)
 
 
 @looped
+async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
+    """All models are on the other device; without any other, they are placed all the same, and a warning says why."""
+    async with placed(tmp_path, "abc") as world:
+        first, second = (one.weights for one in world.devices)
+        first.budget, second.budget = 0, 100
+        await world.look(4)
+        assert {*world.masks().values()} == {2}
+        assert first.resident == set()
+
+        trial = await world.placing.trial([1], [], [])
+        assert {one.name: one.placed for one in trial.status.models} == dict.fromkeys("abc", ("0",))
+        assert any(
+            text.startswith("a needs 10 B of one device, and the most that a device has for weights is 0 B")
+            for text in trial.status.warnings
+        )
+
+
+@looped
+async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_path: Path) -> None:
+    """With a device missing from the start and no load, the table is there when the models have settled."""
+    async with placed(tmp_path) as world:
+        world.devices[1].die()
+        await until(world.runtimes, lambda: len(world.runtimes.live) == 1)
+        await world.look(5)
+        assert {*world.masks().values()} == {1}
+
+
+@looped
 async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
     """A dry run says where models would be without a device or a model, and with a further one."""
     async with placed(tmp_path, "abc", budget=100) as world:

@@ -48,6 +48,8 @@ class Server:
     calls: dict[str, frozenset[str]] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
     device: int = 0
+    #: last view of each model
+    shown: dict[str, ModelView] = field(default_factory=dict)
 
 
 class Fleet:
@@ -91,7 +93,7 @@ class Fleet:
         for name in self.models:
             copy = server.copies.get(name, Copy())
             model = self.models[name]
-            models[name] = ModelView(
+            shown = ModelView(
                 bytes=model.bytes,
                 weights=copy.weights,
                 pinned=model.pinned,
@@ -102,6 +104,10 @@ class Fleet:
                 max_items=model.max_items,
                 batch_input=("x", 0),
             )
+            # What has not changed is the same object, as in the control process.
+            if server.shown.get(name) != shown:
+                server.shown[name] = shown
+            models[name] = server.shown[name]
         return WorkerView(
             alive=True,
             ready=frozenset(server.ready),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -84,6 +85,33 @@ def test_models_of_workers_that_do_not_answer_are_known() -> None:
 
     assert planner.look(fleet.views(), 1.0).table["a"].ready == ()
     assert planner.look({}, 2.0).table == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_has_not_changed_is_decided_as_before(seed: int) -> None:
+    """A planner that looks at all models anew, as after a change of its settings, has the same plans."""
+    random = Random(seed)
+    fleet = Fleet(
+        "vw", {name: Model(10 * (1 + number)) for number, name in enumerate("abcdefgh")}, budget=300
+    )
+    fleet.servers["v"].calls = fleet.servers["w"].calls = {"meta": frozenset("ab")}
+    keen, fresh = Planner(options(work_basis="requests")), Planner(options(work_basis="requests"))
+    for look in range(60):
+        fleet.now += 1.0
+        name, worker = random.choice("abcdefgh"), random.choice("vw")
+        copy = fleet.copy(worker, name)
+        if random.random() < 0.6:
+            copy.device_s += random.random()
+            copy.requests += 1
+        elif look > 9:
+            copy.weights = random.choice([*WeightsView])
+        if look % 13 == 12:
+            fleet.servers[worker].alive = not fleet.servers[worker].alive
+        views = fleet.views()
+        fresh.change(fresh.options)
+        plan = keen.look(views, fleet.now)
+        assert plan == fresh.look(views, fleet.now)
+        fleet.do(plan.steps)
 
 
 def test_homes_from_the_start() -> None:
@@ -426,7 +454,7 @@ def test_a_model_larger_than_every_device_is_warned_of() -> None:
     scene.settle()
 
     assert any(
-        one.startswith("a need 3 kB of one device, and the most that a device has for weights is 2 kB")
+        one.startswith("a needs 3 kB of one device, and the most that a device has for weights is 2 kB")
         for one in scene.status().warnings
     )
 

@@ -85,7 +85,8 @@ class Placing:
         #: the planner's table that was written last
         self._table: Table = {}
         self._looking = asyncio.Lock()
-        self._moving = False
+        #: the planner waits for weights, or for a change of the models to settle
+        self._unfinished = False
         #: models that are not placed and ready on some devices only, and since when
         self._arriving: dict[str, float] = {}
         self._decided = -_IDLE_S
@@ -108,11 +109,11 @@ class Placing:
         """Decide by the present loads, and act. Return true while a model is on its way to another device."""
         async with self._looking:
             views, now = await self._look_at_all(), self._clock()
-            if views == self._views and not self._moving and now - self._decided < _IDLE_S:
+            if views == self._views and not self._unfinished and now - self._decided < _IDLE_S:
                 return False
             # With thousands of models a look takes longer than an operator should wait.
             plan = await asyncio.to_thread(self._planner.look, views, now)
-            self._views, self._decided, self._moving = views, now, plan.moving
+            self._views, self._decided, self._unfinished = views, now, plan.moving or plan.settling
             try:
                 if plan.table is not self._table:
                     self._write({name: map(int, routes.placed) for name, routes in plan.table.items()})

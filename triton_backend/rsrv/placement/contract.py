@@ -7,10 +7,19 @@ ordered and labelled by name. Times are seconds, memory is bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 #: upper bounds, seconds, of the intervals of Durations; one more interval lies above the last bound
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
+
+
+class Immutable:
+    """Base of values that a copy of the planner may share."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class WeightsView(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelView(Immutable):
     """One model as its worker last reported it. Counters start when the model is loaded."""
 
     #: bytes of its weights on the device
@@ -58,7 +67,7 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(Immutable):
     """A worker as its last probe saw it."""
 
     #: the last probe was answered
@@ -85,7 +94,7 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class Routes(Immutable):
     """Workers for the requests of one model. One that stands for several devices is there once for each."""
 
     #: all workers where the model is ready, by name

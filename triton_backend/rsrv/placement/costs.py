@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rsrv.placement.contract import WorkerView
+from rsrv.placement.contract import Immutable, WorkerView
 
 SAMPLE_S = 2.0
 DEMAND_S = 0.9
@@ -56,13 +56,16 @@ class _Average:
         self.items = self.requests = self.device_s = 0.0
 
 
-@dataclass(slots=True)
-class _Sample:
+@dataclass(frozen=True, slots=True)
+class _Sample(Immutable):
     """Demand of one model at one worker between its last two views."""
 
     utilisation: float
     rate: float
     waiting: int
+
+
+_IDLE = _Sample(0.0, 0.0, 0)
 
 
 class Costs:
@@ -160,6 +163,8 @@ class Costs:
             demand = {}
             for name, model in view.models.items():
                 old = before.models.get(name)
+                if old is model and not model.queued:
+                    continue
                 used = 0.0 if old is None else model.device_seconds - old.device_seconds
                 if used > 0.0 or model.queued:
                     waiting = model.queued * self._request_s(name) / WAITING_S if model.queued else 0.0
@@ -173,6 +178,9 @@ class Costs:
         for name, model in view.models.items():
             old = before.models.get(name)
             if old is None:
+                continue
+            if old is model and not model.queued:
+                samples[name] = _IDLE
                 continue
             device_s = model.device_seconds - old.device_seconds
             requests, items = model.requests - old.requests, model.items - old.items
@@ -191,13 +199,16 @@ class Costs:
         return consumed
 
     def _expect(self) -> None:
-        known: dict[str, list[float]] = {}
+        known: set[str] = set()
+        total: dict[str, float] = {}
+        count: dict[str, int] = {}
         for view, _ in self._views.values():
+            known.update(view.models)
             for name, model in view.models.items():
-                costs = known.setdefault(name, [])
                 if model.item_s is not None:
-                    costs.append(model.item_s)
-        self._expected = {name: sum(costs) / len(costs) for name, costs in known.items() if costs}
+                    total[name] = total.get(name, 0.0) + model.item_s
+                    count[name] = count.get(name, 0) + 1
+        self._expected = {name: cost / count[name] for name, cost in total.items()}
         self._averages = {name: average for name, average in self._averages.items() if name in known}
         self.where = {name: places for name, places in self.where.items() if name in known}
 

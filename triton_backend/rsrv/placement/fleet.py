@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rsrv.placement.contract import ModelView, WeightsView, WorkerView
+from rsrv.placement.contract import Immutable, ModelView, WeightsView, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Fleet(Immutable):
     #: workers that are alive, by name
     views: Mapping[str, WorkerView]
     #: all models that a worker serves, or served when it last answered
@@ -77,7 +77,10 @@ class Fleet:
 
 
 def survey(
-    alive: Mapping[str, WorkerView], absent: Iterable[WorkerView], pins: Mapping[str, Collection[int]] = {}
+    alive: Mapping[str, WorkerView],
+    absent: Collection[WorkerView],
+    pins: Mapping[str, Collection[int]] = {},
+    before: Fleet | None = None,
 ) -> Fleet:
     """Combine all views.
 
@@ -85,14 +88,73 @@ def survey(
         alive: the views of the workers that answer, by name.
         absent: the last views of the others.
         pins: numbers of the devices that a model may use, by model. Devices that do not answer leave it to all others.
+        before: the last fleet of these workers with these pins; what has not changed since is the same object.
     """
     views = {worker: alive[worker] for worker in sorted(alive)}
-    models = _models(views)
-    for view in absent:
-        for name in view.ready:
-            models.setdefault(name, FleetModel(ready=()))
+    changed = None if before is None else _changed_models(views, absent, before)
+    if before is not None and changed is not None:
+        models = {**before.models, **changed} if changed else before.models
+        if all(before.models[name].bytes == model.bytes for name, model in changed.items()):
+            return Fleet(views, models, before.units, before.torn)
+    else:
+        models = _models(views)
+        for view in absent:
+            for name in view.ready:
+                models.setdefault(name, FleetModel(ready=()))
     units, torn = _units(views, models, pins)
     return Fleet(views, models, units, torn)
+
+
+def _changed_models(
+    views: Mapping[str, WorkerView], absent: Iterable[WorkerView], before: Fleet
+) -> dict[str, FleetModel] | None:
+    """Return the models that differ from those of the fleet before; None if more has changed than the figures of some."""
+    if views.keys() != before.views.keys() or not all(view.ready <= before.models.keys() for view in absent):
+        return None
+    touched: set[str] = set()
+    for worker, view in views.items():
+        old = before.views[worker]
+        if (view.ready, view.calls, view.device, view.instance is None) != (
+            old.ready,
+            old.calls,
+            old.device,
+            old.instance is None,
+        ):
+            return None
+        if view.models is not old.models:
+            if view.models.keys() != old.models.keys():
+                return None
+            touched.update(name for name, seen in view.models.items() if seen is not old.models[name])
+    if len(touched) * 2 > len(before.models):
+        return None
+    changed = {}
+    for name in touched:
+        shown = {
+            worker: seen for worker, view in views.items() if (seen := view.models.get(name)) is not None
+        }
+        resident = [worker for worker, seen in shown.items() if seen.weights is WeightsView.RESIDENT]
+        model = _with_figures(before.models[name], shown.values(), resident)
+        if model != before.models[name]:
+            changed[name] = model
+    return changed
+
+
+def _with_figures(model: FleetModel, shown: Iterable[ModelView], resident: Iterable[str]) -> FleetModel:
+    """Return a model with the figures that the workers report."""
+    size = most = 0
+    pinned = True
+    batch_input = None
+    for seen in shown:
+        size, most = max(size, seen.bytes), max(most, seen.max_items)
+        pinned = pinned and seen.pinned
+        batch_input = batch_input or seen.batch_input
+    return replace(
+        model,
+        resident=tuple(resident),
+        bytes=0 if pinned else size,
+        max_items=most,
+        batch_input=batch_input,
+    )
 
 
 def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
@@ -122,22 +184,10 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
         serving = groups.get(name, ())
         if serving not in same:
             same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))
-        size = most = 0
-        pinned = True
-        batch_input = None
-        for seen in shown.get(name, ()):
-            size, most = max(size, seen.bytes), max(most, seen.max_items)
-            pinned = pinned and seen.pinned
-            batch_input = batch_input or seen.batch_input
-        models[name] = FleetModel(
-            ready=same[serving],
-            resident=tuple(resident.get(name, ())),
-            bytes=0 if pinned else size,
-            max_items=most,
-            batch_input=batch_input,
-            calls=calls.get(name, frozenset()),
-            known=name in shown or name in calls,
+        model = FleetModel(
+            ready=same[serving], calls=calls.get(name, frozenset()), known=name in shown or name in calls
         )
+        models[name] = _with_figures(model, shown.get(name, ()), resident.get(name, ()))
     return models
 
 

@@ -33,8 +33,9 @@ class _OldHome:
     """Weights of a model at a worker that it has moved away from."""
 
     since: float
-    #: the model's last view there
+    #: the model's last view there, and its worker's measurement
     seen: ModelView
+    measurement: int
 
 
 class Moves:
@@ -51,6 +52,8 @@ class Moves:
         #: time at which a unit's move to a worker began, until it is warm there
         self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
+        #: `advance` had nothing to do, and has nothing to do until the models of the fleet or a target change
+        self.at_rest = False
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
         """Begin with these places."""
@@ -75,6 +78,7 @@ class Moves:
                     self._asked.pop((name, worker), None)
                 self.targets[name] = workers
                 self._since[name] = now
+                self.at_rest = False
                 changed = True
         return changed
 
@@ -118,6 +122,8 @@ class Moves:
         steps = self._fetch(absent, fleet, swapping, now)
         steps += self._free(fleet, now)
         self._forget(fleet.models)
+        open_moves = absent or changed or self._leaving or self._begun
+        self.at_rest = not open_moves and all(map(self.settled, fleet.units))
         return steps, changed
 
     def _cold(
@@ -229,8 +235,8 @@ class Moves:
         for worker in old:
             view = fleet.views.get(worker)
             seen = None if view is None else view.models.get(name)
-            if worker not in new and seen is not None:
-                self._leaving[name, worker] = _OldHome(now, seen)
+            if worker not in new and view is not None and seen is not None:
+                self._leaving[name, worker] = _OldHome(now, seen, view.measurement)
 
     def _free(self, fleet: Fleet, now: float) -> list[WeightAction]:
         """Evict weights at old homes without requests in flight."""
@@ -238,14 +244,14 @@ class Moves:
         for (name, worker), leaving in list(self._leaving.items()):
             view = fleet.views.get(worker)
             seen = None if view is None else view.models.get(name)
-            if seen is None or seen.weights is WeightsView.ABSENT or seen.pinned:
+            if view is None or seen is None or seen.weights is WeightsView.ABSENT or seen.pinned:
                 del self._leaving[name, worker]
                 continue
             late = now - leaving.since >= MOVE_LIMIT_S
-            if seen is leaving.seen and not late:
+            if view.measurement == leaving.measurement and not late:
                 continue
             still = seen.requests != leaving.seen.requests
-            leaving.seen = seen
+            leaving.seen, leaving.measurement = seen, view.measurement
             if late or not (still or seen.queued or seen.executing):
                 del self._leaving[name, worker]
                 # Requests that keep coming are another gateway's, which will notice by itself.

@@ -19,7 +19,7 @@ where it executed since the last one, whichever gateway sent the requests: gatew
 next repack alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -60,6 +60,8 @@ class Plan:
     steps: tuple[WeightAction, ...]
     #: a model is on its way to another worker
     moving: bool = False
+    #: a change of the workers' models will be followed by a repack when it has settled
+    settling: bool = False
 
 
 class Planner:
@@ -80,6 +82,8 @@ class Planner:
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
         self._started = False
+        #: workers of `_fleet`; none if it was made by other settings
+        self._surveyed: frozenset[str] = frozenset()
         #: workers allowed for each unit, and the time of its last change; None: the current shape is packed
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
         self._changed_at: float | None = None
@@ -111,6 +115,7 @@ class Planner:
         from the next repack on.
         """
         self._options = options.model_copy(update={"mode": self._options.mode})
+        self._surveyed = frozenset()
         self._costs.halflife = _halflife(options)
         self._generation += 1
 
@@ -160,25 +165,34 @@ class Planner:
         consumed = self._costs.observe(views, now)
         alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
         absent = [view for worker, view in self._latest.items() if worker not in alive]
-        fleet = survey(alive, absent, _pins(self._options))
+        before = self._fleet if self._surveyed == self._latest.keys() else None
+        fleet = survey(alive, absent, _pins(self._options), before)
+        # Thousands of models are looked at again only if something about one of them has changed.
+        same = before is not None and fleet.models is before.models
         steps: list[WeightAction] = []
         if self._options.mode == "lpt_packing":
             self._device_s += consumed
-            self._watch(fleet, now)
-            trigger = self._trigger(views, fleet, now)
+            if not same:
+                self._watch(fleet, now)
+            trigger = self._trigger(views, fleet, now, homes=not (same and self._moves.at_rest))
             if trigger is not None:
                 self._repack(fleet, trigger, now)
             if self._started:
                 self._resize(fleet, now)
-                steps, changed = self._moves.advance(fleet, self._costs, self._crowded, self._swapping, now)
-                for name in changed:
-                    self._costs.where.pop(name, None)
-        table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
-        if table != self._table:
-            self._table = table
-        self._views, self._fleet = views, fleet
-        moving = not all(map(self._moves.settled, fleet.units))
-        return Plan(self._table, tuple(steps), moving)
+                same = same and self._moves.at_rest
+                if not same:
+                    steps, changed = self._moves.advance(
+                        fleet, self._costs, self._crowded, self._swapping, now
+                    )
+                    for name in changed:
+                        self._costs.where.pop(name, None)
+        if not same or self._options.work_basis == "compute":
+            table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
+            if table != self._table:
+                self._table = table
+        self._views, self._fleet, self._surveyed = views, fleet, frozenset(self._latest)
+        moving = not self._moves.at_rest and not all(map(self._moves.settled, fleet.units))
+        return Plan(self._table, tuple(steps), moving, self._changed_at is not None)
 
     # --- when ----------------------------------------------------------------------------------------------
 
@@ -203,7 +217,10 @@ class Planner:
     def _settled(self, now: float) -> bool:
         return self._changed_at is not None and now - self._changed_at >= SETTLE_S
 
-    def _trigger(self, views: Mapping[str, WorkerView], fleet: Fleet, now: float) -> Trigger | None:
+    def _trigger(
+        self, views: Mapping[str, WorkerView], fleet: Fleet, now: float, *, homes: bool
+    ) -> Trigger | None:
+        """Return why to repack now. `homes`: a model may be without one."""
         if not fleet.units:
             return None
         if not self._started:
@@ -215,8 +232,10 @@ class Planner:
             return "work"
         if self._settled(now):
             return "membership"
-        homes = ((unit, self._moves.home(unit)) for unit in fleet.units)
-        return None if all(home and home == self._stays(unit, home) for unit, home in homes) else "homes"
+        if not homes:
+            return None
+        found = ((unit, self._moves.home(unit)) for unit in fleet.units)
+        return None if all(home and home == self._stays(unit, home) for unit, home in found) else "homes"
 
     def _threshold(self) -> float:
         options = self._options
@@ -226,6 +245,7 @@ class Planner:
 
     def _repack(self, fleet: Fleet, trigger: Trigger, now: float) -> None:
         """Give every unit its target."""
+        self._moves.at_rest = False
         whole = trigger not in ("start", "homes")
         loads: list[UnitLoad] = []
         previous: dict[str, tuple[str, ...]] = {}
@@ -252,7 +272,7 @@ class Planner:
         result = self._packed_onto(fleet, loads, previous)
         if result.oversubscribed and any(load.replicas > 1 for load in loads):
             # Further replicas are for memory that is left: `_resize` adds them again where it is.
-            auto = {unit.name for unit in self._automatic(fleet)}
+            auto = {unit.name for unit in self._automatic(fleet.units)}
             loads = [replace(load, replicas=1) if load.name in auto else load for load in loads]
             result = self._packed_onto(fleet, loads, previous)
         moved = 0
@@ -291,12 +311,15 @@ class Planner:
 
     def _resize(self, fleet: Fleet, now: float) -> None:
         """Give units with automatic replicas more or fewer of them; all other units stay."""
-        units = [unit for unit in self._automatic(fleet) if self._moves.settled(unit)]
+        # Of thousands, few are hot or have several replicas.
+        demand, targets = self._costs.demand, self._moves.targets
+        some = [u for u in fleet.units if len(targets.get(u.name, ())) > 1 or any(map(demand, u.models))]
+        units = [unit for unit in self._automatic(some) if self._moves.settled(unit)]
         for unit, workers in self._replication.resize(units, self._moves.home, fleet, self._costs, now):
             self._moves.aim(unit, workers, now)
 
-    def _automatic(self, fleet: Fleet) -> list[Unit]:
-        return [u for u in fleet.units if all(replicas(self._options, name) == "auto" for name in u.models)]
+    def _automatic(self, units: Iterable[Unit]) -> list[Unit]:
+        return [u for u in units if all(replicas(self._options, name) == "auto" for name in u.models)]
 
     def _replicas(self, unit: Unit) -> int:
         """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""

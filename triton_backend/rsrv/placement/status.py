@@ -226,7 +226,7 @@ def _warn_of_sizes(fleet: Fleet) -> Iterator[str]:
     for unit in fleet.units if free and None not in free else ():
         if unit.bytes > most:
             yield (
-                f"{_names(unit.models)} need {amount(unit.bytes)} of one device, and the most that a device has for weights is "
+                f"{_names(unit.models)} {'need' if unit.models[1:] else 'needs'} {amount(unit.bytes)} of one device, and the most that a device has for weights is "
                 f"{amount(most)} (runtime.weight_budget_bytes, less what is pinned)"
             )
 

@@ -7,6 +7,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -33,7 +34,7 @@ from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.grpc_inquiries import GrpcInquiries
 from rsrv_gateway.outcomes import Metadata, Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
-from rsrv_gateway.streaming import Streaming
+from rsrv_gateway.streaming import stream
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: metadata of the client's connection, not of its request
@@ -61,7 +62,7 @@ class GrpcProxy:
         self._steered = False
         self._hop = _CONNECTION_METADATA | {"authorization"} if self._token.needed else _CONNECTION_METADATA
         inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
-        streaming = Streaming(traffic, self._channels, self.forwarded, inquiries.answers_once)
+        streams = partial(stream, traffic, self._channels, self.forwarded, inquiries.answers_once)
         #: handlers by method
         self.methods = {
             **{
@@ -69,7 +70,7 @@ class GrpcProxy:
                 for name, call in inquiries.calls().items()
             },
             _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
-            _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
+            _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streams),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
         self._drain_handler = _DrainHandler()
@@ -138,13 +139,10 @@ class GrpcProxy:
         except Malformed as error:
             traffic.count_refused("", "INVALID_ARGUMENT")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        choice = router.select(model, items)
-        if choice is None:
-            found = await traffic.find(model, items)
-            if isinstance(found, Refusal):
-                traffic.count_refused(model, found.code.name)
-                await refuse(context, found)
-            choice = found
+        choice = router.select(model, items) or await traffic.find(model, items)
+        if isinstance(choice, Refusal):
+            traffic.count_refused(model, choice.code.name)
+            await refuse(context, choice)
         code = CANCELLED
         try:
             if sequence:

@@ -197,13 +197,10 @@ class HttpProxy:
         if wrong := overstated(header, most if compressed or upload.size is None else upload.size):
             raise UploadError(StatusCode.INVALID_ARGUMENT, wrong)
         items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
-        choice = router.select(model, items)
-        if choice is None:
-            found = await traffic.find(model, items)
-            if isinstance(found, Refusal):
-                traffic.count_refused(model, found.code.name)
-                return _refused(found)
-            choice = found
+        choice = router.select(model, items) or await traffic.find(model, items)
+        if isinstance(choice, Refusal):
+            traffic.count_refused(model, choice.code.name)
+            return _refused(choice)
         query = self._query(request, upload, target)
         code = CANCELLED
         try:

@@ -30,6 +30,9 @@ from rsrv_gateway.outcomes import CONNECTION_LOSSES_MAX, Refusal, another_model,
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
+#: tells if each request for a model gets one answer, in a client's context
+AnswersOnce = Callable[[str, Any], Awaitable[bool]]
+
 #: Bytes of unanswered messages kept for a failover.
 _KEPT_BYTES = 4 << 20
 #: Messages to a decoupled model that count as unanswered: some get no answer, and nothing tells which.
@@ -40,33 +43,27 @@ _ERRORS_END_IT = "triton_grpc_error"
 _ERROR = b"\x0a"
 
 
-class Streaming:
-    def __init__(
-        self,
-        traffic: Traffic,
-        channels: Mapping[str, WorkerChannels],
-        forwarded: Callable[[Any], Any],
-        answers_once: Callable[[str, Any], Awaitable[bool]],
-    ) -> None:
-        """`answers_once(model, context)` tells if each request for the model gets one answer."""
-        self.traffic = traffic
-        self.channels = channels
-        self.forwarded = forwarded
-        self.answers_once = answers_once
-
-    async def stream(self, _: Any, context: Any) -> None:
-        stream = _Stream(self, context)
-        try:
-            await stream.run()
-        except BaseExceptionGroup as group:
-            ended = _first(group)
-        else:
-            return
-        finally:
-            stream.end()
-        if isinstance(ended, _StreamRefused):
-            await refuse(context, ended.refusal)
-        raise ended
+async def stream(
+    traffic: Traffic,
+    channels: Mapping[str, WorkerChannels],
+    forwarded: Callable[[Any], Any],
+    answers_once: AnswersOnce,
+    _: Any,
+    context: Any,
+) -> None:
+    """Serve a client's stream; the last two arguments are gRPC's. `forwarded` selects the metadata for workers."""
+    one = _Stream(traffic, channels, answers_once, context, forwarded(context))
+    try:
+        await one.run()
+    except BaseExceptionGroup as group:
+        ended = _first(group)
+    else:
+        return
+    finally:
+        one.end()
+    if isinstance(ended, _StreamRefused):
+        await refuse(context, ended.refusal)
+    raise ended
 
 
 def _first(error: BaseException) -> BaseException:
@@ -150,12 +147,19 @@ class _Upstream:
 
 
 class _Stream:
-    def __init__(self, streaming: Streaming, context: Any) -> None:
-        self._traffic = streaming.traffic
-        self._channels = streaming.channels
+    def __init__(
+        self,
+        traffic: Traffic,
+        channels: Mapping[str, WorkerChannels],
+        answers_once: AnswersOnce,
+        context: Any,
+        metadata: Any,
+    ) -> None:
+        self._traffic = traffic
+        self._channels = channels
+        self._answers_once = answers_once
         self._context = context
-        self._metadata = streaming.forwarded(context)
-        self._answers_once = streaming.answers_once
+        self._metadata = metadata
         #: the stream's model; empty before the first message for a served model
         self._model = ""
         #: the worker of the stream's messages

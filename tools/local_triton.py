@@ -132,10 +132,6 @@ class TritonServer:
         return f"{LOOPBACK}:{self.grpc_port}"
 
     @property
-    def metrics_url(self) -> str:
-        return f"http://{LOOPBACK}:{self.metrics_port}/metrics"
-
-    @property
     def process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise RuntimeError("the server was not started")

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
 from rsrv.scheduler.settings import Eviction
+from rsrv.sim.fleet_plots import save
 from rsrv.sim.metrics import summarize
 from rsrv.sim.record import ExecutionRecord, Record, RequestRecord
 from rsrv.sim.scenario import Scenario, load_scenario, parse_scenario
@@ -232,11 +233,6 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
 
 
 # --- pictures ------------------------------------------------------------------------------------------------
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Save a figure without matplotlib's version in it."""
-    figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
 def picture(those: Mapping[str, Run]) -> Figure:

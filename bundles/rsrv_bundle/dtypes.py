@@ -103,11 +103,6 @@ def triton_type(token: str) -> str | None:
     return None if name is None else f"TYPE_{name}"
 
 
-def token_of_kserve(name: str) -> str:
-    """Return the token of a KServe v2 name, with or without Triton's `TYPE_` in front. KeyError if there is none."""
-    return _BY_KSERVE[name.removeprefix("TYPE_")]
-
-
 def safetensors_tag(token: str) -> str:
     """Return the name in a safetensors header (`F32`)."""
     return _TABLE[token].safetensors

@@ -82,11 +82,6 @@ def _read(file: Path) -> bytes:
         raise BundleError(f"{file.name}: cannot be read: {e.strerror}") from e
 
 
-def read_signature(file: Path) -> Signature:
-    """Read a module's signature, as `signature_of` does. Raises BundleError."""
-    return signature_of(_read(file), file.name)
-
-
 def signature_of(blob: bytes, file: str) -> Signature:
     """Return the signature of a module, the content of `file`.
 

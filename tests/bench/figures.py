@@ -33,7 +33,6 @@ class Sample:
     steal_cpus: float
     #: CPUs used by processes that are neither the server's nor its clients'.
     other_cpus: float
-    server_us: Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -199,15 +199,4 @@ def _sample(
         busy=status.device_seconds / wall if status else None,
         steal_cpus=(second.machine.stolen - first.machine.stolen) / wall,
         other_cpus=max(0.0, used - sum(cpu.values())) / wall,
-        server_us=_stages(first.statistics, second.statistics),
     )
-
-
-def _stages(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float]:
-    """Return the microseconds per request in Triton's own stages, which are right only for answers in place."""
-    stages = {}
-    for name in ("queue", "compute_input", "compute_infer", "compute_output"):
-        before, after = first["inference_stats"].get(name, {}), second["inference_stats"][name]
-        count = int(after["count"]) - int(before.get("count", 0))
-        stages[name] = (int(after["ns"]) - int(before.get("ns", 0))) / max(1, count) / 1e3
-    return stages

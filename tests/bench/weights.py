@@ -236,7 +236,6 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
         busy=risen["device_seconds"] / wall,
         steal_cpus=(second.machine.stolen - first.machine.stolen) / wall,
         other_cpus=max(0.0, second.machine.used - first.machine.used - sum(cpu.values())) / wall,
-        server_us={},
         seconds=wall,
         answered=int(risen["answered"]),
         misses=int(risen["misses"]),

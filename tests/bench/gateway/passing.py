@@ -180,7 +180,6 @@ def _measure(
         busy=None,
         steal_cpus=(second.machine.stolen - first.machine.stolen) / wall,
         other_cpus=max(0.0, used - sum(cpu.values())) / wall,
-        server_us={},
     )
 
 

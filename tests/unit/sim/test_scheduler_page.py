@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import scheduler_page as tool
+from rsrv.sim.fleet_plots import save
 
 TEXT = tool.PAGE.read_text(encoding="utf-8")
 
@@ -30,12 +31,12 @@ def test_equal_runs_give_equal_pictures(
 ) -> None:
     """A picture in the repository changes only with its figures, byte for byte."""
 
-    def save(figure: Figure) -> bytes:
+    def saved(figure: Figure) -> bytes:
         path = tmp_path / "figure.png"
-        tool.save(figure, path)
+        save(figure, path)
         return path.read_bytes()
 
-    assert save(tool.picture(compared["hog"])) == save(tool.picture(tool.runs("hog")))
+    assert saved(tool.picture(compared["hog"])) == saved(tool.picture(tool.runs("hog")))
 
 
 def test_the_picture_exists_and_is_small() -> None:

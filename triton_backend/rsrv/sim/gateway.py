@@ -166,11 +166,6 @@ class SimulatedGateway:
         )
 
 
-def _numbered(prefix: str, count: int) -> list[str]:
-    digits = len(str(count - 1))
-    return [f"{prefix}{index:0{digits}}" for index in range(count)]
-
-
 class _Models(Mapping[str, ModelView]):
     """All models of a worker. Iteration yields only the ones with a request; the others all look alike."""
 

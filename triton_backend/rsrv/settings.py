@@ -421,15 +421,6 @@ class Settings(BaseSettings):
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @model_validator(mode="after")
-    def _the_native_front_can(self) -> "Settings":
-        fronts = (self.stub.front, *(model.front for model in self.models.values()))
-        if "native" in fronts and self.traces.endpoint is not None:
-            raise ValueError(
-                "front: native has no traces so far; set front to python, or traces.endpoint to null"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _pins_are_devices(self) -> "Settings":
         devices = self.runtime.devices
         for name, model in self.models.items() if devices != "all" else ():

@@ -95,12 +95,3 @@ def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, librar
     before, linked = newest(model), (model / library.name).stat().st_mtime_ns
     assert touch(model) > before
     assert (model / library.name).stat().st_mtime_ns == linked
-
-
-def test_settings_that_the_native_front_cannot_obey_are_refused(
-    bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error names the limit, and nothing is written."""
-    assert generate(bundles, "stub: {front: native}\ntraces: {endpoint: 'http://localhost:4318'}") == 1
-    assert "no traces" in capsys.readouterr().err
-    assert not (bundles.parent / "gen").exists()

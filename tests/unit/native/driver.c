@@ -9,7 +9,7 @@
 //   jam                     the next submission meets a kernel without memory
 //   close                   -> closed    (after the last answer)
 //
-// Parameters that begin with a digit or a minus sign are integers. Each request must be answered and released once.
+// Values of digits are integers; the parameter `triton` is Triton's own trace context, too. Each request must be answered and released once.
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -29,6 +29,7 @@
 #define SUBMIT 5
 
 struct TRITONSERVER_Error { int code; char* text; };
+struct TRITONSERVER_InferenceTrace { char context[128]; };
 struct TRITONBACKEND_Model { void* state; const char* folder; };
 struct TRITONBACKEND_ModelInstance { void* state; TRITONBACKEND_Model* model; };
 struct TRITONBACKEND_Input { int64_t shape[2]; float* values; };
@@ -36,6 +37,7 @@ struct TRITONBACKEND_Request {
     char id[32], key[64], text[64];
     int64_t number;
     bool has_parameter, is_number;
+    TRITONSERVER_InferenceTrace trace;
     atomic_bool cancelled;
     atomic_int answers, releases;
     TRITONBACKEND_Input input;
@@ -130,6 +132,11 @@ TRITONSERVER_Error* TRITONBACKEND_RequestParameter(
     *value = r->is_number ? (const void*)&r->number : r->text;
     return NULL;
 }
+TRITONSERVER_Error* TRITONBACKEND_RequestTrace(TRITONBACKEND_Request* r, TRITONSERVER_InferenceTrace** trace) {
+    *trace = *r->trace.context ? &r->trace : NULL;
+    return NULL;
+}
+TRITONSERVER_Error* TRITONSERVER_InferenceTraceContext(TRITONSERVER_InferenceTrace* trace, const char** context) { *context = trace->context; return NULL; }
 TRITONSERVER_Error* TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* r, bool* cancelled) {
     if (atomic_load(&r->releases)) fail("a released request is asked whether it is cancelled");
     *cancelled = atomic_load(&r->cancelled);
@@ -214,8 +221,11 @@ static TRITONBACKEND_Request* make(int number, int64_t rows, const char* paramet
         r->has_parameter = true;
         snprintf(r->key, sizeof r->key, "%.*s", (int)(value - parameter), parameter);
         snprintf(r->text, sizeof r->text, "%s", value + 1);
-        r->is_number = strchr("-0123456789", value[1]) != NULL;
-        r->number = strtoll(value + 1, NULL, 10);
+        char* end;
+        r->number = strtoll(value + 1, &end, 10);
+        r->is_number = *end == 0;
+        if (strcmp(r->key, "triton") == 0)
+            snprintf(r->trace.context, sizeof r->trace.context, "{\"traceparent\":\"%s\"}", r->text);
     }
     r->input.shape[0] = rows;
     r->input.shape[1] = COLUMNS;

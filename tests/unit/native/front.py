@@ -89,8 +89,8 @@ INTERFACE = Interface(
 )
 
 
-def described() -> bytes:
-    return pack_flat(CLIENT, INTERFACE, batched=True)
+def described(*, traced: bool = False) -> bytes:
+    return pack_flat(CLIENT, INTERFACE, batched=True, traced=traced, key="doubling@0123456789ab")
 
 
 class Connection:

@@ -38,6 +38,7 @@ from rsrv.wire.layout import Interface, pack_flat
 from rsrv.wire.memory import Board
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import send
+from rsrv.wire.traces import Mark, Span, read_spans, unpack_marks
 from tests.fuzz.speaker import Speaker, some_fds
 from tests.unit.native.front import (
     CLIENT,
@@ -314,6 +315,66 @@ def test_a_model_may_have_as_many_batch_sizes_as_a_bundle(program: Path, tmp_pat
         assert front.ask("open") == ["opened - ok 0 0"]
         assert front.ask("send 1 1000") == [doubled(1, 1000)]
         front.ask("close")
+
+
+TRACE, PARENT = "0123456789abcdef" * 2, "fedcba9876543210"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "is_traced"),
+    [
+        (f"TraceParent=00-{TRACE}-{PARENT}-01", True),
+        (f"triton=00-{TRACE}-{PARENT}-01", True),
+        (f"traceparent=cc-{TRACE}-{PARENT}-03-more", True),
+        (f"traceparent=00-{TRACE}-{PARENT}-00", False),
+        (f"traceparent=00-{TRACE}-{PARENT}-01-more", False),
+        (f"traceparent=ff-{TRACE}-{PARENT}-01", False),
+        (f"traceparent=00-{32 * '0'}-{PARENT}-01", False),
+        (f"traceparent=00-{TRACE[:-1]}-{PARENT}-01", False),
+        (f"traceparent=00-{TRACE.upper()}-{PARENT}-01", False),
+        ("traceparent=1", False),
+    ],
+)
+def test_a_request_with_a_sampled_context_is_traced(
+    program: Path, tmp_path: Path, parameter: str, is_traced: bool
+) -> None:
+    """A mark goes before its submission, and its span, with its failure, is reported; without a sampled context there is none."""
+    marks: list[Mark] = []
+    spans: list[Span] = []
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described(traced=True))
+        marked = 0
+        while True:
+            kind, count, frame = connection.receive()
+            if kind is Kind.TRACE:
+                marks.extend(unpack_marks(frame, count))
+            elif kind is Kind.SPANS:
+                spans.extend(read_spans(frames.unpack_json(frame))[0])
+            elif kind is Kind.SUBMIT:
+                marked = len(marks) - marked
+                assert marked == is_traced
+                text = '\u20ac"\n' * 300
+                ids = [entry[0] for entry in frames.unpack_submissions(frame, count)]
+                for answer in pack_completions([Completion(id, Status.INTERNAL, text=text) for id in ids]):
+                    send(connection.sock, answer)
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        (answer,) = front.ask(f"send 7 2 {parameter}")
+        assert answer.startswith("answer 7 1 \u20ac")
+        front.ask("close")
+        wait_until(lambda: len(spans) == is_traced, what="the span")
+    if is_traced:
+        ((span,), (mark,)) = spans, marks
+        assert (mark.request, mark.trace, mark.span) == (0, TRACE, span.id)
+        assert (span.trace, span.parent, span.name) == (TRACE, PARENT, "infer doubling")
+        assert span.error.startswith('\u20ac"\n\u20ac')
+        assert span.attributes == {
+            "rsrv.model": "doubling", "rsrv.version": "0123456789ab", "rsrv.rows": 2, "rsrv.request_id": "7",
+            "rsrv.status": "INTERNAL",
+        }  # fmt: skip
 
 
 # --- several devices ------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ void link_drop(struct link* link) {
     interface_drop(link->interface);
     if (link->arena) arena_close(link->arena);
     board_unmap(link->board);
+    trace_forget(link, UINT32_MAX);
     pthread_mutex_destroy(&link->lock);
     pthread_cond_destroy(&link->changed);
     free(link->model);

@@ -43,6 +43,8 @@ struct link {
     struct pending *first, *last, *buckets[BUCKETS];
     struct { int64_t budget_ns; int64_t then_ns; uint32_t left_out; } logged[STATUSES];
     uint64_t durations[INTERVALS], responses[STATUSES], duration_ns;
+    struct span *first_span, *last_span;  // ended, not reported yet
+    uint32_t span_count, dropped_spans;
     bool measured;
     int64_t reported_ns;
 };
@@ -77,3 +79,9 @@ struct pending* waiting_check(struct link*, int64_t now);
 void waiting_finish(struct link*, struct pending*);
 // Under the lock: sends the figures since the last report. If the runtime does not read now, they wait.
 void waiting_report(struct link*, int64_t now);
+
+// Ends the span of a traced request, before its answer.
+void trace_end(struct link*, const struct pending*);
+// Under the lock: sends the ended spans. If the runtime does not read now, they wait.
+void trace_report(struct link*);
+void trace_forget(struct link*, uint32_t count);

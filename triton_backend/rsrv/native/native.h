@@ -5,6 +5,7 @@
 //   replicas.c  a model's links, one per device of the server: which of them answers a batch
 //   placement.c the placement table: on which devices a model shall run
 //   link.c      a model's connection to a runtime, the thread that reads all of them, and the one that mends them
+//   trace.c     trace contexts of requests, and ended spans until they are reported
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
 //   launch.c    where the runtime listens, and how it is started
 //   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
@@ -28,10 +29,11 @@
 #define HEADER_BYTES 8
 #define ENTRY_BYTES 64       // of a submission
 #define COMPLETION_BYTES 32
+#define MARK_BYTES 32        // of a traced request
 #define MAX_RANK 32
 #define ALIGNMENT 64u
 
-enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCEL = 6, REPORT = 15 };
+enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCEL = 6, REPORT = 15, TRACE = 25, SPANS = 26 };
 enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24 };
 
 enum status {
@@ -113,7 +115,8 @@ struct variant {
 // A model as the runtime describes it. Requests hold it while they wait, so that another runtime may describe it anew.
 struct interface {
     atomic_int users;
-    bool batched, exact;
+    bool batched, exact, traced;
+    char* key;         // NAME@VERSION
     uint32_t slot;     // its cell on the runtime's board; 0: it has none
     uint64_t cost_ns;  // of the shortest execution, as measured
     uint32_t input_count, output_count, variant_count;
@@ -181,6 +184,18 @@ bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct
 uint64_t placement_mask(const uint8_t digest[16]);
 uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // zlib's
 
+// --- trace.c ------------------------------------------------------------------------------------------------
+
+// A request's span that has not ended.
+struct trace {
+    uint8_t trace[16], parent[8], id[8];
+};
+
+// Opens the span of a request that is to be traced; NULL: it is not. If both Triton and the client have a context,
+// Triton's counts: its own span is the client's child.
+struct trace* trace_begin(TRITONBACKEND_Request*);
+void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES]);
+
 // --- request.c ----------------------------------------------------------------------------------------------
 
 struct link;
@@ -197,6 +212,7 @@ struct pending {
     int64_t deadline_ns, begun_ns, sent_ns;
     uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
     struct place place;
+    struct trace* trace;  // NULL: not traced
     bool cancelling;
     bool retried;  // another device's runtime had it, and died before it launched it
     enum status status;

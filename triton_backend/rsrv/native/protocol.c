@@ -210,6 +210,7 @@ static void free_interface(struct interface* model) {
         free_tensors(model->variants[i].outputs, model->output_count);
     }
     free(model->variants);
+    free(model->key);
     free(model->input_of);
     free(model->output_of);
     free(model);
@@ -258,11 +259,13 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
     uint32_t flags = next_u32(&from);
     model->batched = flags & 1;
     model->exact = flags & 2;
+    model->traced = flags & 4;
     model->input_count = next_count(&from, MAX_TENSORS);
     model->output_count = next_count(&from, MAX_TENSORS);
     model->variant_count = next_count(&from, MAX_VARIANTS);
     model->slot = next_u32(&from);
     model->cost_ns = next_u64(&from);
+    model->key = next_text(&from);
     refuse(&from, model->slot >= BOARD_BYTES / 8, "the model's cell is not on the board");
     model->client_inputs = next_tensors(&from, model->input_count, false);
     model->client_outputs = next_tensors(&from, model->output_count, false);

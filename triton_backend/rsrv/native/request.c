@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "native.h"
+#include "link.h"
 
 #define MAX_ID 200
 #define MAX_VALUE 50
@@ -331,6 +331,7 @@ int64_t request_run_device(TRITONBACKEND_Request* request) {
 bool request_read(struct pending* one, struct interface* model) {
     one->interface = model;
     interface_hold(model);
+    if (model->traced && !one->trace) one->trace = trace_begin(one->request);
     // The parameters of a request that is retried were read before: its deadline counts from then.
     if (!one->retried && !read_parameters(one)) return false;
     TRITONBACKEND_Input** inputs = calloc(model->input_count, sizeof *inputs);
@@ -493,6 +494,7 @@ void request_answer(struct pending* one, struct link* link) {
         log_failure(one, link, text);
         if (!worked(NULL, TRITONBACKEND_ResponseNew(&response, one->request))) response = NULL;
     }
+    if (one->trace && one->interface) trace_end(link, one);
     // Before the answer: its client may ask for the figures.
     link_measure(link, one->status, one->begun_ns);
     if (response) worked(NULL, TRITONBACKEND_ResponseSend(response, RESPONSE_FINAL, error));
@@ -510,5 +512,6 @@ void request_answer(struct pending* one, struct link* link) {
 void request_free(struct pending* one) {
     interface_drop(one->interface);
     free(one->failure);
+    free(one->trace);
     free(one);
 }

@@ -69,6 +69,7 @@ void waiting_report(struct link* link, int64_t now) {
         comma = ",";
     }
     text_add(&text, "},\"hooks\":{}}");
+    trace_report(link);
     if (frame_send_json(link->fd, REPORT, text.bytes) <= 0) return;
     memset(link->durations, 0, sizeof link->durations);
     memset(link->responses, 0, sizeof link->responses);
@@ -172,6 +173,7 @@ struct pending* waiting_check(struct link* link, int64_t now) {
             *copy = *one;
             copy->place.arena = NULL;
             copy->failure = NULL;
+            one->trace = NULL;
             interface_hold(copy->interface);
             one->request = NULL;
             copy->next = late;
@@ -195,6 +197,16 @@ static int send_one(struct link* link, const void* frame, size_t length, int des
     link->stuck = sent == 0 && (link->stuck || patience_ms > 0);
     if (sent < 0) shutdown(link->fd, SHUT_RDWR);
     return sent;
+}
+
+// Announces the traced ones of requests that are sent next. If the runtime does not read now, they are not traced.
+static void send_marks(struct link* link, struct pending** some, uint32_t count) {
+    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * MARK_BYTES];
+    uint32_t marked = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (some[i]->trace) trace_mark(some[i]->trace, some[i]->id, frame + HEADER_BYTES + marked++ * MARK_BYTES);
+    put_header(frame, TRACE, marked);
+    if (marked) send_one(link, frame, HEADER_BYTES + marked * MARK_BYTES, -1, 0);
 }
 
 // Tells the runtime of new segments, and submits requests that have their places; under the lock. Returns how many were
@@ -222,6 +234,7 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
             add_pending(link, ready[at + i]);
             request_submission(ready[at + i], frame + HEADER_BYTES + i * ENTRY_BYTES);
         }
+        if (sent > 0) send_marks(link, ready + at, some);
         if (sent > 0) sent = send_one(link, frame, HEADER_BYTES + some * ENTRY_BYTES, -1, at ? 0 : SEND_MS);
         if (sent == 0) {
             for (uint32_t i = 0; i < some; i++) remove_pending(link, ready[at + i]);

@@ -344,6 +344,8 @@ class Registry:
                 group.client,
                 model.interface,
                 batched=model.bundle.manifest.rows_first,
+                traced=self.catalog.policy.settings.traced,
+                key=key,
                 slot=self.catalog.entries[key].slot,
                 cost_ns=model.shortest_ns,
             )

@@ -136,7 +136,7 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
 _MAGIC = 0x54414C46
 #: magic, flags, the numbers of inputs, outputs and variants, slot and cost; then of each tensor behind its name
 _HEAD, _TYPE = struct.Struct("<IIIIIIQ"), struct.Struct("<BBh")
-_BATCHED, _EXACT = 1, 2
+_BATCHED, _EXACT, _TRACED = 1, 2, 4
 #: the types that clients send, by number
 _FLAT_TYPES = (
     "bool", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64",
@@ -144,15 +144,23 @@ _FLAT_TYPES = (
 
 
 def pack_flat(
-    client: dict[str, Any], interface: Interface, *, batched: bool, slot: int = 0, cost_ns: int = 0
+    client: dict[str, Any],
+    interface: Interface,
+    *,
+    batched: bool,
+    traced: bool = False,
+    slot: int = 0,
+    cost_ns: int = 0,
+    key: str = "",
 ) -> bytes:
     """Return REGISTERED's document for a model without hooks; `client` and the other values as there.
 
     Raises ValueError for a type that no client can send.
     """
     inputs, outputs = client["inputs"], client["outputs"]
-    flags = _BATCHED * batched | _EXACT * interface.exact
+    flags = _BATCHED * batched | _EXACT * interface.exact | _TRACED * traced
     parts = [_HEAD.pack(_MAGIC, flags, len(inputs), len(outputs), len(interface.variants), slot, cost_ns)]
+    parts.append(_text(key))
     parts += (_flat(name, dtype, dims, None) for name, dtype, dims in (*inputs, *outputs))
     for variant in interface.variants:
         parts.append(struct.pack(f"<{len(variant.sizes) + 1}I", len(variant.sizes), *variant.sizes))
@@ -162,6 +170,9 @@ def pack_flat(
 
 
 def _flat(name: str, dtype: str, dims: Sequence[int], batch_axis: int | None) -> bytes:
-    text = name.encode()
     head = _TYPE.pack(_FLAT_TYPES.index(dtype), len(dims), -1 if batch_axis is None else batch_axis)
-    return struct.pack("<I", len(text)) + text + head + struct.pack(f"<{len(dims)}q", *dims)
+    return _text(name) + head + struct.pack(f"<{len(dims)}q", *dims)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<I", len(text.encode())) + text.encode()

@@ -17,7 +17,7 @@ import pytest
 from rsrv.cli import main as rsrv
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
-from tests.e2e import bundles
+from tests.e2e import bundles, metas
 from tests.e2e.calls import assert_same, caller, random_u32
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.test_control import SERVING, Control
@@ -25,6 +25,14 @@ from tests.waiting import wait_until
 
 SETTINGS = """
 runtime: {devices: [cpu, cpu]}
+models:
+  left: {devices: [0]}
+  right: {devices: [1]}
+"""
+STAGED = """
+def run(inputs, call):
+    first = call("left", inputs, keep_on_device=True)["y"]
+    return {"y": call("right", {"x": first})["y"]}
 """
 #: lines of the Python front, or of the native one
 _LOST = re.compile(
@@ -37,6 +45,11 @@ _BACK = re.compile("rsrv.(stub|native:) steady: reconnected to the runtime")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     folder = tmp_path_factory.mktemp("devices")
     sources = [bundles.ensure() / name for name in ("steady", "exact")]
+    sources += [
+        metas.write_scale(folder / "left", 2),
+        metas.write_scale(folder / "right", 3),
+        metas.write_meta(folder / "staged", STAGED, ["left", "right"]),
+    ]
     repository = make_repository(folder, *sources, settings=SETTINGS)
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(folder / "cache")}
     with running_triton(repository, folder / "server.log", env=cache) as server:
@@ -64,7 +77,7 @@ def test_the_second_runtime_compiles_nothing(server: RunningTriton) -> None:
 
 
 def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.CaptureFixture[str]) -> None:
-    """The control process gives each idle model one device, and `rsrv placement` shows it with the reason."""
+    """The control process gives each idle model one device, its own if it is pinned, and `rsrv placement` shows the reason."""
 
     def placement() -> dict[str, Any]:
         capsys.readouterr()
@@ -72,10 +85,25 @@ def test_each_model_is_placed_on_a_device(server: RunningTriton, capsys: pytest.
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
-    def places() -> list[list[int]]:
-        return sorted(one.get("devices", []) for one in placement()["models"] if one["reason"])
+    def placed() -> bool:
+        found = {one["name"]: one.get("devices", []) for one in placement()["models"] if one["reason"]}
+        alone = found.keys() >= {"steady", "exact"} and all(len(devices) == 1 for devices in found.values())
+        return alone and (found.get("left"), found.get("right")) == ([0], [1])
 
-    wait_until(lambda: places() == [[0], [1]], what="a device for each model", timeout=30)
+    wait_until(placed, what="a device for each model", timeout=30)
+
+
+def test_a_run_goes_by_stage_where_its_callees_are_pinned_apart(server: RunningTriton) -> None:
+    """Each device executes its own model, and a tensor that was to stay on the first one reaches the second."""
+    before = [answered(server, 0, "left"), answered(server, 1, "right")]
+
+    with caller(server) as call:
+        for value in range(5):
+            got = call("staged", {"x": np.full((2, metas.COLUMNS), value, np.float32)})
+            assert_same(got, {"y": np.full((2, metas.COLUMNS), 6 * value, np.float32)})
+
+    more = [answered(server, 0, "left"), answered(server, 1, "right")]
+    assert [now - then for now, then in zip(more, before, strict=True)] == [5, 5]
 
 
 def test_a_busy_device_leaves_requests_to_the_other(server: RunningTriton) -> None:

@@ -42,8 +42,12 @@ class FakeReplica:
 
     def __post_init__(self) -> None:
         direct = SimpleNamespace(devices=self.devices)
-        attachment = SimpleNamespace(direct=direct, settings={"meta": {"transport": self.transport}})
-        self.session = cast(Session, SimpleNamespace(attachment=attachment))
+        attachment = SimpleNamespace(
+            direct=direct,
+            settings={"meta": {"transport": self.transport}},
+            begins_in_s=lambda _: self.seconds,
+        )
+        self.session = cast(Session, SimpleNamespace(attachment=attachment, device=self.device))
 
     @property
     def ready(self) -> bool:
@@ -241,6 +245,31 @@ def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementRea
     assert sorted(answers(6)) == [0, 0, 0, 2, 2, 2]
     fakes[0].seconds = fakes[1].seconds = inf
     assert answers(6) == [2] * 6
+
+
+def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
+    table: PlacementWriter, tmp_path: Path
+) -> None:
+    """A run begins on the lowest device of its callees, and each call goes to the soonest device of its model."""
+    process = StubProcess(Responses(FakePbUtils))
+    reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
+    replicas, fakes = made(4, reader=reader, process=process)
+
+    def stages(device: int) -> dict[str, int]:
+        return {name: cast(FakeReplica, one).device for name, one in process.stages(device).items()}
+
+    table.write({"m": 0b0001, "a": 0b0010, "b": 0b1100})
+    fakes[3].seconds = 0.5
+    assert home_of(replicas) == 1
+    assert stages(1) == {"a": 1, "b": 3}
+    # The run began before the table.
+    assert stages(2) == {"a": 3, "b": 3}
+    fakes[1].session.attachment, fakes[1].seconds = None, inf
+    assert home_of(replicas) == 2
+
+    table.write({"m": 0b0001, "a": 0b0101, "b": 0b1100})
+    assert home_of(replicas) == 2
+    assert stages(2) == {}
 
 
 def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:

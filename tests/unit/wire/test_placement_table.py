@@ -188,3 +188,15 @@ def test_readers_beside_a_busy_writer_that_is_killed(path: Path) -> None:
         assert writer.write({}) > generation
         generation = writer.write({})
         writer.close()
+
+
+def test_a_reader_of_a_meta_model_knows_its_callees(tmp_path: Path) -> None:
+    """Their masks belong to the same table as the model's own."""
+    path = tmp_path / "placement"
+    reader = PlacementReader(path, "pets", ("cats", "dogs"))
+    assert (reader.mask(0), reader.callees) == (0, {"cats": 0, "dogs": 0})
+    writer = PlacementWriter(path)
+    writer.write({"pets": 1, "cats": 2})
+    assert (reader.mask(9), reader.callees) == (1, {"cats": 2, "dogs": 0})
+    writer.close()
+    reader.close()

@@ -27,7 +27,10 @@ class FleetModel:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Models that are placed together: a meta model and all models that it calls, or one model."""
+    """Models that are placed together: a meta model and all models that it calls, or one model.
+
+    Models whose pins have no device in common are placed one by one.
+    """
 
     #: names, sorted
     models: tuple[str, ...]
@@ -206,12 +209,19 @@ def _units(
         allowed = _allowed(group, models, told)
         if not allowed and len(group) > 1:
             torn += [name for name in group if models[name].calls]
-        for members in [group] if allowed else [(name,) for name in group]:
+        together = allowed and _common(group, pins)
+        for members in [group] if together else [(name,) for name in group]:
             where = allowed or _allowed(members, models, told)
             if where:
                 size = sum(models[name].bytes for name in members)
                 units.append(Unit(members, pinned(members, where) if pins else where, size))
     return tuple(sorted(units, key=lambda unit: unit.models)), tuple(sorted(torn))
+
+
+def _common(group: tuple[str, ...], pins: Mapping[str, Collection[int]]) -> bool:
+    """Return whether the pinned models of a group have a device in common, or at most one of them is pinned."""
+    named = [{*pins[name]} for name in group if name in pins]
+    return len(named) < 2 or bool(set.intersection(*named))
 
 
 def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], told: set[str]) -> tuple[str, ...]:

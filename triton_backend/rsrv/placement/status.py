@@ -244,13 +244,6 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
                 "correct the key; the others of the list count, or all devices if there are none"
             )
     for unit in fleet.units:
-        pins = [(name, options.models[name].devices) for name in unit.models if name in options.models]
-        pinned = {name: set(devices) for name, devices in pins if devices is not None}
-        if len(pinned) > 1 and not set.intersection(*pinned.values()):
-            yield (
-                f"models.NAME.devices of {_names(sorted(pinned))} have no device in common, but these models are called by one "
-                "another: they are placed together, on any device; name a common one"
-            )
         for name in unit.models:
             wanted = replicas(options, name)
             if isinstance(wanted, int) and wanted > len(unit.allowed):

@@ -432,8 +432,13 @@ class ThroughTriton:
         arrays = {key: np.asarray(value) for key, value in inputs.items()}
         return _TritonCall(self._start(name, arrays), {})
 
-    def internal(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_TritonCall":
-        """Call a model of the runtime, in the run with this token. Raises RequestFailure."""
+    def internal(
+        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int, device: int | None = None
+    ) -> "_TritonCall":
+        """Call a model of the runtime, in the run with this token. Raises RequestFailure.
+
+        `device` has the call, if the run goes by stage.
+        """
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
@@ -448,7 +453,7 @@ class ThroughTriton:
             outputs=[wire.name for wire in remote.outputs],
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             run=token,
-            device=self._device,
+            device=self._device if device is None else device,
         )
         return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 

@@ -88,7 +88,7 @@ class DirectCall:
     def end(self, outcome: Results | RequestFailure) -> None:
         self.outcome = outcome
         failure = outcome if isinstance(outcome, RequestFailure) else None
-        end_call(self.span, self.callee.remote.name, self.since, failure)
+        end_call(self.span, self.callee.remote.name, self.since, failure, self.run.stage)
 
     def wait(self, until_ns: int) -> Results:
         while self.outcome is None:
@@ -141,6 +141,8 @@ class DirectRun:
         self._priority = priority
         self._tag = tag
         self._client_id = client_id
+        #: its device, if the run goes by stage
+        self.stage: int | None = None
         #: set if the runtime refused the run
         self._refused: RequestFailure | None = None
         self._entering: int | None = None
@@ -202,7 +204,7 @@ class DirectRun:
         try:
             return self._start(callee, inputs, keep, since, span)
         except RequestFailure as failure:
-            end_call(span, callee.remote.name, since, failure)
+            end_call(span, callee.remote.name, since, failure, self.stage)
             raise
 
     def _start(

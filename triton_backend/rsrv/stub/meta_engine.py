@@ -10,8 +10,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -30,6 +30,7 @@ from rsrv.stub.calls import (
     Keep,
     Pending,
     SyncCall,
+    check_keep,
     grace,
     make_callees,
     run_async,
@@ -53,6 +54,7 @@ from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
+from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.calls import Entrance, RunExit, pack_entrances
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.socket import Closed
@@ -60,6 +62,8 @@ from rsrv.wire.socket import Closed
 log = logging.getLogger("rsrv.stub")
 
 Run = Callable[[dict[str, Array], Any], Any]
+#: of a run that goes by stage: the run on the device of each callee, and the callee there, by name
+Stages = Mapping[str, tuple[DirectRun, Callee]]
 
 #: seconds that execute() may wait at most, as for other models
 _MAX_BLOCK_S = 0.2
@@ -378,7 +382,8 @@ class MetaEngine:
         status = Status.INTERNAL
         try:
             one.check()
-            tensors = self._results(one, run)
+            engines = self._process.stages(self.session.device) if self._process.devices > 1 else {}
+            tensors = self._results_by_stage(one, run, engines) if engines else self._results(one, run, {})
             status = Status.OK
             return tensors
         except RequestFailure as failure:
@@ -390,17 +395,62 @@ class MetaEngine:
                 self._withdraw(one, status)
             self._give_connection(one.attachment, connection, broken=run.broken)
 
-    def _results(self, one: MetaRequest, run: DirectRun) -> list[Any]:
+    def _results_by_stage(
+        self, one: MetaRequest, run: DirectRun, engines: Mapping[str, "MetaEngine"]
+    ) -> list[Any]:
+        """Execute a run whose callees are on several devices, by the engines there; on each of them it is admitted.
+
+        All runs enter the devices in ascending order, the first one being that of `run`: otherwise two runs could wait
+        for each other's places for ever.
+        """
+        run.stage = self.session.device
+        run.await_admission(grace(one.request.params.deadline_ns))
+        runs = {run.stage: run}
+        with ExitStack() as stack:
+            others = {engine.session.device: engine for engine in engines.values() if engine is not self}
+            for device, engine in sorted(others.items()):
+                runs[device] = stack.enter_context(engine.stage_of(one, run.span))
+            stages = {
+                name: (runs[engine.session.device], engine._callees[name]) for name, engine in engines.items()
+            }
+            return self._results(one, run, stages)
+
+    @contextmanager
+    def stage_of(self, one: MetaRequest, span: OpenSpan | None) -> Iterator[DirectRun]:
+        """Admit a run that has begun on another device. Raises RequestFailure."""
+        attachment, (deadline_ns, priority, _) = self.session.attachment, one.request.params
+        if attachment is None:
+            raise RequestFailure(Status.RUNTIME_DOWN, self.session.down)
+        connection = self._take_connection(
+            MetaRequest(0, one.request, attachment, attachment.deferred, one.token)
+        )
+        request, status = one.request, Status.INTERNAL
+        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
+        run.stage = self.session.device
+        try:
+            run.await_admission(grace(deadline_ns))
+            yield run
+            status = Status.OK
+        except RequestFailure as failure:
+            status = failure.status
+            raise
+        finally:
+            run.leave(status, grace(deadline_ns))
+            self._give_connection(attachment, connection, broken=run.broken)
+
+    def _results(self, one: MetaRequest, run: DirectRun, stages: Stages) -> list[Any]:
         arrays = read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        results = self._call_user(one, run, arrays)
+        results = self._call_user(one, run, arrays, stages)
         one.results = check_results(results, self._outputs, rows, "run", one.request.id)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
             for wire, array in zip(self._outputs, one.results, strict=True)
         ]
 
-    def _call_user(self, one: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
+    def _call_user(
+        self, one: MetaRequest, run: DirectRun, arrays: dict[str, Array], stages: Stages
+    ) -> dict[str, Array]:
         client_id, deadline_ns = one.request.id, one.request.params.deadline_ns
         triton = None
         if self._bls is not None:
@@ -414,6 +464,7 @@ class MetaEngine:
             one.token,
             self._guard,
             through_triton=self._through_triton,
+            stages=stages,
         )
         started, error = time.perf_counter(), ""
         try:
@@ -505,7 +556,10 @@ class CallRouter:
         guard: HookGuard,
         *,
         through_triton: bool,
+        stages: Stages,
     ) -> None:
+        """`stages` are empty, or have all callees: then no tensor stays on a device, as the next stage may have another."""
+        self._stages = stages
         self._guard = guard
         self._run = run
         self._callees = callees
@@ -530,11 +584,16 @@ class CallRouter:
             raise RequestFailure(
                 Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
             )
+        run = self._run
+        if self._stages:
+            run, callee = self._stages[name]
+            check_keep(callee, keep)
+            keep = False
         if self._triton is None or not self._through_triton:
-            return self._run.start(callee, inputs, keep)
+            return run.start(callee, inputs, keep)
         with self.waiting():
-            self._run.await_admission(grace(self._deadline_ns))
-        return self._triton.internal(callee, inputs, keep, self._token)
+            run.await_admission(grace(self._deadline_ns))
+        return self._triton.internal(callee, inputs, keep, self._token, run.stage)
 
     def waiting(self) -> AbstractContextManager[None]:
         return self._guard.waiting()

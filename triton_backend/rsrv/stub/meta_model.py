@@ -59,7 +59,8 @@ class MetaModelStub:
                         process=process,
                     )
 
-            self._replicas = Replicas(make, setup.name, process, setup.placement(), setup.devices)
+            placement = setup.placement(path.name for path in callees)
+            self._replicas = Replicas(make, setup.name, process, placement, setup.devices)
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         setup.start(self._replicas, pb_utils)

@@ -4,7 +4,7 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost 
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,10 +103,10 @@ class Setup:
             session.close()
             raise
 
-    def placement(self) -> PlacementReader:
-        """Return the reader of the model's devices in the server's table."""
+    def placement(self, callees: Iterable[str] = ()) -> PlacementReader:
+        """Return the reader of the model's and its callees' devices in the server's table."""
         directory = runtime_directory(self.launcher.server_pid, "0")
-        return PlacementReader(directory / PLACEMENT, self.name)
+        return PlacementReader(directory / PLACEMENT, self.name, callees)
 
     def devices(self) -> int:
         """Return the number of the server's devices; 1 before its first runtime has found them."""

@@ -5,8 +5,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from math import inf
-from operator import itemgetter, methodcaller
+from operator import itemgetter, methodcaller, or_
 from typing import Any, Protocol
 
 from rsrv.placement.batch_shares import Forecast, divide
@@ -42,6 +43,8 @@ class StubProcess:
         #: gives a request to another replica than that of a session, whose runtime died before it launched the request;
         #: False: there is none
         self.retry: Callable[[ClientRequest, Session], bool] = lambda request, session: False
+        #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
+        self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
 
     def begin(self, session: Session) -> Attachment:
         """Attach a session, known from its first connection on: a hook may fork meanwhile. Raises one of UNREACHABLE."""
@@ -125,6 +128,7 @@ class Replicas:
         attachment = first.session.attachment
         count = devices() if attachment is None else attachment.direct.devices
         process.devices, process.retry = count, self._retry
+        process.stages = self._stages
         self._preference = by_preference(name, count)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -133,6 +137,9 @@ class Replicas:
         #: devices of the table, and the replicas there
         self._mask = 0
         self._allowed: Sequence[ModelReplica] = (first,)
+        #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
+        self._callees: Mapping[str, int] = {}
+        self._apart: Mapping[str, int] = {}
         self._reporting: list[Reporting] = []
         #: replicas report, and show their counts in the mirror
         self._started = False
@@ -182,15 +189,23 @@ class Replicas:
 
     def _allow(self) -> None:
         """Follow the table and the replicas."""
-        self._allowed = [self._replicas[one] for one in allowed(list(self._replicas), self._mask)]
+        devices = list(self._replicas)
+        masks = self._callees.values()
+        together = [one for one in devices if all(not mask or mask >> one & 1 for mask in masks)]
+        self._apart = {} if together else self._callees
+        self._allowed = [self._replicas[one] for one in allowed(together or devices, self._mask)]
 
     # --- requests -----------------------------------------------------------------------------------------
 
     def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
-        if self._placement is not None and (mask := self._placement.mask(time.monotonic())) != self._mask:
-            with self._lock:
-                self._mask = mask
-                self._allow()
+        if self._placement is not None:
+            mask = self._placement.mask(time.monotonic())
+            if mask != self._mask or self._placement.callees is not self._callees:
+                with self._lock:
+                    self._mask, self._callees = mask, self._placement.callees
+                    self._allow()
+        if self._apart:
+            return self._begin_stages().execute(requests)
         chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S)
         if len(requests) > 1 and len(self._allowed) > 1:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
@@ -198,6 +213,29 @@ class Replicas:
                 self._hand_out(shares)
                 return None
         return chosen.execute(requests)
+
+    def _begin_stages(self) -> ModelReplica:
+        """Return the live replica of the lowest device on which a run by stage may call a model."""
+        live = {one: replica for one, replica in self._replicas.items() if replica.answers_in_s() < inf}
+        union = reduce(or_, self._apart.values())
+        return live[min(allowed(list(live), union))] if live else self._first
+
+    def _stages(self, device: int) -> dict[str, ModelReplica]:
+        """Return the soonest replica for each call of a run that begins on a device; `StubProcess.stages`.
+
+        Only from that device on: runs enter devices in ascending order.
+        """
+        found: dict[str, ModelReplica] = {}
+        for name, mask in self._apart.items():
+            begins = {
+                one: attachment.begins_in_s(name)
+                for one, replica in self._replicas.items()
+                if one >= device and (attachment := replica.session.attachment) is not None
+            }
+            if not begins:
+                return {}
+            found[name] = self._replicas[min(allowed(list(begins), mask), key=begins.__getitem__)]
+        return {} if all(one.session.device == device for one in found.values()) else found
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each sub-call on the device of its run, whose runtime alone knows the run, and spread other requests."""

@@ -113,6 +113,11 @@ class Attachment:
         """Return the seconds that loading the weights of these models takes; 0: they are there."""
         return self.direct.load_in_s([model.slot for model in self.models if model.slot])
 
+    def begins_in_s(self, name: str) -> float:
+        """Return the seconds until the device could begin with one of the models, the load of its weights included."""
+        slots = [model.slot for model in self.models if model.name == name and model.slot]
+        return self.device_free_in_s() + self.direct.load_in_s(slots)
+
     def forecast(self, costs: ExecutionCosts) -> Forecast:
         """Return the device's work as expected. Weights without a cell on the board count as absent."""
         load_s = self.load_in_s()

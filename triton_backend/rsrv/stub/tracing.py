@@ -169,8 +169,20 @@ def end_request(
     span.end(f"infer {model}", started, error, attributes)
 
 
-def end_call(span: OpenSpan | None, model: str, started: float, failure: RequestFailure | None) -> None:
-    """End the span of a meta model's call of another model; `span` is None if it is not traced."""
+def end_call(
+    span: OpenSpan | None,
+    model: str,
+    started: float,
+    failure: RequestFailure | None,
+    device: int | None = None,
+) -> None:
+    """End the span of a meta model's call of another model; `span` is None if it is not traced.
+
+    `device` has the call, if the run goes by stage; None: that of the run.
+    """
     if span is not None:
         error = "" if failure is None else failure.text or failure.status.name
-        span.end(f"call {model}", started, error, {"rsrv.model": model})
+        attributes: dict[str, str | int | float] = {"rsrv.model": model}
+        if device is not None:
+            attributes["rsrv.stage.device"] = device
+        span.end(f"call {model}", started, error, attributes)

@@ -172,12 +172,15 @@ class PlacementWriter:
 
 
 class PlacementReader:
-    """Reads one model's devices from the table. For one thread at a time."""
+    """Reads the devices of one model and of its callees from the table. For one thread at a time."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, callees: Iterable[str] = ()) -> None:
         """Read nothing yet: the file need not exist."""
         self._path = path
         self._digest = _digest(name)
+        self._callees = {name: _digest(name) for name in callees}
+        #: masks of the callees, as `mask` read them last
+        self.callees: Mapping[str, int] = dict.fromkeys(self._callees, 0)
         self._file: _MappedTable | None = None
         self._generation = 0
         self._mask = 0
@@ -210,7 +213,8 @@ class PlacementReader:
         while generation not in (0, _MOVED):
             entries = file.entries(generation)
             if entries is not None:
-                self._generation, self._mask = generation, self._find(entries)
+                self._generation, self._mask = generation, _find(entries, self._digest)
+                self.callees = {name: _find(entries, digest) for name, digest in self._callees.items()}
                 return True
             # The writer may have overtaken this reader twice; otherwise the half is damaged.
             before, generation = generation, file.generation
@@ -218,20 +222,20 @@ class PlacementReader:
                 break
         return False
 
-    def _find(self, entries: bytes) -> int:
-        count = len(entries) // _ENTRY.size
-        at = bisect_left(
-            range(count),
-            self._digest,
-            key=lambda i: entries[i * _ENTRY.size : i * _ENTRY.size + _DIGEST_BYTES],
-        )
-        if at < count:
-            digest, mask = _ENTRY.unpack_from(entries, at * _ENTRY.size)
-            if digest == self._digest:
-                return int(mask)
-        return 0
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _find(entries: bytes, digest: bytes) -> int:
+    """Return a model's mask in a table; 0 if it is not there."""
+    count = len(entries) // _ENTRY.size
+    at = bisect_left(
+        range(count), digest, key=lambda i: entries[i * _ENTRY.size : i * _ENTRY.size + _DIGEST_BYTES]
+    )
+    if at < count:
+        found, mask = _ENTRY.unpack_from(entries, at * _ENTRY.size)
+        if found == digest:
+            return int(mask)
+    return 0

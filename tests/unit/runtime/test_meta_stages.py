@@ -1,0 +1,105 @@
+"""Runs of meta models whose callees are on two devices: two real runtimes, one per device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.hooks.loader import Hooks
+from rsrv.settings import load_settings
+from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.replicas import StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from tests.builders import write_meta
+from tests.fakes import FakePbUtils
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.metas import OUTPUTS, answer_of, ask, assert_y, request, rows
+
+
+class StagedMeta:
+    """A meta model that calls `a` on device 0 and `b` on device 1, with its engines and runtimes by device."""
+
+    def __init__(self, start: StartRuntime, bundles: dict[str, Path], path: Path, run: Any) -> None:
+        self.runtimes: list[Runtime] = []
+        self.engines: list[MetaEngine] = []
+        process = StubProcess(Responses(FakePbUtils))
+        process.devices = 2
+        write_meta(path, "def run(inputs, call): ...", "ab")
+        for device in (0, 1):
+            runtime = start(load_settings("scheduler: {meta_concurrency: 4}"), devices=2)
+            # The next runtime takes the socket's path.
+            runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
+            calls = {name: str(bundles[name]) for name in "ab"}
+            engine = MetaEngine(
+                Tensors(FakePbUtils),
+                Responses(FakePbUtils),
+                run,
+                {"a": Hooks(), "b": Hooks()},
+                (),
+                OUTPUTS,
+                True,
+                Session(runtime.open, "meta", str(path), calls, device),
+                lambda settings: pytest.fail("nothing goes through Triton"),
+                process=process,
+            )
+            self.runtimes.append(runtime)
+            self.engines.append(engine)
+        process.stages = lambda device: {"a": self.engines[0], "b": self.engines[1]}
+
+
+def kept(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    first = call("a", inputs, keep_on_device=True)["y"]
+    return {"y": call("b", {"x": first})["y"]}
+
+
+async def gathered(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    (first, second) = await call.many([("a", inputs, True), ("b", inputs, True)])
+    return {"y": (await call("b", {"x": first["y"]}))["y"] + 0 * second["y"]}
+
+
+@pytest.fixture(params=[kept, gathered])
+def staged(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[StagedMeta]:
+    made = StagedMeta(start_runtime, doublings, tmp_path / "meta", request.param)
+    yield made
+    for engine in made.engines:
+        engine.close()
+
+
+def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) -> None:
+    """A tensor that was to stay on the device reaches the next one through host memory, and both runs end."""
+    before = [len(runtime.device.executed) for runtime in staged.runtimes]
+    for value in range(5):
+        (answer,) = ask(staged.engines[0], request(2, value))
+        assert_y(answer, rows(2, 2 * (2 * value + 1) + 2))
+
+    executed = [len(one.device.executed) - count for one, count in zip(staged.runtimes, before, strict=True)]
+    assert executed[0] == 5
+    assert executed[1] >= 5
+    assert not any(runtime.device.kept for runtime in staged.runtimes)
+
+
+def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -> None:
+    """More runs than places: all enter the devices in the same order."""
+    requests = [request(1, value) for value in range(20)]
+
+    assert staged.engines[0].execute(requests) is None
+
+    for value, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, 2 * (2 * value + 1) + 2))
+
+
+def test_a_stage_whose_runtime_is_gone_fails_its_run_alone(staged: StagedMeta) -> None:
+    """The client is told to try again."""
+    staged.runtimes[1].stop()
+
+    (answer,) = ask(staged.engines[0], request())
+
+    assert answer.error is not None
+    assert "[rsrv:RUNTIME_DOWN]" in answer.error.message

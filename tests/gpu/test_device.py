@@ -124,7 +124,7 @@ def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
 
 
 def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu: FakeGpu) -> None:
-    """jax says only that it supports no device. The runtime stays: each model tries again."""
+    """jax says only that it supports no device. Later models try again in the same process."""
     gpu.settings.compute_mode = EXCLUSIVE_PROCESS
 
     text, limit = gpu.run(start_beside_a_process_with_a_context)

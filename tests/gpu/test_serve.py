@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,21 @@ from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from local_triton import LOOPBACK
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import demo
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv.wire.socket import read_status
+from rsrv.wire.socket import Closed, read_status
 from tests.e2e.lives import first_value, place, write_version
 from tests.e2e.test_serve import serving
-from tests.gpu.fake_gpu import GIB, FakeGpu
+from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.waiting import wait_until
+
+#: a busy machine takes minutes to compile, and to time kernels
+pytestmark = pytest.mark.timeout(540)
 
 
 def environment(gpu: FakeGpu, folder: Path) -> dict[str, str]:
@@ -47,7 +53,7 @@ def test_the_demo_is_served_from_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
 
     with serving(tmp_path, gpu=environment(gpu, tmp_path)) as terminal:
         # The first run compiles, and times kernels.
-        terminal.wait_for("Stop with Ctrl-C", timeout=150)
+        terminal.wait_for("Stop with Ctrl-C", timeout=400)
         assert "Serving 6 of 6 models" in terminal.text
         url = f"http://{LOOPBACK}:{terminal.grpc_port - 1}/v2/models/{demo.MODEL}/infer"
         with urlopen(Request(url, (demo.DATA / demo.REQUEST).read_bytes()), timeout=20) as reply:
@@ -74,9 +80,11 @@ def test_one_server_uses_all_cards(
 ) -> None:
     """The runtimes take nine tenths of a card each, and each names its own.
 
-    A process of CUDA sees one instance of a partitioned card, with its share of the memory.
+    A process of CUDA sees one instance of a partitioned card, with its share of the memory. Each card admits one process:
+    no other process of rsrv has a context on one.
     """
     gpu.settings.count, gpu.settings.mig_instances = count, mig_instances
+    gpu.settings.compute_mode = EXCLUSIVE_PROCESS
     (tmp_path / "bundles").mkdir()
     place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
 
@@ -99,6 +107,47 @@ def test_one_server_uses_all_cards(
     assert len({call.pid for call in takers}) == 2
 
 
+def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: Path) -> None:
+    """An error of CUDA ends the runtime of its card alone, and the next one takes that card; so does a card that comes back.
+
+    The request that was executing fails, because it may be the cause.
+    """
+    gpu.settings.count = 2
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
+
+    with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path)) as terminal:
+        terminal.wait_for("Serving 1 of 1 models", timeout=150)
+
+        def pids() -> dict[int, int]:
+            """Return the runtimes that have the model, by device."""
+            return {
+                number: pid for number in (0, 1) if (pid := runtime_of(terminal.server_pid, number, "cats"))
+            }
+
+        def both_but(earlier: Mapping[int, int]) -> dict[int, int]:
+            found = pids()
+            return found if len(found) == 2 and found != earlier else {}
+
+        before = wait_until(partial(both_but, {}), what="both devices", timeout=90)
+        gpu.settings.launches_until_fault = 0
+        with pytest.raises(InferenceServerException):
+            first_value(terminal.grpc_port, "cats")
+        first_value(terminal.grpc_port, "cats")
+        after = wait_until(partial(both_but, before), what="the failed card's next runtime", timeout=90)
+        assert len(before.items() & after.items()) == 1
+
+        gpu.settings.count = 1
+        os.kill(after[1], signal.SIGKILL)
+        terminal.wait_for("jax finds no GPU", timeout=90)
+        first_value(terminal.grpc_port, "cats")
+        assert pids() == {0: after[0]}
+        gpu.settings.count = 2
+        wait_until(lambda: 1 in pids(), what="the returned card's runtime", timeout=90)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+
+
 def control_status(server_pid: int) -> pb.GetStatusResponse:
     """Return what the control process says."""
     socket = runtime_directory(server_pid, "0") / CONTROL_SOCKET
@@ -106,6 +155,15 @@ def control_status(server_pid: int) -> pb.GetStatusResponse:
         stub: Any = control_pb2_grpc.ControlStub(channel)
         found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
         return found
+
+
+def runtime_of(server_pid: int, number: int, model: str) -> int:
+    """Return the process that serves a model on a device; 0: it is not ready there."""
+    try:
+        status = read_status(server_pid, str(number))
+    except (OSError, Closed):
+        return 0
+    return int(status["pid"]) if status["models"].get(model, {}).get("state") == "ready" else 0
 
 
 def device_status(server_pid: int, number: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +22,9 @@ from rsrv.runtime.allocation import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
 
-#: exit status if the watchdog or a lost device ends the process, and if the loop failed
+#: a runtime that has found no device for this time ends when a model asks for it again
+_WITHOUT_DEVICE_S = 20.0
+#: exit status if the watchdog, or a device that is lost or missing, ends the process, and if the loop failed
 _EXIT_HUNG, _EXIT_FAILED = 75, 70
 #: the process ends after this time even if its last lines cannot be logged
 _LAST_LINES_S = 10.0
@@ -57,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
         from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
         from rsrv.runtime.crash_history import BlackBox
+        from rsrv.runtime.device import DeviceError
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.server_devices import (
@@ -123,19 +127,32 @@ def main(argv: list[str] | None = None) -> int:
         logs.flush()
         os._exit(_EXIT_HUNG)
 
+    started = time.monotonic()
+
+    def make_device() -> JaxDevice:
+        try:
+            return JaxDevice(
+                platform,
+                settings.runtime.compilation_cache_dir,
+                memory_fraction=settings.runtime.memory_fraction,
+                preallocate=settings.runtime.preallocate,
+                numerics=settings.runtime.numerics,
+                repository=options.settings.parent,
+                lost=end_without_device,
+            )
+        except DeviceError as error:
+            if time.monotonic() - started < _WITHOUT_DEVICE_S:
+                raise
+            # XLA counts the cards once per process: only the next one finds a card that came, or came back.
+            log.error("%s; the runtime ends, and the stubs start another to look again", error)
+            logs.flush()
+            os._exit(_EXIT_HUNG)
+
     loop = Loop(
         listener,
         options.server_pid,
         settings,
-        lambda: JaxDevice(
-            platform,
-            settings.runtime.compilation_cache_dir,
-            memory_fraction=settings.runtime.memory_fraction,
-            preallocate=settings.runtime.preallocate,
-            numerics=settings.runtime.numerics,
-            repository=options.settings.parent,
-            lost=end_without_device,
-        ),
+        make_device,
         blackbox=box,
         inspector=Inspector(),
         devices=len(devices),

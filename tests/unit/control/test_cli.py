@@ -454,6 +454,8 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
         ),
         pb.WatchStateResponse(change=pb.Change(revision=7, key="a@1")),
         pb.WatchStateResponse(down=pb.RuntimeDown()),
+        pb.WatchStateResponse(failures=pb.Failures(failures=[pb.Failure(name="b", text="no\nmanifest")])),
+        pb.WatchStateResponse(failures=pb.Failures()),
     ):
         print_update(update)
 
@@ -461,6 +463,8 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
         "6 a@1 failed, 0 stubs, no room ?[2J",
         "7 a@1 gone",
         "the runtime does not answer",
+        "b failed: no manifest",
+        "all models are as their bundles say",
     ]
 
 

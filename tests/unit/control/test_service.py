@@ -484,6 +484,19 @@ async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_
 
 
 @looped
+async def test_a_watcher_sees_failures_of_bundles(tmp_path: Path) -> None:
+    """A watcher gets all failures when they change, also while no runtime says anything."""
+    async with served(tmp_path) as server:
+        updates = server.control.WatchState(pb.WatchStateRequest())
+        assert (await updates.read()).HasField("snapshot")
+        server.lifecycle.failures["c"] = BundleFailure("not YAML", since=1000.0, tries=2)
+        failed = pb.Failure(name="c", text="not YAML", since_unix_s=1000.0, tries=2)
+        assert (await updates.read()).failures.failures == [failed]
+        server.lifecycle.failures.clear()
+        assert (await updates.read()) == pb.WatchStateResponse(failures=pb.Failures())
+
+
+@looped
 async def test_the_load_is_complete(tmp_path: Path) -> None:
     """GetLoad returns the load of all models and the budget."""
     model = {

@@ -16,46 +16,82 @@ from rsrv.serve.view import Changes, endpoints
 from tests.unit.serve.test_plan import planned
 
 
-def status(*, failures: dict[str, str] | None = None, **models: tuple[str, int]) -> pb.GetStatusResponse:
-    """Return a status with these models, each with the key and the state of its version."""
-    return pb.GetStatusResponse(
-        models=[
-            pb.ModelStatus(name=name, versions=[pb.Version(key=key, state=state, error="no memory")])  # type: ignore[arg-type]
-            for name, (key, state) in models.items()
-        ],
-        failures=[pb.Failure(name=name, text=text) for name, text in (failures or {}).items()],
+def change(key: str, state: int | None, device: int = 0) -> pb.WatchStateResponse:
+    """Return the change of a version; None: it is gone."""
+    version = pb.Version(key=key, state=state or 0, error="no memory")  # type: ignore[arg-type]
+    entry = pb.Entry(name=key.rpartition("@")[0], version=version)
+    return pb.WatchStateResponse(
+        change=pb.Change(device=device, key=key, entry=None if state is None else entry)
     )
 
 
+def snapshot(device: int, **models: tuple[str, int]) -> pb.WatchStateResponse:
+    """Return a snapshot with these models, each with the key and the state of its version."""
+    versions = {name: pb.Version(key=key, state=state) for name, (key, state) in models.items()}  # type: ignore[arg-type]
+    entries = [pb.Entry(name=name, version=version) for name, version in versions.items()]
+    return pb.WatchStateResponse(snapshot=pb.Snapshot(device=device, entries=entries))
+
+
+def failures(**failed: str) -> pb.WatchStateResponse:
+    """Return the models that are not as their bundles say, with the reasons."""
+    found = [pb.Failure(name=name, text=text) for name, text in failed.items()]
+    return pb.WatchStateResponse(failures=pb.Failures(failures=found))
+
+
+def said(changes: Changes, update: pb.WatchStateResponse) -> list[str]:
+    """Return the lines that follow from an update, after the look that takes it."""
+    changes.take(update)
+    assert list(changes.lines()) == []
+    return list(changes.lines())
+
+
 def test_each_change_is_shown_once() -> None:
-    """A model becomes ready, gets a new bundle, and goes; looks without a change say nothing."""
+    """A model becomes ready, gets a new bundle, and goes; updates that change nothing say nothing."""
     changes = Changes({})
-    loading, one, two = ("a@1", pb.STATE_LOADING), ("a@1", pb.STATE_READY), ("a@2", pb.STATE_READY)
-    assert list(changes.update(status(a=loading))) == []
-    assert list(changes.update(status(a=one))) == ["a is ready"]
-    assert list(changes.update(status(a=one))) == []
-    assert list(changes.update(status(a=two))) == ["a serves its new bundle"]
+    assert said(changes, change("a@1", pb.STATE_LOADING)) == []
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    assert said(changes, change("a@1", pb.STATE_READY)) == []
+    assert said(changes, change("a@2", pb.STATE_LOADING)) == []
+    assert said(changes, change("a@2", pb.STATE_READY)) == ["a serves its new bundle"]
+    assert said(changes, change("a@1", None)) == []
     assert changes.counts() == (1, 0)
-    assert list(changes.update(status())) == ["a is removed"]
+    assert said(changes, change("a@2", None)) == ["a is removed"]
     assert changes.counts() == (0, 0)
 
 
 def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
     """A version that cannot be loaded, and a bundle that cannot be read, are named; repaired, the model is ready."""
     changes = Changes({})
-    assert list(changes.update(status(a=("a@1", pb.STATE_FAILED)))) == ["a failed: no memory"]
-    said = changes.update(status(a=("a@2", pb.STATE_READY), failures={"b": "no\nmanifest"}))
-    assert list(said) == ["a is ready", "b failed: no manifest"]
+    assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a failed: no memory"]
+    assert said(changes, change("a@2", pb.STATE_READY)) == ["a is ready"]
+    assert said(changes, failures(b="no\nmanifest")) == ["b failed: no manifest"]
     assert changes.counts() == (1, 1)
+    assert said(changes, failures(a="no manifest", b="no\nmanifest")) == ["a failed: no manifest"]
+    assert said(changes, failures(b="no\nmanifest")) == ["a is ready"]
 
 
 def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again() -> None:
     """What the generator refused has been printed: the same reason from the server adds no line."""
     changes = Changes({"b": "no manifest"})
-    assert list(changes.update(status())) == []
-    assert list(changes.update(status(failures={"b": "no manifest"}))) == []
+    assert said(changes, snapshot(0)) == []
+    assert said(changes, failures(b="no manifest")) == []
     assert changes.counts() == (0, 1)
-    assert list(changes.update(status())) == ["b is removed"]
+    assert said(changes, failures()) == ["b is removed"]
+
+
+def test_a_model_that_one_device_serves_is_ready() -> None:
+    """A model is ready on the first device, and failed when it has failed on all; a new runtime says nothing new."""
+    changes = Changes({})
+    assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
+    assert said(changes, snapshot(1, a=("a@1", pb.STATE_FAILED))) == []
+    assert said(changes, pb.WatchStateResponse(down=pb.RuntimeDown(device=0))) == []
+    assert said(changes, snapshot(0)) == ["a failed: "]
+    assert said(changes, change("a@1", None, device=1)) == ["a is removed"]
+    assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
+    assert said(changes, snapshot(0)) == []
+    assert said(changes, change("a@1", pb.STATE_READY)) == []
+    changes.take(change("a@1", None))
+    assert said(changes, change("a@1", pb.STATE_READY)) == []
 
 
 def test_endpoints_are_what_a_client_here_connects_to() -> None:
@@ -80,11 +116,7 @@ def test_without_a_control_service_no_models_are_counted(
     """The server may serve any number of models: the line must not say that there are none."""
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "CONTROL_S", 0.0)
-
-    async def no_service(*_: object) -> None:
-        return None
-
-    monkeypatch.setattr(view, "_changes", no_service)
+    monkeypatch.setattr(view, "LOOK_S", 0.01)
 
     async def first() -> view.Line:
         with socket.create_server(("127.0.0.1", 0)) as http:

@@ -237,6 +237,9 @@ def print_update(update: pb.WatchStateResponse) -> None:
             _print_entry(change, change.key, change.entry if change.HasField("entry") else None)
         case "down":
             print(f"the runtime{_which(update.down.device)} does not answer", flush=True)
+        case "failures":
+            failed = (f"{one.name} failed: {' '.join(one.text.split())}" for one in update.failures.failures)
+            print("\n".join(map(printable, failed)) or "all models are as their bundles say", flush=True)
 
 
 def _which(device: int) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import CardMemory
 from rsrv.control.grpc_service import member, member_name
 from rsrv.control.placing import Trial
@@ -347,6 +348,10 @@ def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
     )
 
 
+def failure(name: str, failed: BundleFailure) -> pb.Failure:
+    return pb.Failure(name=name, text=failed.text, since_unix_s=failed.since, tries=failed.tries)
+
+
 def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
     """Return an update of a device's state."""
     match update:
@@ -366,7 +371,7 @@ def _snapshot(device: int, instance: str, revision: int, entries: Mapping[str, M
         device=device,
         instance=instance,
         revision=revision,
-        entries=[_entry(key, entries[key]) for key in sorted(entries)],
+        entries=[_entry(key, entry) for key, entry in entries.items()],
     )
 
 

@@ -30,6 +30,9 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import CHANGEABLE, Settings
 
+#: Seconds between two looks for failures of bundles.
+_FAILURES_LOOK_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class ControlledServer:
@@ -119,15 +122,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 messages.meta_status(name, told("metas", name).values(), versions.get(name, {}))
                 for name in wanted(names["meta"])
             ],
-            failures=[
-                pb.Failure(
-                    name=name,
-                    text=failures[name].text,
-                    since_unix_s=failures[name].since,
-                    tries=failures[name].tries,
-                )
-                for name in wanted(failures)
-            ],
+            failures=[messages.failure(name, failures[name]) for name in wanted(failures)],
         )
 
     @answers
@@ -167,10 +162,27 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any
     ) -> AsyncIterator[pb.WatchStateResponse]:
-        feed = self._runtimes.subscribe()
+        feed, sent = self._runtimes.subscribe(), pb.Failures()
+        clock = asyncio.get_running_loop().time
+        due = clock()
         try:
             while True:
-                yield messages.update(*await feed.next())
+                if clock() >= due:
+                    # No event announces a failure.
+                    due = clock() + _FAILURES_LOOK_S
+                    found = self._lifecycle.failures
+                    failures = pb.Failures(
+                        failures=[messages.failure(name, found[name]) for name in sorted(found)]
+                    )
+                    if failures != sent:
+                        sent = failures
+                        yield pb.WatchStateResponse(failures=failures)
+                try:
+                    async with asyncio.timeout_at(due):
+                        device, update = await feed.next()
+                except TimeoutError:
+                    continue
+                yield messages.update(device, update)
         finally:
             feed.close()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import grpc
 
@@ -18,9 +19,8 @@ from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import is_empty
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
-#: seconds between two polls of the server, and limit of an answer
-LOOK_S = 0.5
-PATIENCE_S = 5.0
+#: seconds between two looks, and between attempts to reach the control service
+LOOK_S = 0.25
 #: seconds for the control service to come up after the server
 CONTROL_S = 15.0
 
@@ -35,53 +35,105 @@ class Line:
 
 
 class Changes:
-    """Changes from one status of the control service to the next, as lines for people. Pure."""
+    """Changes of the models' states, as lines for people. Pure."""
 
     def __init__(self, broken: Mapping[str, str]) -> None:
         #: the last shown state; bundles that were broken before the start are shown then
         self._shown = {name: ("failed", reason) for name, reason in broken.items()}
-        self._met: set[str] = set()
+        #: versions of each model by key, the latest last, and of each by device
+        self._versions: dict[str, dict[str, dict[int, pb.Version]]] = {}
+        self._failures: dict[str, str] = {}
+        #: models that may have changed since the last call of `lines`, and before that; and those that went away
+        self._touched: set[str] = set()
+        self._waiting: set[str] = set()
+        self._gone: set[str] = set()
+        #: a device's models are known
+        self.known = False
 
-    def update(self, status: pb.GetStatusResponse) -> Iterator[str]:
-        """Yield a line for each model whose state has changed."""
-        now = dict(_states(status))
-        for name, state in sorted(now.items()):
-            before = self._shown.get(name)
+    def take(self, update: pb.WatchStateResponse) -> None:
+        """Take an update of the control service."""
+        touched = self._apply(update)
+        self._touched |= touched
+        if update.HasField("snapshot"):
+            # The models of a new runtime come one after the other: none of the others is gone.
+            self.known, touched = True, set()
+        self._gone = {name for name in self._gone | touched if name not in self._versions}
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each model whose state changed before the last call: by now Triton has it, too."""
+        due, self._waiting, self._touched = self._waiting, self._touched, set()
+        for name in sorted(due):
+            state, before = self._state(name), self._shown.get(name)
+            if state is None:
+                # A model that is loading again keeps its last line: it serves, or its failure was shown.
+                if name in self._gone:
+                    self._shown.pop(name, None)
+                    yield f"{name} is removed"
+                continue
+            self._shown[name] = state
+            word, detail = state
             if state == before:
                 continue
-            word, detail = state
             if word == "failed":
                 yield f"{name} failed: {' '.join(detail.split())}"
             elif before is not None and before[0] == "ready":
                 yield f"{name} serves its new bundle"
             else:
                 yield f"{name} is ready"
-        # A model that is loading again keeps its last line: it serves, or its failure was shown.
-        names = {one.name for one in (*status.models, *status.metas, *status.failures)}
-        for name in sorted(self._met - names):
-            self._shown.pop(name, None)
-            yield f"{name} is removed"
-        self._met = names
-        self._shown |= now
 
     def counts(self) -> tuple[int, int]:
         """Return how many models are ready, and how many failed."""
         words = [word for word, _ in self._shown.values()]
         return words.count("ready"), words.count("failed")
 
+    def _apply(self, update: pb.WatchStateResponse) -> set[str]:
+        """Take an update; return the names of the models that it may change."""
+        match update.WhichOneof("update"):
+            case "failures":
+                before = self._failures
+                self._failures = {one.name: one.text for one in update.failures.failures}
+                return {*before, *self._failures}
+            case "snapshot":
+                device = update.snapshot.device
+                touched = {*self._versions}
+                for name in touched:
+                    for key in [*self._versions[name]]:
+                        self._drop(name, key, device)
+                for entry in update.snapshot.entries:
+                    self._put(entry, device)
+                return touched | {entry.name for entry in update.snapshot.entries}
+            case "change" if update.change.HasField("entry"):
+                self._put(update.change.entry, update.change.device)
+                return {update.change.entry.name}
+            case "change":
+                name = update.change.key.rpartition("@")[0]
+                self._drop(name, update.change.key, update.change.device)
+                return {name}
+        # The last states hold while a runtime is silent.
+        return set()
 
-def _states(status: pb.GetStatusResponse) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each model that is ready or failed, with its version or the reason; failures of a bundle win."""
-    for model in (*status.models, *status.metas):
-        for version in reversed(model.versions):
-            if version.state == pb.STATE_READY:
-                yield model.name, ("ready", version.key)
-                break
-            if version.state == pb.STATE_FAILED:
-                yield model.name, ("failed", version.error)
-                break
-    for failure in status.failures:
-        yield failure.name, ("failed", failure.text)
+    def _put(self, entry: pb.Entry, device: int) -> None:
+        self._versions.setdefault(entry.name, {}).setdefault(entry.version.key, {})[device] = entry.version
+
+    def _drop(self, name: str, key: str, device: int) -> None:
+        versions = self._versions.get(name, {})
+        versions.get(key, {}).pop(device, None)
+        if not versions.get(key):
+            versions.pop(key, None)
+        if not versions:
+            self._versions.pop(name, None)
+
+    def _state(self, name: str) -> tuple[str, str] | None:
+        """Return whether a model is ready, with its key, or failed, with the reason; None: neither, or it is gone."""
+        if name in self._failures:
+            return "failed", self._failures[name]
+        for key, devices in reversed(self._versions.get(name, {}).items()):
+            states = {version.state: version for version in devices.values()}
+            if pb.STATE_READY in states:
+                return "ready", key
+            if states.keys() == {pb.STATE_FAILED}:
+                return "failed", states[pb.STATE_FAILED].error
+        return None
 
 
 def endpoints(ports: Mapping[str, Address], page: str | None, log: Path) -> str:
@@ -104,23 +156,22 @@ def local(address: Address) -> str:
 
 async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> AsyncGenerator[Line, None]:
     """Yield a line for each change of a tritonserver's models, and one when it serves; never end."""
-    changes, serves, patience = Changes(broken), False, CONTROL_S
-    socket = runtime_directory(pid, "0") / CONTROL_SOCKET
-    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
-        control = control_pb2_grpc.ControlStub(channel)
+    changes, patience, listening, serves = Changes(broken), CONTROL_S, False, False
+    watching = asyncio.create_task(_watch(pid, changes))
+    try:
         while True:
-            # Checked first, so that the models ready by then come before the line.
-            listening = not serves and await listens(planned.ports["http"])
-            lines = await _changes(control, changes)
-            for line in lines or ():
-                yield Line(line)
-            if listening:
+            for text in changes.lines():
+                yield Line(text)
+            if not serves and listening:
                 # Without its control service, what the server has loaded is not known here.
-                known = lines is not None or is_empty(planned.repository)
+                known = changes.known or is_empty(planned.repository)
                 # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
                 if known or patience < 0:
                     serves = True
+                    # The models that were ready when it began to listen come before the line.
+                    for text in (*changes.lines(), *changes.lines()):
+                        yield Line(text)
                     good, failed = changes.counts()
                     what = (
                         f" {good} of {good + failed} models"
@@ -128,13 +179,20 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
                         else "; which models, only the log shows"
                     )
                     yield Line(f"Serving{what}", "serves")
+            elif not serves:
+                listening = await listens(planned.ports["http"])
             await asyncio.sleep(LOOK_S)
+    finally:
+        watching.cancel()
 
 
-async def _changes(control: control_pb2_grpc.ControlStub, changes: Changes) -> list[str] | None:
-    """Return a line for each change since the last status, or None while there is no control service."""
-    try:
-        status = await control.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
-    except grpc.RpcError:
-        return None
-    return list(changes.update(status))
+async def _watch(pid: int, changes: Changes) -> NoReturn:
+    """Follow the control service of a server."""
+    socket = runtime_directory(pid, "0") / CONTROL_SOCKET
+    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        while True:
+            with suppress(grpc.RpcError):
+                async for update in control.WatchState(pb.WatchStateRequest()):
+                    changes.take(update)
+            await asyncio.sleep(LOOK_S)

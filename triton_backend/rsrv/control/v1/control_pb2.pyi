@@ -880,14 +880,22 @@ class WatchStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchStateResponse(_message.Message):
-    __slots__ = ("snapshot", "change", "down")
+    __slots__ = ("snapshot", "change", "down", "failures")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     DOWN_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     snapshot: Snapshot
     change: Change
     down: RuntimeDown
-    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., change: _Optional[_Union[Change, _Mapping]] = ..., down: _Optional[_Union[RuntimeDown, _Mapping]] = ...) -> None: ...
+    failures: Failures
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., change: _Optional[_Union[Change, _Mapping]] = ..., down: _Optional[_Union[RuntimeDown, _Mapping]] = ..., failures: _Optional[_Union[Failures, _Mapping]] = ...) -> None: ...
+
+class Failures(_message.Message):
+    __slots__ = ("failures",)
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("instance", "revision", "entries", "device")

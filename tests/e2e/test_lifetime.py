@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from examples import mlp
+from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.wire.socket import Closed, read_status
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
@@ -260,7 +261,8 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
 @pytest.mark.long
 def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., RunningTriton]) -> None:
     """After each death of the runtime a stub has as many open files and threads as before."""
-    server = start("exact", "elastic")
+    # Every answer from a sender thread: a stub starts those one by one, as it needs them.
+    server = start("exact", "elastic", env={"RSRV_STUB__IN_PLACE_MS": "0"})
     stubs = {name: server.stub_pids(name)[0] for name in ("exact", "elastic")}
 
     def use_both(call: Caller) -> None:
@@ -275,7 +277,8 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
         }
 
     with caller(server) as call:
-        use_both(call)
+        for _ in range(SENDER_THREADS):
+            use_both(call)
         first: dict[str, tuple[int, int]] = {}
         for round_ in range(4):
             old = runtime_pid(server)
@@ -284,7 +287,7 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
             wait_until(lambda: not isinstance(outcome(lambda: use_both(call)), Refused))
             if round_ == 0:
                 first = resources()
-        wait_until(lambda: resources() == first, 5, what=f"{resources()} to be {first}")
+        wait_until(lambda: resources() == first, what=f"{resources()} to be {first}")
     assert server.stub_pids("exact") == [stubs["exact"]]
 
 

@@ -39,12 +39,8 @@ _MODELS = 8
 #: Room for the weights of so many models on one worker.
 _FITTING = 4
 _NAMES = ("ann", "bob", "cat")
-#: lpt_packing, with repacks so frequent that models move.
-_PACKING = {
-    "mode": "lpt_packing",
-    "rebalance_device_s": 2.0,
-    "hysteresis": 0.05,
-}
+#: Repacks so frequent that models move.
+_PLACEMENT = {"rebalance_device_s": 2.0, "hysteresis": 0.05}
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ def soak(plan: Plan) -> Soak:
         for worker in everyone:
             stack.enter_context(worker)
         write_workers(file, [worker.entry() for worker in everyone])
-        running = stack.enter_context(gateway(file, **_PACKING))
+        running = stack.enter_context(gateway(file, _PLACEMENT, mode="lpt_packing"))
         running.wait_alive(set(_NAMES))
         with asking(
             running.url,

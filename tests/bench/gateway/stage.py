@@ -89,15 +89,21 @@ class Gateway:
 
 
 @contextmanager
-def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
-    """Yield a ready one in front of the workers. `settings` are of the section gateway."""
-    with _gateway(workers_file, "gateway", [], settings) as running:
+def gateway(
+    workers_file: Path, placement: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[Gateway]:
+    """Yield a ready gateway for these workers. `placement` is the section of that name, `settings` the section gateway."""
+    with _gateway(workers_file, "gateway", [], settings, placement) as running:
         yield running
 
 
 @contextmanager
 def _gateway(
-    workers_file: Path, name: str, arguments: Sequence[str], settings: Mapping[str, Any]
+    workers_file: Path,
+    name: str,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    placement: Mapping[str, Any] | None = None,
 ) -> Iterator[Gateway]:
     ports = free_ports(3)
     config, log = WORK / f"{name}.yaml", WORK / f"{name}.log"
@@ -107,7 +113,7 @@ def _gateway(
         **settings,
     )
     with config.open("w") as file:
-        YAML(typ="safe").dump({"gateway": section}, file)
+        YAML(typ="safe").dump({"gateway": section, "placement": placement or {}}, file)
     command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config), *arguments]
     with _process(command, log) as process:
         running = Gateway(process, ports, log)

@@ -201,7 +201,7 @@ def test_a_callee_that_hangs_stops_no_other_call(smallest: RunningTriton) -> Non
     refused = ask(smallest, calls=[{"model": "two", "what": ECHO}])
     assert refused["answers"][0]["status"] == "QUEUE_FULL"
     assert "'one'" in refused["answers"][0]["text"]
-    assert refused["seconds"] < TIMEOUT / 2
+    assert refused["seconds"] < TIMEOUT
 
     release(smallest)
     wait_until(lambda: "names" in ask_one(smallest, model="two"))

@@ -385,7 +385,7 @@ def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
         wait_until(lambda: model_status(triton, "steady")["queued"] == 1)
         request.cancel()
         request.wait()
-        wait_until(lambda: model_status(triton, "steady")["queued"] == 0, 5)
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 0)
     assert request.error is not None
     assert "CANCELLED" in str(request.error)
     after = model_status(triton, "steady")

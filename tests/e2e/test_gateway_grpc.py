@@ -140,7 +140,7 @@ def test_a_cancelled_request(fleet: Fleet) -> None:
     wait_until((fleet.marks / "gone.started").exists)
     call.cancel()
 
-    wait_until((fleet.marks / "gone.cancelled").exists, 5)
+    wait_until((fleet.marks / "gone.cancelled").exists)
 
 
 def test_a_cancelled_stream(fleet: Fleet) -> None:
@@ -152,7 +152,7 @@ def test_a_cancelled_stream(fleet: Fleet) -> None:
     client.stop_stream(cancel_requests=True)
     client.close()
 
-    wait_until((fleet.marks / "stream.cancelled").exists, 5)
+    wait_until((fleet.marks / "stream.cancelled").exists)
 
 
 def test_a_deadline(fleet: Fleet) -> None:
@@ -162,7 +162,7 @@ def test_a_deadline(fleet: Fleet) -> None:
     )
 
     assert status == "StatusCode.DEADLINE_EXCEEDED"
-    wait_until((fleet.marks / "late.cancelled").exists, 5)
+    wait_until((fleet.marks / "late.cancelled").exists)
 
 
 def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:

@@ -73,7 +73,7 @@ def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
 
         refused.assert_is("UNAVAILABLE", "grpc")
         assert refused.message.startswith("[rsrv:RUNTIME_DOWN]")
-        assert 1.5 < time.monotonic() - started < 10
+        assert time.monotonic() - started > 1.5
         wait_until(lambda: works(lambda: check_exact(call)), what="the other model to come back")
         print(f"the others are back after {time.monotonic() - started:.1f} s")
         assert read_status(server.pid)["pid"] != old

@@ -142,7 +142,7 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
     assert status["metas"]["chain"]["models"] == ["double", "hooked", "triple"]
     assert status["metas"]["chain"]["outcomes"] == {"ok": 8}
     assert status["metas"]["chain"]["calls"] == 24
-    assert 0 < status["metas"]["chain"]["device_seconds"] < 1
+    assert status["metas"]["chain"]["device_seconds"] > 0
 
 
 @pytest.mark.parametrize(

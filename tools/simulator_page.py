@@ -23,6 +23,8 @@ _TOPOLOGIES: Mapping[str, tuple[int, Mode]] = {
     "1 server, `least_outstanding`": (1, "least_outstanding"),
     "1 server, `lpt_packing`": (1, "lpt_packing"),
 }
+#: columns of `rsrv-sim`'s table that the page leaves out
+_OMITTED = ("missed", "loads", "rows", "fill", "max / mean")
 
 
 class Comparison:
@@ -36,7 +38,9 @@ class Comparison:
 
     @property
     def table(self) -> str:
-        head, *rest = rows(self.summaries)
+        every = rows(self.summaries)
+        shown = [column for column, title in enumerate(every[0]) if title not in _OMITTED]
+        head, *rest = ([row[column] for column in shown] for row in every)
         return table(iter([head, *((name if " " in name else f"`{name}`", *cells) for name, *cells in rest)]))
 
 

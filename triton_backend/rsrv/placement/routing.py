@@ -224,18 +224,18 @@ class Router:
     def _turn(self, model: _RoutedModel) -> _WorkerLoad:
         """Choose the worker for a request of a model that is not placed."""
         ready = model.ready
-        count = len(ready)
-        at = model.cursor % count
-        if not self._round_robin:
-            turn = at
-            for step in range(1, count):
-                index = turn + step
-                if index >= count:
-                    index -= count
-                if ready[index].units * ready[at].devices < ready[at].units * ready[index].devices:
-                    at = index
+        at = model.cursor % len(ready)
+        best = ready[at]
+        units, devices = best.units, best.devices
+        # None has less than nothing.
+        if units and not self._round_robin:
+            for index, load in enumerate(ready[at + 1 :] + ready[:at], at + 1):
+                if load.units * devices < units * load.devices:
+                    best, at, units, devices = load, index, load.units, load.devices
+                    if not units:
+                        break
         model.cursor = at + 1
-        return ready[at]
+        return best
 
     def _others(self, model: _RoutedModel, chosen: str) -> tuple[str, ...]:
         placed = sorted(

@@ -92,6 +92,10 @@ CHANGEABLE = (
 Numerics = Literal["auto", "f32", "tf32"]
 
 
+#: the placement table has a bit for each device of a server
+MAX_DEVICES = 64
+
+
 class RuntimeSection(Section):
     """The process that owns the device."""
 
@@ -157,6 +161,10 @@ class RuntimeSection(Section):
             return devices
         if not isinstance(devices, list) or not devices:
             raise ValueError("write all, or a list of devices: [0, 1], [GPU-...], [cpu]")
+        if len(devices) > MAX_DEVICES:
+            raise ValueError(
+                f"{len(devices)} devices, and a server has at most {MAX_DEVICES}; start several servers"
+            )
         for index, one in enumerate(devices):
             if isinstance(one, int) and one < 0:
                 raise ValueError(f"{one} is negative; GPUs are counted from 0")

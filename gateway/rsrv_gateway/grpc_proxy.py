@@ -135,7 +135,6 @@ class GrpcProxy:
             timeout = self._settings.request_timeout_s if left is None else left
             if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
-            del request
         except Malformed as error:
             traffic.count_refused("", "INVALID_ARGUMENT")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

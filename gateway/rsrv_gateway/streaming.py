@@ -208,7 +208,6 @@ class _Stream:
             items = request.items(router.measured(model))
             name = request.id
             sequence = None if self._model else request.parameter("sequence_id")
-            del request
         except Malformed as error:
             self._traffic.count_refused("", "INVALID_ARGUMENT")
             raise _StreamRefused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None

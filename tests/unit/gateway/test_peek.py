@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from random import Random
+from time import process_time
 from typing import Any
 
 import pytest
@@ -91,9 +92,12 @@ def assert_reads_as(data: bytes, request: Any) -> None:
             assert peeked.items((name, axis)) == items(request, name, axis)
 
 
-@given(requests(), st.randoms(use_true_random=False))
-def test_fields_in_any_order(request: Any, random: Random) -> None:
-    """For any order of fields, with unknown ones between them, a request reads as by protobuf."""
+@given(requests(), st.randoms(use_true_random=False), st.booleans())
+def test_fields_in_any_order(request: Any, random: Random, large: bool) -> None:
+    """For any order of fields, with unknown ones and large tensors between them, a request reads as by protobuf."""
+    if large:
+        request.raw_input_contents.append(bytes(20_000))
+        request.inputs.add(name="Z", shape=[20_000]).contents.bool_contents.extend([True] * 20_000)
     pieces = [*top_level_fields(request), *random.sample(UNKNOWN, random.randrange(len(UNKNOWN) + 1))]
     random.shuffle(pieces)
     data = b"".join(pieces)
@@ -184,6 +188,26 @@ def test_a_shape_that_no_message_can_fill(shape: list[int]) -> None:
 
     with pytest.raises(Malformed, match=r"input 'X' .* more than"):
         Peeked(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        pytest.param(b"\x2a\x00" * 500_000, "10000 fields", id="inputs"),
+        pytest.param(b"\x22\x00" * 500_000, "10000 fields", id="parameters"),
+        pytest.param(b"\x2a\xc0\x84\x3d" + b"\x18\x01" * 500_000, "10000 fields", id="extents"),
+        pytest.param(
+            b"\x2a\xc4\x84\x3d\x1a\xc0\x84\x3d" + bytes(1_000_000), "100 extents", id="packed extents"
+        ),
+        pytest.param(b"\x3a\xc0\x84\x3d" + bytes(999_999), "not a ModelInfer", id="cut off"),
+    ],
+)
+def test_many_small_fields(data: bytes, why: str) -> None:
+    """A megabyte of tiny fields, which would take many times its size and the event loop for seconds, is refused unread."""
+    start = process_time()
+    with pytest.raises(Malformed, match=why):
+        Peeked(data)
+    assert process_time() - start < 0.5
 
 
 @given(requests(), st.data())

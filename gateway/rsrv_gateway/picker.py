@@ -92,7 +92,9 @@ class Picker:
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         """Replace the workers and the table, as `Proxy.apply` does."""
-        await asyncio.gather(*(self._resolve(host) for host in _hosts(workers) - self._ips.keys()))
+        hosts = _hosts(workers)
+        await asyncio.gather(*(self._resolve(host) for host in hosts - self._ips.keys()))
+        self._ips = {host: ip for host, ip in self._ips.items() if host in hosts}
         self._name_endpoints(workers)
         self.traffic.apply(workers, table)
 
@@ -118,9 +120,8 @@ class Picker:
         """Ask again for all addresses: a name may have got one, or another one."""
         while True:
             await asyncio.sleep(READ_PAUSE_S)
-            hosts = _hosts(self.traffic.workers)
-            await asyncio.gather(*map(self._resolve, hosts))
-            self._ips = {host: ip for host, ip in self._ips.items() if host in hosts}
+            # `apply` may add hosts meanwhile.
+            await asyncio.gather(*map(self._resolve, list(self._ips)))
             self._name_endpoints(self.traffic.workers)
 
     async def _resolve(self, host: str) -> None:

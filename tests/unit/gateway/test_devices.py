@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Act, ModelView, Routes, WeightAction, WeightsView, WorkerView
-from rsrv.placement.devices import ServerDevice, as_one, devices_of, routes_to_servers
+from rsrv.placement.devices import ServerDevice, as_one, devices_of, routes_to_servers, taken_over
 from tests.unit.control.virtual import run
 from tests.unit.gateway.worlds import World
 
@@ -58,6 +58,14 @@ def test_a_server_counts_by_its_replicas_and_devices() -> None:
     places = devices_of({"one": (itself,), "two": (device(0), device(1))})
     table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/1"))}
     assert routes_to_servers(table, places)["m"] == Routes(("one", "two"), ("one", "one", "two"))
+
+
+def test_a_server_without_its_control_service_keeps_its_size() -> None:
+    """Servers that place models themselves get requests by their devices, also while one does not tell its own."""
+    eight = replace(device(0), devices=8)
+    silent = (WorkerView(True, eight.ready),)
+    places = devices_of({"one": (eight,), "two": taken_over((eight,), silent)})
+    assert routes_to_servers({"m": Routes(("one", "two"))}, places)["m"].ready == ("one", "two")
 
 
 @given(st.data())

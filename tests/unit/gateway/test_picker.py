@@ -458,6 +458,37 @@ async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest
         assert endpoints(answer) == ["10.0.0.2:8001"]
 
 
+@looped
+async def test_a_worker_that_joins_while_names_are_asked_for_keeps_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers replaced while the names of the old ones are asked for again get requests at once, and go on to."""
+    slow = asyncio.Event()
+    asked = asyncio.Event()
+    known = {"a.example": "10.0.0.1", "b.example": "10.0.0.2"}
+    times = 0
+
+    async def addresses(name: str) -> list[str]:
+        nonlocal times
+        if name == "a.example" and (times := times + 1) == 2:
+            asked.set()
+            await slow.wait()
+        return [known[name]]
+
+    monkeypatch.setattr("rsrv_gateway.picker.addresses_of", addresses)
+    monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 0.01)
+    one, other = ({name: Worker(name, f"{name}.example:8001")} for name in "ab")
+    async with picking({"m": Routes(ready=("a",))}, one) as desk:
+        await asked.wait()
+        monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 60)
+        await desk.picker.apply(other, {"m": Routes(ready=("b",))})
+        slow.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert endpoints(await desk.ask_grpc("ModelInfer", Infer(model_name="m"))) == ["10.0.0.2:8001"]
+
+
 def test_a_decision_takes_little_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Reading a request's parts, choosing among a hundred workers and writing the answers takes some 30 us of CPU."""
     names = [f"w{number}" for number in range(100)]

@@ -43,8 +43,8 @@ def devices_of(servers: Mapping[str, tuple[WorkerView, ...]]) -> dict[str, Serve
 
 def taken_over(before: tuple[WorkerView, ...], now: tuple[WorkerView, ...]) -> tuple[WorkerView, ...]:
     """Return the views of now; a server that does not name its devices has those of before."""
-    if len(before) > 1 and len(now) == 1 and now[0].instance is None:
-        return tuple([replace(now[0], device=view.device) for view in before])
+    if len(now) == 1 and now[0].instance is None:
+        return tuple([replace(now[0], device=view.device, devices=view.devices) for view in before])
     return now
 
 

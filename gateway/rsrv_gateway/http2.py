@@ -157,6 +157,13 @@ class EnvoyConnection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
+    def pause_writing(self) -> None:
+        """Read nothing while the peer does not: each of its frames may need an answer."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
     # --- from the peer -------------------------------------------------------------------------------------
 
     def _received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -216,9 +223,9 @@ class EnvoyConnection(asyncio.Protocol):
 
     def _read(self, stream: _Http2Stream) -> None:
         """Answer what has come on a stream. While an answer waits, messages wait, too, and the window stays as it is."""
-        while not stream.ending and stream.waiting is None and self._message(stream):
+        while not (stream.ending or stream.waiting or stream.out) and self._message(stream):
             pass
-        if stream.consumed >= MESSAGE_MAX_BYTES and stream.waiting is None and not stream.ending:
+        if stream.consumed >= MESSAGE_MAX_BYTES and not (stream.ending or stream.waiting or stream.out):
             self._frame(_WINDOW_UPDATE, 0, stream.number, struct.pack(">I", stream.consumed))
             stream.consumed = 0
 
@@ -267,20 +274,25 @@ class EnvoyConnection(asyncio.Protocol):
             change, self._stream_window = value - self._stream_window, value
             for stream in list(self._streams.values()):
                 stream.window += change
-                self._pump(stream)
+                self._go_on(stream)
 
     def _widen(self, number: int, more: int) -> None:
         if number:
             if stream := self._streams.get(number):
                 stream.window += more
-                self._pump(stream)
+                self._go_on(stream)
             return
         self._window += more
         if self._window > _WINDOW_MAX:
             self._fail(_FLOW_ERROR)
             return
         for stream in [stream for stream in self._streams.values() if stream.out]:
-            self._pump(stream)
+            self._go_on(stream)
+
+    def _go_on(self, stream: _Http2Stream) -> None:
+        """Send what a wider window allows, and read what waited for that."""
+        self._pump(stream)
+        self._read(stream)
 
     # --- to the peer ---------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Peer:
         self.known: set[EnvoyConnection] = set()
         self.connection = EnvoyConnection(self._accept, self.known)
         self.closed = ""
+        self.paused = False
         self._written = bytearray()
         self.connection.connection_made(self)
         settings = b"" if window is None else struct.pack(">HI", 4, window)
@@ -75,6 +76,12 @@ class Peer:
 
     def abort(self) -> None:
         self.closed = "aborted"
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
 
     def is_closing(self) -> bool:
         return bool(self.closed)
@@ -227,6 +234,33 @@ async def test_a_stream_that_waits_holds_little() -> None:
     peer.say(*[b"quiet" + b"z" * 3_000_000] * 3)
     assert (peer.frames()[-1][0], peer.closed) == (GOAWAY, "closed")
     peer.connection.connection_lost(None)
+
+
+def test_a_peer_that_takes_no_answers_is_held_back() -> None:
+    """While answers do not fit the peer's window, no more messages are answered; then all are, in order."""
+    peer = Peer(window=10)
+    peer.open()
+    messages = [bytes([n]) * 1_500_000 for n in range(4)]
+    peer.say(*messages)
+    assert [kind for kind, *_ in peer.frames()] == [HEADERS, DATA]
+    peer.say(messages[0], messages[0])
+    assert (peer.frames()[-1][0], peer.closed) == (GOAWAY, "closed")
+    peer = Peer(window=10)
+    peer.open()
+    peer.say(*messages)
+    data, _ = peer.said()
+    peer.send(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30)))
+    peer.send(frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", 1 << 30)))
+    assert data + peer.said()[0] == b"".join(map(framed, messages))
+
+
+def test_a_peer_that_reads_nothing_is_not_read() -> None:
+    """While the transport's buffer is full of answers, to pings for example, nothing more is read."""
+    peer = Peer()
+    peer.connection.pause_writing()
+    assert peer.paused
+    peer.connection.resume_writing()
+    assert not peer.paused
 
 
 def test_more_streams_than_a_connection_may_have_are_refused() -> None:

@@ -65,8 +65,8 @@ def test_the_dump_documents_every_key() -> None:
         ("runtime: {devices: []}", "runtime.devices: write all, or a list of devices: [0, 1]"),
         ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         (
-            f"runtime: {{devices: [{'cpu, ' * 65}]}}",
-            "runtime.devices: 65 devices, and a server has at most 64",
+            f"runtime: {{devices: [{'cpu, ' * 64}]}}",
+            "runtime.devices: 64 devices, and a server has at most 63",
         ),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         ("- a list", "must be a mapping"),

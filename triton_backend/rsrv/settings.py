@@ -92,8 +92,8 @@ CHANGEABLE = (
 Numerics = Literal["auto", "f32", "tf32"]
 
 
-#: the placement table has a bit for each device of a server
-MAX_DEVICES = 64
+#: the placement table has a bit for each device of a server, and one for pins
+MAX_DEVICES = 63
 
 
 class RuntimeSection(Section):

@@ -15,6 +15,7 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.placing import AddedModel, Placing
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.placement.device_choice import PINNED
 from rsrv.settings import SettingsError, load_settings
 from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 from tests.unit.control.peers import FakeRuntime, entry, linked, served, until
@@ -329,7 +330,7 @@ async def test_pins_hold(tmp_path: Path) -> None:
     async with placed(tmp_path, settings=text) as world:
         await world.look(3)
 
-        assert world.masks() == {"a": 2, "b": 3}
+        assert world.masks() == {"a": 2 | PINNED, "b": 3}
 
 
 @looped

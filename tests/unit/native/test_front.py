@@ -21,6 +21,7 @@ from zlib import crc32
 
 import pytest
 
+from rsrv.placement.device_choice import PINNED
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.session import Launcher
 from rsrv.wire import frames, paths
@@ -451,6 +452,24 @@ def test_the_placement_table_says_which_devices_serve(program: Path, tmp_path: P
         path.write_bytes(path.read_bytes()[:header].ljust(path.stat().st_size, b"\xff"))
         front.ask("send 3 1")
         assert (home.answered, other.answered) == (2, 1)
+        table.close()
+        front.ask("close")
+
+
+def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(program: Path, tmp_path: Path) -> None:
+    """An overloaded device gets no more requests, unless an operator has pinned the model to it."""
+    home, other = Device(), Device()
+    bit = 1 << HOME
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        table = PlacementWriter(front.directory(0) / paths.PLACEMENT)
+        table.write({"doubling": bit})
+        front.ask("open")
+        home.work_for(5)
+        front.ask("send 1 1")
+        assert (home.answered, other.answered) == (0, 1)
+        table.write({"doubling": bit | PINNED})
+        front.ask("send 2 1")
+        assert (home.answered, other.answered) == (1, 1)
         table.close()
         front.ask("close")
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
+from rsrv.placement.device_choice import PINNED
 from rsrv.stub import replicas as under_test
 from rsrv.stub.connection import LaunchError, Rejected
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
@@ -157,14 +158,15 @@ def test_a_device_without_a_runtime_gets_nothing() -> None:
 def test_the_table_chooses_the_devices(table: PlacementWriter, reader: PlacementReader) -> None:
     """A batch goes to the soonest device of the model's mask, and follows each new table."""
     replicas, fakes = made(4, reader=reader)
-    fakes[0].seconds = 0.01
+    fakes[0].seconds = 0.3
 
     table.write({"m": 0b1010})
     assert home_of(replicas) in (1, 3)
     fakes[1].seconds = 0.1
     assert home_of(replicas) == 1
-    fakes[3].seconds = 0.01
+    fakes[3].seconds = 0.05
     assert home_of(replicas) == 3
+    fakes[0].seconds = 0.1
     table.write({"m": 0b0001})
     assert home_of(replicas) == 0
     table.write({"others": 0b0010})
@@ -181,8 +183,25 @@ def test_no_device_of_the_table_is_alive(table: PlacementWriter, reader: Placeme
     fakes[1].seconds = inf
     fakes[0].seconds = 0.5
     assert home_of(replicas) == 0
-    fakes[1].seconds = 9.0
+    fakes[1].seconds = 1.9
     assert home_of(replicas) == 1
+
+
+def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
+    table: PlacementWriter, reader: PlacementReader
+) -> None:
+    """A stopped or overloaded device gets no more requests, unless an operator has pinned the model to it."""
+    replicas, fakes = made(3, reader=reader)
+    table.write({"m": 0b010})
+    fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = 1.0, 3.9, 2.0
+    assert home_of(replicas) == 1
+    fakes[1].seconds = 4.1
+    assert home_of(replicas) == 0
+
+    table.write({"m": 0b010 | PINNED})
+    assert home_of(replicas) == 1
+    fakes[1].seconds = inf
+    assert home_of(replicas) == 0
 
 
 def test_a_mask_of_devices_that_do_not_serve_the_model(

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.runtimes import Runtimes
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
+from rsrv.placement.device_choice import PINNED
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
@@ -76,6 +77,7 @@ class Placing:
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
         # Stubs count the work themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
+        self._pinned = {name for name, one in settings.models.items() if one.devices is not None}
         self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
         self._views: dict[str, WorkerView] = {}
         #: names of the ready models of each device, when `_arriving` was made
@@ -264,7 +266,11 @@ class Placing:
         Models without a place are not in it: they may run on all devices.
         """
         devices = {name: tuple(sorted({*numbers})) for name, numbers in placed.items()}
-        masks = {name: sum(1 << number for number in some) for name, some in devices.items() if some}
+        masks = {
+            name: sum(1 << number for number in some) | (PINNED if name in self._pinned else 0)
+            for name, some in devices.items()
+            if some
+        }
         if masks == self._written:
             return
         self._writer = self._writer or PlacementWriter(self._path)

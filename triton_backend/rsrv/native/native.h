@@ -164,7 +164,7 @@ struct completion completion_at(const struct frame*, uint32_t index);
 // --- launch.c -----------------------------------------------------------------------------------------------
 
 #define PATH_BYTES 1024
-#define MAX_DEVICES 64u
+#define MAX_DEVICES 63u
 
 // A socket of a runtime after the first frames, its board's descriptor, and how many devices the server has.
 struct greeted {

@@ -9,6 +9,10 @@
 // Another replica than the preferred one answers a batch only if its answer is expected within this share of that one's
 // time: noise of measurements must not move traffic, and with it weights.
 #define SOONER 0.8
+// The same for a device outside of the model's mask, which loads weights for it.
+#define ELSEWHERE 0.25
+// Bit of a mask whose devices an operator has named: no other live device answers.
+#define PINNED (UINT64_C(1) << 63)
 
 // `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
 struct replicas {
@@ -83,27 +87,30 @@ void replicas_close(struct replicas* all) {
 }
 
 // Returns the link that answers first among these devices, but for `lost`; the first one from the model's home on if no
-// other is clearly sooner. NULL: none of them has a runtime that reads.
-static struct link* soonest(struct replicas* all, uint64_t mask, const struct link* lost) {
+// other is clearly sooner, and sets `least` to its time. NULL: none of them has a runtime that reads.
+static struct link* soonest(struct replicas* all, uint64_t mask, const struct link* lost, int64_t* least) {
     struct link* chosen = NULL;
-    int64_t least = INT64_MAX;
+    *least = INT64_MAX;
     for (uint32_t i = 0; i < all->count; i++) {
         uint32_t device = (all->home + i) % all->count;
         struct link* link = all->links[device];
         if (!link || link == lost || !(mask >> device & 1)) continue;
         int64_t ns = link_answers_in_ns(link);
-        if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)least)) continue;
+        if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)*least)) continue;
         chosen = link;
-        least = ns;
+        *least = ns;
     }
     return chosen;
 }
 
 static struct link* choose(struct replicas* all) {
     uint64_t mask = placement_mask(all->digest);
-    struct link* chosen = mask ? soonest(all, mask, NULL) : NULL;
-    // If no device of the table is alive, any other serves.
-    chosen = chosen ? chosen : soonest(all, UINT64_MAX, NULL);
+    int64_t least = INT64_MAX, elsewhere;
+    struct link* chosen = mask ? soonest(all, mask, NULL, &least) : NULL;
+    if (!chosen || !(mask & PINNED)) {
+        struct link* other = soonest(all, UINT64_MAX, NULL, &elsewhere);
+        if (!chosen || (double)elsewhere < ELSEWHERE * (double)least) chosen = other;
+    }
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
     return chosen;
 }
@@ -125,7 +132,8 @@ void replicas_submit(
 }
 
 bool replicas_rescue(struct replicas* all, struct link* lost, struct pending* one) {
-    struct link* other = one->retried || one->run || all->count == 1 ? NULL : soonest(all, UINT64_MAX, lost);
+    int64_t least;
+    struct link* other = one->retried || one->run || all->count == 1 ? NULL : soonest(all, UINT64_MAX, lost, &least);
     if (!other) return false;
     // The model may be unloaded as soon as the request is answered.
     link_hold(other);

@@ -11,6 +11,11 @@ from zlib import crc32
 #: another device than the preferred one gets a batch only if its answer is expected within this share of that one's
 #: time: noise of measurements must not move traffic, and with it weights
 SOONER = 0.8
+#: a device outside of the model's mask gets one only if its answer is expected within this share of the time: it loads
+#: weights for it, which may evict others'
+ELSEWHERE = 0.25
+#: bit of a mask whose devices an operator has named: no other live device gets a batch
+PINNED = 1 << 63
 
 _Device = TypeVar("_Device")
 
@@ -25,7 +30,7 @@ def by_preference(model: str, count: int) -> list[int]:
 
 
 def allowed(devices: Sequence[int], mask: int) -> Sequence[int]:
-    """Return those of the devices that a mask of the placement table has, bit n for device n.
+    """Return those of the devices that a mask of the placement table has, bit n for device n (see PINNED).
 
     All of them, if the table says nothing of the model (0), or has none of them.
     """
@@ -33,7 +38,11 @@ def allowed(devices: Sequence[int], mask: int) -> Sequence[int]:
 
 
 def soonest(
-    chosen: Sequence[_Device], every: Collection[_Device], answers_in_s: Callable[[_Device], float]
+    chosen: Sequence[_Device],
+    every: Collection[_Device],
+    answers_in_s: Callable[[_Device], float],
+    *,
+    pinned: bool = False,
 ) -> _Device:
     """Return the device that gets a batch.
 
@@ -41,11 +50,13 @@ def soonest(
         chosen: the devices that the placement table allows, by preference.
         every: all devices that serve the model, by preference.
         answers_in_s: the seconds until a device would have answered the batch; infinite if it is dead.
+        pinned: leave the chosen devices only if none of them is alive.
     """
     device, least = _soonest(chosen, answers_in_s)
-    if least == inf and len(chosen) < len(every):
-        # No device of the table is alive.
-        device, _ = _soonest(every, answers_in_s)
+    if len(chosen) < len(every) and (least == inf or not pinned):
+        other, seconds = _soonest(every, answers_in_s)
+        if seconds < ELSEWHERE * least:
+            return other
     return device
 
 

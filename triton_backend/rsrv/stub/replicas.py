@@ -11,7 +11,7 @@ from operator import itemgetter, methodcaller, or_
 from typing import Any, Protocol
 
 from rsrv.placement.batch_shares import Forecast, divide
-from rsrv.placement.device_choice import allowed, by_preference, soonest
+from rsrv.placement.device_choice import PINNED, allowed, by_preference, soonest
 from rsrv.stub.connection import Rejected
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
@@ -103,7 +103,7 @@ class Replicas:
     """Answers Triton's requests for one model on all devices of the server.
 
     The placement table says on which devices the model shall run; of these, a batch goes to the one that is expected to
-    answer first. Without a table each model has a home among the devices, by its name, so that the models of a quiet
+    answer first. Another device gets the batch if that is far sooner and the model is not pinned. Without a table each model has a home among the devices, by its name, so that the models of a quiet
     server are spread over them, and goes elsewhere if a batch would be answered sooner there.
     """
 
@@ -134,9 +134,10 @@ class Replicas:
         self._closed = threading.Event()
         #: by device, the home first
         self._replicas: dict[int, ModelReplica] = {number: first}
-        #: devices of the table, and the replicas there
+        #: devices of the table, the replicas there, and whether live others are out of the question
         self._mask = 0
         self._allowed: Sequence[ModelReplica] = (first,)
+        self._pinned = False
         #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
         self._callees: Mapping[str, int] = {}
         self._apart: Mapping[str, int] = {}
@@ -194,6 +195,8 @@ class Replicas:
         together = [one for one in devices if all(not mask or mask >> one & 1 for mask in masks)]
         self._apart = {} if together else self._callees
         self._allowed = [self._replicas[one] for one in allowed(together or devices, self._mask)]
+        # Elsewhere a meta model would need the weights of all models that it calls.
+        self._pinned = bool(self._mask & PINNED or self._callees)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -206,7 +209,7 @@ class Replicas:
                     self._allow()
         if self._apart:
             return self._begin_stages().execute(requests)
-        chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S)
+        chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S, pinned=self._pinned)
         if len(requests) > 1 and len(self._allowed) > 1:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
             if len(shares) > 1:

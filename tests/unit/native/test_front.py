@@ -48,6 +48,7 @@ from tests.unit.native.front import (
     Behaviour,
     Connection,
     Front,
+    behave,
     described,
     driver,
 )
@@ -499,6 +500,29 @@ def test_a_request_is_given_to_another_device_once(program: Path, tmp_path: Path
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
         assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> None:
+    """While a runtime accepts a connection and says nothing, the model comes back on the device whose runtime does."""
+    hung, ended = threading.Event(), threading.Event()
+    sockets: list[socket.socket] = []
+
+    def serve(connection: Connection) -> None:
+        sockets.append(connection.sock)
+        behave(connection)
+
+    def hang(connection: Connection) -> None:
+        hung.set()
+        ended.wait(60)
+
+    with Front(program, tmp_path, [serve], [serve, hang]) as front:
+        front.ask("open")
+        sockets[1].shutdown(socket.SHUT_RDWR)
+        assert hung.wait(30)
+        sockets[0].shutdown(socket.SHUT_RDWR)
+        wait_until_back(front, 1)
+        assert front.ask("close") == ["closed - ok 0 0"]
+        ended.set()
 
 
 # --- a runtime that misbehaves --------------------------------------------------------------------------------

@@ -27,11 +27,20 @@
 const char LINK_DOWN[] = "the model runtime is not reachable; it is being restarted, try again";
 static const char NOT_AGAIN[] = "the model runtime does not load this model again; the server's log says why";
 
+// Mends the links of one device on a thread of its own: a runtime that hangs delays no other device. The links stay in the
+// order in which they came, so that each has its turn.
+struct mender {
+    bool begun;
+    atomic_bool fails;  // the last attempt failed
+    pthread_cond_t changed;
+    struct link *first_due, *last_due;
+};
+
 // Of all models in this process: the threads, and the links.
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t mend;
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
-static struct link *all_links, *due_links;
+static struct link* all_links;
+static struct mender menders[MAX_DEVICES];
 static int epoll_fd = -1, wake_fd = -1;
 static atomic_uint waiting;  // requests that were sent, and links with figures to report
 static atomic_bool asleep;
@@ -65,11 +74,13 @@ void link_wait_less(void) { atomic_fetch_sub(&waiting, 1); }
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
 
 static void schedule_mend(struct link* link) {
+    struct mender* mender = &menders[link->device];
     link_hold(link);
+    link->next_due = NULL;
     pthread_mutex_lock(&list_lock);
-    link->next_due = due_links;
-    due_links = link;
-    pthread_cond_signal(&mend);
+    *(mender->last_due ? &mender->last_due->next_due : &mender->first_due) = link;
+    mender->last_due = link;
+    pthread_cond_signal(&mender->changed);
     pthread_mutex_unlock(&list_lock);
 }
 
@@ -310,42 +321,43 @@ static void* read_all(void* nothing) {
     return NULL;
 }
 
-// --- the thread that mends links ------------------------------------------------------------------------------------
+// --- the threads that mend links ------------------------------------------------------------------------------------
 
-static struct link* take_due(void) {
+static struct link* take_due(struct mender* mender) {
     pthread_mutex_lock(&list_lock);
     for (;;) {
         int64_t now = now_ns(), soonest = INT64_MAX;
-        struct link** at = &due_links;
         // `due_ns` does not change while a link is in the list.
-        for (; *at; at = &(*at)->next_due) {
-            if ((*at)->due_ns <= now) {
-                struct link* link = *at;
-                *at = link->next_due;
+        for (struct link *link = mender->first_due, *before = NULL; link; before = link, link = link->next_due) {
+            if (link->due_ns <= now) {
+                *(before ? &before->next_due : &mender->first_due) = link->next_due;
+                if (!link->next_due) mender->last_due = before;
                 pthread_mutex_unlock(&list_lock);
                 return link;
             }
-            soonest = (*at)->due_ns < soonest ? (*at)->due_ns : soonest;
+            soonest = link->due_ns < soonest ? link->due_ns : soonest;
         }
         struct timespec until = {soonest / NS_PER_S, soonest % NS_PER_S};
         if (soonest == INT64_MAX)
-            pthread_cond_wait(&mend, &list_lock);
+            pthread_cond_wait(&mender->changed, &list_lock);
         else
-            pthread_cond_timedwait(&mend, &list_lock, &until);
+            pthread_cond_timedwait(&mender->changed, &list_lock, &until);
     }
 }
 
-static void* mend_all(void* nothing) {
-    (void)nothing;
+static void* mend_all(void* mender_of_device) {
+    struct mender* mender = mender_of_device;
     for (;;) {
-        struct link* link = take_due();
+        struct link* link = take_due(mender);
         struct text why;
         bool final;
         text_clear(&why);
         pthread_mutex_lock(&link->lock);
         bool closed = link->state == CLOSED;
         pthread_mutex_unlock(&link->lock);
-        if (!closed && !attach(link, &why, &final)) {
+        bool attached = !closed && attach(link, &why, &final);
+        if (!closed) atomic_store(&mender->fails, !attached);
+        if (!closed && !attached) {
             pthread_mutex_lock(&link->lock);
             set_backoff(link, MAX_BACKOFF_NS);
             text_clear(&link->down);
@@ -359,28 +371,48 @@ static void* mend_all(void* nothing) {
     return NULL;
 }
 
-static void begin(void) {
+static bool begin_thread(void* (*run)(void*), void* argument) {
     pthread_t thread;
-    pthread_condattr_t clock;
     pthread_attr_t detached;
     sigset_t all, before;
-    struct epoll_event event = {.events = EPOLLIN};
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&mend, &clock);
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int made = epoll_create1(EPOLL_CLOEXEC);
-    if (wake_fd < 0 || made < 0 || epoll_ctl(made, EPOLL_CTL_ADD, wake_fd, &event) != 0) return;
     // Signals are the server's.
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    epoll_fd = made;
-    // The reader last: without an epoll it would not rest.
-    if (pthread_create(&thread, &detached, mend_all, NULL) != 0 || pthread_create(&thread, &detached, read_all, NULL) != 0)
-        epoll_fd = -1;
+    bool created = pthread_create(&thread, &detached, run, argument) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+    return created;
+}
+
+static void begin_condition(pthread_cond_t* condition) {
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &clock);
+    pthread_condattr_destroy(&clock);
+}
+
+static bool begin_mender(struct mender* mender) {
+    pthread_mutex_lock(&list_lock);
+    if (!mender->begun) {
+        begin_condition(&mender->changed);
+        mender->begun = begin_thread(mend_all, mender);
+    }
+    bool is_begun = mender->begun;
+    pthread_mutex_unlock(&list_lock);
+    return is_begun;
+}
+
+static void begin(void) {
+    struct epoll_event event = {.events = EPOLLIN};
+    wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int made = epoll_create1(EPOLL_CLOEXEC);
+    if (wake_fd < 0 || made < 0 || epoll_ctl(made, EPOLL_CTL_ADD, wake_fd, &event) != 0) return;
+    epoll_fd = made;
+    // Last: without an epoll it would not rest.
+    if (!begin_thread(read_all, NULL)) epoll_fd = -1;
 }
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
@@ -425,16 +457,17 @@ void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
     int waited = 0;
     pthread_mutex_lock(&link->lock);
-    while (!link->attempted && waited == 0) waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
+    // A device that serves no other model either does not delay the load.
+    while (!link->attempted && !atomic_load(&menders[link->device].fails) && waited == 0)
+        waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
     pthread_mutex_unlock(&link->lock);
 }
 
 struct link* link_new(
     struct replicas* owner, const char* model, const char* bundle, const char* settings, uint32_t device) {
     struct text registration;
-    pthread_condattr_t clock;
     pthread_once(&begun, begin);
-    struct link* link = epoll_fd < 0 ? NULL : calloc(1, sizeof *link);
+    struct link* link = epoll_fd < 0 || !begin_mender(&menders[device]) ? NULL : calloc(1, sizeof *link);
     if (!link) return NULL;
     text_clear(&registration);
     text_add(&registration, "{\"model\":");
@@ -444,9 +477,7 @@ struct link* link_new(
     text_add(&registration, ",\"flat\":true}");
     atomic_init(&link->users, 1);
     pthread_mutex_init(&link->lock, NULL);
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&link->changed, &clock);
+    begin_condition(&link->changed);
     link->owner = owner;
     link->device = device;
     link->model = strdup(model);

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -289,6 +290,55 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     table.write({"m": 0b0001, "a": 0b0101, "b": 0b1100})
     assert home_of(replicas) == 2
     assert stages(2) == {}
+
+
+def test_a_device_joins_while_a_run_by_stage_begins(
+    table: PlacementWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callees have a device in common from then on; the batch that came before is answered nevertheless."""
+    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.0)
+    table.write({"m": 0b11, "a": 0b101, "b": 0b110})
+    attempts: list[int] = []
+    begun = Event()
+
+    class Beginning(FakeReplica):
+        def answers_in_s(self) -> float:
+            if not begun.is_set():
+                begun.set()
+                wait_until(lambda: len(replicas._replicas) == 3)
+            return self.seconds
+
+    def make(device: int) -> ModelReplica:
+        attempts.append(device)
+        if device == 2:
+            if attempts.count(2) == 1:
+                raise LaunchError("the card is held")
+            begun.wait(10)
+        return Beginning(device, 3) if device == 0 else FakeReplica(device, 3)
+
+    reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
+    replicas = Replicas(make, "m", StubProcess(Responses(FakePbUtils)), reader)
+    assert home_of(replicas) == 0
+    assert home_of(replicas) == 2
+
+
+def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
+    """If execute() raised while replies of its batch are sent, Triton would crash."""
+    replicas, fakes = made(2, transport="bls")
+    for fake in fakes:
+        fake.execute_later = lambda requests: ["failed"] * len(requests)
+
+    class WithoutRoom(FakeRequest):
+        def get_response_sender(self) -> Any:
+            raise RuntimeError("no shared memory")
+
+    def call(make: type[FakeRequest], device: int) -> FakeRequest:
+        return make({}, parameters=json.dumps({"rsrv_run": "77", "rsrv_device": str(device)}))
+
+    batch = [call(WithoutRoom, 0), call(FakeRequest, 0), call(FakeRequest, 1)]
+    assert replicas.execute(batch) is None
+    answers: list[Any] = [one.answers.get(timeout=1) for one in batch[1:]]
+    assert answers == ["failed", "failed"]
 
 
 def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:

@@ -182,8 +182,6 @@ class Engine:
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
-        #: of the request that was read last
-        self._variant = 0
         self._attachment = attachment = self._process.begin(session)
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
@@ -211,6 +209,8 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._attachment, self._direct, self._slab = attachment, attachment.direct, None
+        #: of the request that was read last
+        self._variant = 0
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]

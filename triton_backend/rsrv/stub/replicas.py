@@ -207,8 +207,8 @@ class Replicas:
                 with self._lock:
                     self._mask, self._callees = mask, self._placement.callees
                     self._allow()
-        if self._apart:
-            return self._begin_stages().execute(requests)
+        if apart := self._apart:  # a device that joins may replace it at any time
+            return self._begin_stages(apart).execute(requests)
         chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S, pinned=self._pinned)
         if len(requests) > 1 and len(self._allowed) > 1:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
@@ -217,10 +217,10 @@ class Replicas:
                 return None
         return chosen.execute(requests)
 
-    def _begin_stages(self) -> ModelReplica:
+    def _begin_stages(self, apart: Mapping[str, int]) -> ModelReplica:
         """Return the live replica of the lowest device on which a run by stage may call a model."""
         live = {one: replica for one, replica in self._replicas.items() if replica.answers_in_s() < inf}
-        union = reduce(or_, self._apart.values())
+        union = reduce(or_, apart.values())
         return live[min(allowed(list(live), union))] if live else self._first
 
     def _stages(self, device: int) -> dict[str, ModelReplica]:
@@ -262,7 +262,11 @@ class Replicas:
         for replica, part in shares:
             failures = replica.execute_later(part)
             for request, failure in zip(part, failures or (), strict=False):
-                request.get_response_sender().send(failure, flags=self._responses.final)
+                try:
+                    request.get_response_sender().send(failure, flags=self._responses.final)
+                except Exception:
+                    # The other requests have answers already, or still get them.
+                    log.exception("a request could not be answered")
 
     def _retry(self, request: ClientRequest, lost: Session) -> bool:
         """Give a request of a runtime that died to another one, once; `StubProcess.retry`."""

@@ -336,10 +336,10 @@ def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMe
 
 
 def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
-    runtime: Runtime, start_meta: StartMeta
+    start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
     """A stub would give a request to another device rather than let it wait behind them."""
-    pause = Pause()
+    runtime, pause = start_runtime(devices=2), Pause()
     other = start_meta(runtime, stopping(pause), name="other")
     pause.go()
     first = request()

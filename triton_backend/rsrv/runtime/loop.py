@@ -137,7 +137,8 @@ class Loop:
         now, wakeup = clock(), scheduler.next_wakeup()
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
-        self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
+        if self._devices > 1:
+            self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
         if self._ended is not None or executor.short is not None or requests.answering:
             # Connections that ended late in the last round may have left answers.
             timeout: float | None = 0.0

@@ -178,6 +178,10 @@ def _check_admission(scheduler: Scheduler) -> None:
         not admission.surplus or admission.taken == admission.limit + admission.surplus,
         "too many count as too many (13)",
     )
+    ahead = sum((meta.waiting + meta.running / 2) * meta.seconds for meta in admission._metas.values())
+    _require(
+        abs(admission.ahead - ahead) < 1e-6 * (1 + ahead), f"{admission.ahead} s of runs, not {ahead} (13)"
+    )
     held = {state.name for state in scheduler._models.values() if state.held}
     stalled = {id for id, run in admission.live.items() if held.intersection(run.models)}
     _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take places (13)")

@@ -56,6 +56,7 @@ class MetaAdmission:
         "_metas",
         "_models",
         "_order",
+        "ahead",
         "asked",
         "limit",
         "live",
@@ -83,6 +84,8 @@ class MetaAdmission:
         self._order: Ranking[int] = Ranking()
         self._deadlines: Ranking[int] = Ranking()
         self._metas: dict[str, _Meta] = {}
+        #: sum of the learned lengths of all waiting runs, and half of those of the admitted ones.
+        self.ahead = 0.0
 
     @property
     def running(self) -> int:
@@ -118,6 +121,9 @@ class MetaAdmission:
 
     def ask(self, runs: Sequence[Run], now: float, out: list[Instruction]) -> None:
         """Queue runs, admit as many as may run, and refuse the latest ones above their limit of waiting runs."""
+        if not self.live:
+            # Rounding errors of the sum do not outlive a pause.
+            self.ahead = 0.0
         for run in runs:
             self.asked += 1
             meta = self._metas.setdefault(run.meta, _Meta())
@@ -128,6 +134,7 @@ class MetaAdmission:
             self.live[run.id] = run
             self.waiting[run.id] = self.asked
             meta.waiting += 1
+            self.ahead += meta.seconds
             self._place(run)
             if run.deadline is not None and run.deadline < inf:
                 self._deadlines.set(run.id, run.deadline)
@@ -150,8 +157,12 @@ class MetaAdmission:
         else:
             meta = self._metas[run.meta]
             meta.running -= 1
-            seconds = now - self._admitted.pop(id)
-            meta.seconds += _WEIGHT * (seconds - meta.seconds) if meta.seconds else seconds
+            self.ahead -= meta.seconds / 2
+            change = now - self._admitted.pop(id) - meta.seconds
+            if meta.seconds:
+                change *= _WEIGHT
+            meta.seconds += change
+            self.ahead += (meta.waiting + meta.running / 2) * change
             self.stalled.discard(id)
             self._recount()
 
@@ -182,6 +193,7 @@ class MetaAdmission:
             meta = self._leave(self.live[id])
             meta.running += 1
             meta.admitted += 1
+            self.ahead += meta.seconds / 2
             self._admitted[id] = now
             out.append(Admit(id))
 
@@ -190,10 +202,7 @@ class MetaAdmission:
 
         (lengths of all waiting runs + half of the lengths of the admitted ones) / limit
         """
-        if self.taken < self.limit:
-            return 0.0
-        ahead = sum((meta.waiting + meta.running / 2) * meta.seconds for meta in self._metas.values())
-        return ahead / self.limit
+        return max(0.0, self.ahead) / self.limit if self.taken >= self.limit else 0.0
 
     def next_deadline(self) -> float:
         """Return the soonest deadline of a waiting run; inf: there is none."""
@@ -229,4 +238,5 @@ class MetaAdmission:
         self._deadlines.pop(run.id, None)
         meta = self._metas[run.meta]
         meta.waiting -= 1
+        self.ahead -= meta.seconds
         return meta

@@ -246,7 +246,9 @@ class Board:
     A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
     nanoseconds of CLOCK_MONOTONIC, with its lowest bit set while the device has work: a time that has passed means that
     the device is idle, or that its work is overdue. Each round of the runtime's loop changes it. The second has the
-    nanoseconds until a further run of a meta model would be admitted, 0 while a place is free. The others are the slots of models, with the nanoseconds that loading the model's weights would take, 0 if they are on the device.
+    nanoseconds until a further run of a meta model would be admitted, 0 while a place is free or the server has one
+    device. The others are the slots of models, with the nanoseconds that loading the model's weights would take, 0 if
+    they are on the device.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 """Free pieces of a GPU's allocator, derived from what is allocated."""
 
+from random import Random
+
 from rsrv.runtime.free_pieces import FreePieces
 
 MIB = 1 << 20
@@ -57,3 +59,58 @@ def test_the_best_piece_is_taken_and_the_largest_allocation_first() -> None:
     assert pieces.fits([50 * MIB, 200 * MIB])
     assert pieces.fits([200 * MIB, 50 * MIB])
     assert not pieces.fits([200 * MIB, 50 * MIB, 1])
+
+
+def test_what_lay_between_two_weights_and_is_freed_is_known_once_a_weight_takes_its_place() -> None:
+    """An execution's memory behind a weight looks like a rest that belongs to the weight."""
+    pieces = FreePieces(START, 300 * MIB)
+    pieces.add(1, START + 150 * MIB, 150 * MIB)
+    pieces.add(0, START, 100 * MIB)
+    assert not pieces.fits([1])
+
+    pieces.add(2, START + 100 * MIB, 50 * MIB)
+    pieces.remove(2)
+    assert pieces.fits([50 * MIB])
+    pieces.remove(0)
+    pieces.remove(1)
+    assert pieces.fits([300 * MIB])
+
+
+def test_an_allocation_outside_of_the_arena_changes_nothing() -> None:
+    """The allocator may have a further range, whose pieces are not known."""
+    pieces = FreePieces(START, 100 * MIB)
+    pieces.add(0, START - MIB, MIB)
+    pieces.add(1, START + 100 * MIB, MIB)
+
+    assert pieces.fits([100 * MIB])
+    pieces.remove(0)
+    pieces.remove(1)
+    assert pieces.fits([100 * MIB])
+
+
+def test_the_pieces_follow_an_allocator_that_loads_and_evicts_at_random() -> None:
+    """The allocator hands out the smallest piece that suffices, and joins freed pieces with their neighbours."""
+    random = Random(3)
+    pieces = FreePieces(START, 4096 * MIB)
+    free, taken = {START: 4096 * MIB}, dict[int, tuple[int, int]]()
+    for key in range(3000):
+        nbytes = random.choice((1, 10, 100, 400)) * random.randint(1, MIB)
+        needed = -(-nbytes // 256) * 256
+        found = [(size, address) for address, size in free.items() if size >= needed]
+        assert pieces.fits([nbytes]) is bool(found)
+        if found and random.random() < 0.6:
+            size, address = min(found)
+            rest = size - needed
+            split = rest >= min(needed, 128 * MIB)
+            del free[address]
+            if split:
+                free[address + needed] = rest
+            taken[key] = address, needed if split else size
+            pieces.add(key, address, nbytes)
+        elif taken:
+            gone = random.choice([*taken])
+            address, size = taken.pop(gone)
+            pieces.remove(gone)
+            for before in [one for one in free if one + free[one] == address]:
+                address, size = before, free.pop(before) + size
+            free[address] = size + free.pop(address + size, 0)

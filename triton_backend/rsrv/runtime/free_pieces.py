@@ -35,34 +35,40 @@ class FreePieces:
         self._start = start
         self._end = start + nbytes
         self._lock = Lock()
-        #: addresses of what is taken, by the caller's key, in ascending order, and the address behind each
-        self._keys: dict[int, int] = {}
+        #: addresses of what is taken in ascending order, by the caller's key, and the address behind each
         self._addresses: list[int] = []
+        self._by_key: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        #: sizes of the free pieces in ascending order; None: to be derived again
-        self._free: list[int] | None = None
+        #: sizes of the free pieces in ascending order
+        self._free = [nbytes]
 
     def add(self, key: int, address: int, nbytes: int) -> None:
         """Note an allocation. A rest that the allocator did not split off belongs to it."""
+        if not self._start <= address < self._end:
+            return  # the pieces of another range are not known
         end = address + rounded(nbytes)
         with self._lock:
-            following = bisect_left(self._addresses, end)
-            limit = self._addresses[following] if following < len(self._addresses) else self._end
+            at = bisect_left(self._addresses, address)
+            start, limit = self._gap(at)
+            self._replace([limit - start], [])
+            if start > address:
+                # The one before has no rest: what lay behind it was freed meanwhile.
+                self._ends[self._addresses[at - 1]] = start = address
             if not _rest(limit - address, end - address):
                 end = limit
-            if address not in self._ends:
-                insort(self._addresses, address)
-            self._keys[key], self._ends[address] = address, end
-            self._free = None
+            self._replace([], [address - start, limit - end])
+            self._addresses.insert(at, address)
+            self._by_key[key], self._ends[address] = address, end
 
     def remove(self, key: int) -> None:
         """Forget an allocation that is freed; an unknown key is ignored."""
         with self._lock:
-            if (address := self._keys.pop(key, None)) is not None and self._ends.pop(
-                address, None
-            ) is not None:
-                self._addresses.pop(bisect_left(self._addresses, address))
-                self._free = None
+            if (address := self._by_key.pop(key, None)) is None:
+                return
+            at = bisect_left(self._addresses, address)
+            (start, _), (end, limit) = self._gap(at), self._gap(at + 1)
+            self._replace([address - start, limit - end], [limit - start])
+            del self._addresses[at], self._ends[address]
 
     def fits(self, sizes: Iterable[int]) -> bool:
         """Return whether the allocator finds a piece for each allocation if it makes all of them.
@@ -71,12 +77,9 @@ class FreePieces:
         """
         needed = sorted(filter(None, map(rounded, sizes)), reverse=True)
         with self._lock:
-            if self._free is None:
-                self._free = self._derive()
-            pieces = self._free
-        if pieces and pieces[-1] - sum(needed) >= _SPLIT_BYTES:
-            return True  # the largest piece has room for whatever finds no better one
-        pieces = pieces.copy()
+            if self._free and self._free[-1] - sum(needed) >= _SPLIT_BYTES:
+                return True  # the largest piece has room for whatever finds no better one
+            pieces = self._free.copy()
         for nbytes in needed:
             at = bisect_left(pieces, nbytes)
             if at == len(pieces):
@@ -85,12 +88,14 @@ class FreePieces:
                 insort(pieces, rest)
         return True
 
-    def _derive(self) -> list[int]:
-        pieces, at = [], self._start
-        for address in self._addresses:
-            if address > at:
-                pieces.append(address - at)
-            at = max(at, self._ends[address])
-        if at < self._end:
-            pieces.append(self._end - at)
-        return sorted(pieces)
+    def _gap(self, at: int) -> tuple[int, int]:
+        """Return where the free piece before the `at`-th taken one begins and ends; it may have no bytes."""
+        start = self._ends[self._addresses[at - 1]] if at else self._start
+        return start, self._addresses[at] if at < len(self._addresses) else self._end
+
+    def _replace(self, old: Iterable[int], new: Iterable[int]) -> None:
+        """Replace the sizes of free pieces."""
+        for nbytes in filter(None, old):
+            del self._free[bisect_left(self._free, nbytes)]
+        for nbytes in filter(None, new):
+            insort(self._free, nbytes)

@@ -423,17 +423,19 @@ class JaxDevice:
         allocated: list[Any]
         *allocated, end = self._allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
         end.__dlpack__(stream=copies.handle)
-        if self._pieces is not None:
-            for array in allocated:
-                self._pieces.add(id(array), array.unsafe_buffer_pointer(), array.nbytes)
         following = iter(allocated)
         # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
-        return [
+        arrays = [
             next(following)
             if math.prod(shape)
             else self._jax.device_put(np.empty(shape, dtype), self._device)
             for shape, dtype in kinds
         ]
+        # Last: only arrays that are returned are ever freed.
+        if self._pieces is not None:
+            for array in allocated:
+                self._pieces.add(id(array), array.unsafe_buffer_pointer(), array.nbytes)
+        return arrays
 
     def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
         empty: Any = self._jax.lax.empty  # has no types

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +102,16 @@ def refusing(status: Status, text: str) -> Behaviour:
     return serve
 
 
+def rejecting(reason: str, client: str = "") -> Behaviour:
+    """Return a runtime that does not load the model."""
+
+    def reject(connection: Connection) -> None:
+        connection.greet()
+        send(connection.sock, pack_rejected(reason, client))
+
+    return reject
+
+
 def test_requests_are_answered(program: Path, tmp_path: Path) -> None:
     """Single requests, several rows in several buffers, and batches larger than a frame get their own rows."""
     with Front(program, tmp_path) as front:
@@ -135,12 +145,7 @@ def test_each_status_has_its_code_and_its_tag(tmp_path: Path, status: Status, co
 
 def test_a_rejected_model_is_refused_with_the_reason(program: Path, tmp_path: Path) -> None:
     """The load fails with the runtime's reason, and a later load may succeed."""
-
-    def reject(connection: Connection) -> None:
-        connection.greet()
-        send(connection.sock, pack_rejected("its weights are cursed", ""))
-
-    with Front(program, tmp_path, [reject]) as front:
+    with Front(program, tmp_path, [rejecting("its weights are cursed")]) as front:
         assert front.ask("open") == ["refused - 1 doubling: its weights are cursed"]
         assert front.ask("open") == ["opened - ok 0 0"]
         assert front.ask("send 1 1", "close")[0] == doubled(1)
@@ -500,6 +505,40 @@ def test_a_request_is_given_to_another_device_once(program: Path, tmp_path: Path
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 4 {DOWN}"]
         assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_that_a_device_rejects_is_served_by_another(
+    program: Path, tmp_path: Path, devices: int
+) -> None:
+    """It may lack what that device has; also if the other device's runtime is mistaken about their number."""
+    other = Device()
+
+    def serve(connection: Connection) -> None:
+        connection.devices = devices
+        other.serve(connection)
+
+    with Front(program, tmp_path, [rejecting("it needs 9 GB")] * 9, [serve]) as front:
+        (front.directory(0) / paths.DEVICES).write_text('["0", "1"]')
+        assert front.ask("open", "send 1 1") == [doubled(1), "opened - ok 0 0"]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "text"),
+    [
+        ((("it needs 9 GB", ""), ("it needs 9 GB, too", "")), "device 0: it needs 9 GB; device 1: it needs 9 GB, too"),
+        ((("it needs 9 GB", ""), ("it needs 9 GB", "")), "it needs 9 GB"),
+        ((("it ended two runtimes", "fix it"), ("never asked", "")), "it ended two runtimes"),
+    ],
+)  # fmt: skip
+def test_a_model_that_no_device_serves_is_refused_with_all_reasons(
+    program: Path, tmp_path: Path, reasons: Sequence[tuple[str, str]], text: str
+) -> None:
+    """Equal reasons are given once; a model that has ended runtimes is shown to no further one."""
+    with Front(program, tmp_path, *([rejecting(*one)] for one in reasons)) as front:
+        (front.directory(0) / paths.DEVICES).write_text('["0", "1"]')
+        assert front.ask("open") == [f"refused - 1 doubling: {text}"]
 
 
 def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> None:

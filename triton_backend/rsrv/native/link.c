@@ -132,6 +132,7 @@ static void lose(struct link* link, const char* why, const char* client) {
     if (!closed) {
         link->state = MISSING;
         link->rejected = client != NULL;
+        link->dangerous = client && *client;
         text_clear(&link->reason);
         text_add_bytes(&link->reason, why, strlen(why));
         text_clear(&link->down);
@@ -426,7 +427,7 @@ static void list_link(struct link* link) {
 
 // If runtimes end meanwhile, perhaps because of another model, the next one is tried; a runtime rejects a model that
 // crashes it repeatedly.
-bool link_load(struct link* link, struct text* why, bool* rejected) {
+bool link_load(struct link* link, struct text* why, bool* dangerous) {
     link->loading = true;
     for (int attempt = 1;; attempt++) {
         bool final = false;
@@ -435,14 +436,15 @@ bool link_load(struct link* link, struct text* why, bool* rejected) {
         pthread_mutex_lock(&link->lock);
         while (attached && link->state == REGISTERING) pthread_cond_wait(&link->changed, &link->lock);
         bool ready = link->state == READY;
-        *rejected = attached && link->rejected;
+        bool rejected = attached && link->rejected;
+        *dangerous = rejected && link->dangerous;
         if (ready) link->loading = false;
         if (attached && !ready) *why = link->reason;
         if (!attached) set_backoff(link, MAX_BACKOFF_NS);
         int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
         pthread_mutex_unlock(&link->lock);
         if (ready) list_link(link);
-        if (ready || *rejected || final || attempt == FIRST_ATTEMPTS) return ready;
+        if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
         log_line(LOG_ERROR, link->model, "the runtime ended before the model was ready: %s", why->bytes);
         usleep((useconds_t)(pause / 1000));
     }

@@ -29,7 +29,7 @@ struct link {
     bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
     struct arena* arena;
     uint32_t devices;  // of the server
-    const _Atomic uint64_t* board;  // NULL if the server has one device
+    const _Atomic uint64_t* board;  // NULL without a connection
     // The board's first word when requests were sent that the runtime had not noticed yet, and the time then.
     uint64_t word_at_send;
     int64_t unnoticed_ns;
@@ -37,7 +37,7 @@ struct link {
     struct interface* interface;
     struct text down;    // for clients while no runtime serves the model
     struct text reason;  // for the log
-    bool rejected;
+    bool rejected, dangerous;  // the runtime does not load the model; because it ended runtimes
     int64_t backoff_ns, due_ns;
     uint64_t next_id;
     struct pending *first, *last, *buckets[BUCKETS];
@@ -54,7 +54,7 @@ extern const char LINK_DOWN[];
 // A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
 // Waits until the runtime serves the model, however long compiling takes. False: it does not, and `why`.
-bool link_load(struct link*, struct text* why, bool* rejected);
+bool link_load(struct link*, struct text* why, bool* dangerous);
 void link_begin(struct link*);                       // reaches for the runtime without waiting
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
 uint32_t link_devices(struct link*);

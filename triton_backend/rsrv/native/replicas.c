@@ -33,29 +33,35 @@ static uint32_t count_devices(void) {
     return quotes < 2 ? 1 : quotes / 2 > MAX_DEVICES ? MAX_DEVICES : quotes / 2;
 }
 
-// Opens the link of the first device that has a runtime: the others then find its compiled modules in the cache.
+// Opens the link of the first device that serves the model: the others then find its compiled modules in the cache.
 static bool open_first(struct replicas* all, const char* model, const char* bundle, const char* settings, struct text* why) {
-    struct text reason;
-    bool rejected = false;
+    struct text first, reason;
+    bool dangerous = false, differ = false;
     all->count = 1;
-    for (uint32_t device = 0; device < all->count && !rejected; device++) {
+    // A model that has ended a runtime would end the others, too.
+    for (uint32_t device = 0; device < all->count && !dangerous; device++) {
         struct link* link = link_new(all, model, bundle, settings, device);
-        bool loaded = link && link_load(link, &reason, &rejected);
-        if (!link) {
+        if (link && link_load(link, &reason, &dangerous)) {
+            if (device) log_line(LOG_ERROR, model, "a device does not serve the model yet: %s", why->bytes);
+            uint32_t devices = link_devices(link);
+            all->links[device] = link;
+            all->count = devices > device ? devices : device + 1;
+            return true;
+        }
+        if (link)
+            link_drop(link);
+        else {
             text_clear(&reason);
             text_add(&reason, "no memory, or no threads and descriptors are left");
         }
-        if (device == 0) *why = reason;
-        if (loaded) {
-            if (device) log_line(LOG_ERROR, model, "device 0 does not serve the model yet: %s", why->bytes);
-            all->links[device] = link;
-            all->count = link_devices(link);
-            return device < all->count;
+        if (device == 0) {
+            first = reason;
+            all->count = count_devices();
         }
-        if (link) link_drop(link);
-        // A runtime that rejects the model is right about all devices.
-        all->count = count_devices();
+        differ |= strcmp(first.bytes, reason.bytes) != 0;
+        text_add(why, "%sdevice %u: %s", device ? "; " : "", device, reason.bytes);
     }
+    if (!differ) *why = first;
     return false;
 }
 

@@ -192,7 +192,8 @@ class Front:
         (folder / "run").mkdir(mode=0o700)
         self._listeners = []
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         all_behaviours = (self.behaviours, *map(list, further))
         for device, some in enumerate(all_behaviours):
             listener = listen(self.directory(device, create=True) / paths.SOCKET)
@@ -213,6 +214,7 @@ class Front:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         status = self.process.wait(60)
+        self._reader.join(60)
         for listener in self._listeners:
             listener.close()
         self._log.seek(0)
@@ -247,8 +249,9 @@ class Front:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._said.put(line.rstrip("\n"))
+        with self.process.stdout as lines:
+            for line in lines:
+                self._said.put(line.rstrip("\n"))
 
     def _serve(self, listener: socket.socket, behaviours: list[Behaviour], devices: int) -> None:
         while True:

@@ -232,6 +232,32 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
         front.ask("close")
 
 
+def test_a_model_that_was_idle_is_looked_after_again(program: Path, tmp_path: Path) -> None:
+    """When nothing waits any more, and the figures are reported, the deadline of the next request still holds."""
+    reported = threading.Event()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while not reported.is_set():
+            kind, count, frame = connection.receive()
+            if kind is Kind.SUBMIT:
+                connection.answer(frame, count)
+            if kind is Kind.REPORT:
+                assert frames.unpack_json(frame)["responses"] == {"ok": 1}
+                reported.set()
+        while True:
+            connection.receive()
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert reported.wait(30)
+        (answer,) = front.ask("send 2 1 reactant_timeout_ns=1000000")
+        assert answer.startswith("answer 2 4 [rsrv:DEADLINE] ")
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
 class Silent:
     """A runtime that reads requests of several models, and answers none. `end` makes it leave."""
 

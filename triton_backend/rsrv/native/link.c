@@ -36,13 +36,12 @@ struct mender {
     struct link *first_due, *last_due;
 };
 
-// Of all models in this process: the threads, and the links.
-static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+// Of all models in this process.
+static pthread_mutex_t mender_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
-static struct link* all_links;
 static struct mender menders[MAX_DEVICES];
 static int epoll_fd = -1, wake_fd = -1;
-static atomic_uint waiting;  // requests that were sent, and links with figures to report
+static _Atomic(struct link*) newly_watched;  // the reader takes them all at once
 static atomic_bool asleep;
 
 void link_hold(struct link* link) { atomic_fetch_add(&link->users, 1); }
@@ -63,13 +62,15 @@ void link_drop(struct link* link) {
 
 const char* link_model(const struct link* link) { return link->model; }
 
-void link_wait_more(void) {
-    atomic_fetch_add(&waiting, 1);
+void link_watch(struct link* link) {
     uint64_t one = 1;
+    if (link->watched) return;
+    link->watched = true;
+    link_hold(link);
+    link->next_watched = atomic_load(&newly_watched);
+    while (!atomic_compare_exchange_weak(&newly_watched, &link->next_watched, link)) continue;
     if (atomic_exchange(&asleep, false) && write(wake_fd, &one, sizeof one) < 0) return;
 }
-
-void link_wait_less(void) { atomic_fetch_sub(&waiting, 1); }
 
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
 
@@ -77,11 +78,11 @@ static void schedule_mend(struct link* link) {
     struct mender* mender = &menders[link->device];
     link_hold(link);
     link->next_due = NULL;
-    pthread_mutex_lock(&list_lock);
+    pthread_mutex_lock(&mender_lock);
     *(mender->last_due ? &mender->last_due->next_due : &mender->first_due) = link;
     mender->last_due = link;
     pthread_cond_signal(&mender->changed);
-    pthread_mutex_unlock(&list_lock);
+    pthread_mutex_unlock(&mender_lock);
 }
 
 static void set_backoff(struct link* link, int64_t most) {
@@ -268,43 +269,38 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
 
 // --- the reader -----------------------------------------------------------------------------------------------------
 
-// Looks at what waits on all links. Answers come after the list's lock: they may unload a model, which takes it.
-static void check_all(int64_t now) {
-    struct link* found = NULL;
-    pthread_mutex_lock(&list_lock);
-    for (struct link* link = all_links; link; link = link->next_link) {
+// Looks at links on which something waits, and leaves out those on which nothing does any more.
+static void check_all(struct link** at, int64_t now) {
+    for (struct link* link; (link = *at);) {
         // execute() may hold it while a runtime does not read. The next look has it.
-        if (pthread_mutex_trylock(&link->lock) != 0) continue;
-        if (link->state == READY) {
-            link->late = waiting_check(link, now);
-            if (link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        if (pthread_mutex_trylock(&link->lock) != 0) {
+            at = &link->next_watched;
+            continue;
         }
+        struct pending* late = link->state == READY ? waiting_check(link, now) : NULL;
+        if (link->state == READY && link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        link->watched = link->state != CLOSED && (link->first || link->measured);
+        bool watched = link->watched;
+        if (watched)
+            at = &link->next_watched;
+        else
+            *at = link->next_watched;
         pthread_mutex_unlock(&link->lock);
-        if (!link->late) continue;
-        link_hold(link);
-        link->next_late = found;
-        found = link;
-    }
-    pthread_mutex_unlock(&list_lock);
-    while (found) {
-        struct link* link = found;
-        struct pending* late = link->late;
-        found = link->next_late;
-        link->late = NULL;
-        waiting_finish(link, late);
-        link_drop(link);
+        if (late) waiting_finish(link, late);
+        if (!watched) link_drop(link);
     }
 }
 
 static void* read_all(void* nothing) {
     struct epoll_event events[EVENTS];
     uint8_t* buffer = malloc(MAX_FRAME);
+    struct link* watched = NULL;
     int64_t checked = 0;
     (void)nothing;
     while (buffer) {
-        // Set before the look: a request that is sent in between wakes the thread.
+        // Set before the look: a link that comes in between wakes the thread.
         atomic_store(&asleep, true);
-        bool idle = atomic_load(&waiting) == 0;
+        bool idle = !watched && !atomic_load(&newly_watched);
         // It wakes by itself: no submission needs to.
         if (!idle) atomic_store(&asleep, false);
         int count = epoll_wait(epoll_fd, events, EVENTS, idle ? -1 : CHECK_MS);
@@ -317,7 +313,12 @@ static void* read_all(void* nothing) {
                 continue;
         }
         int64_t now = now_ns();
-        if (!idle && now - checked >= CHECK_MS * (NS_PER_S / 1000)) check_all(checked = now);
+        if (idle || now - checked < CHECK_MS * (NS_PER_S / 1000)) continue;
+        checked = now;
+        struct link** end = &watched;
+        while (*end) end = &(*end)->next_watched;
+        *end = atomic_exchange(&newly_watched, NULL);
+        check_all(&watched, now);
     }
     return NULL;
 }
@@ -325,7 +326,7 @@ static void* read_all(void* nothing) {
 // --- the threads that mend links ------------------------------------------------------------------------------------
 
 static struct link* take_due(struct mender* mender) {
-    pthread_mutex_lock(&list_lock);
+    pthread_mutex_lock(&mender_lock);
     for (;;) {
         int64_t now = now_ns(), soonest = INT64_MAX;
         // `due_ns` does not change while a link is in the list.
@@ -333,16 +334,16 @@ static struct link* take_due(struct mender* mender) {
             if (link->due_ns <= now) {
                 *(before ? &before->next_due : &mender->first_due) = link->next_due;
                 if (!link->next_due) mender->last_due = before;
-                pthread_mutex_unlock(&list_lock);
+                pthread_mutex_unlock(&mender_lock);
                 return link;
             }
             soonest = link->due_ns < soonest ? link->due_ns : soonest;
         }
         struct timespec until = {soonest / NS_PER_S, soonest % NS_PER_S};
         if (soonest == INT64_MAX)
-            pthread_cond_wait(&mender->changed, &list_lock);
+            pthread_cond_wait(&mender->changed, &mender_lock);
         else
-            pthread_cond_timedwait(&mender->changed, &list_lock, &until);
+            pthread_cond_timedwait(&mender->changed, &mender_lock, &until);
     }
 }
 
@@ -396,13 +397,13 @@ static void begin_condition(pthread_cond_t* condition) {
 }
 
 static bool begin_mender(struct mender* mender) {
-    pthread_mutex_lock(&list_lock);
+    pthread_mutex_lock(&mender_lock);
     if (!mender->begun) {
         begin_condition(&mender->changed);
         mender->begun = begin_thread(mend_all, mender);
     }
     bool is_begun = mender->begun;
-    pthread_mutex_unlock(&list_lock);
+    pthread_mutex_unlock(&mender_lock);
     return is_begun;
 }
 
@@ -417,13 +418,6 @@ static void begin(void) {
 }
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
-
-static void list_link(struct link* link) {
-    pthread_mutex_lock(&list_lock);
-    link->next_link = all_links;
-    all_links = link;
-    pthread_mutex_unlock(&list_lock);
-}
 
 // If runtimes end meanwhile, perhaps because of another model, the next one is tried; a runtime rejects a model that
 // crashes it repeatedly.
@@ -443,17 +437,13 @@ bool link_load(struct link* link, struct text* why, bool* dangerous) {
         if (!attached) set_backoff(link, MAX_BACKOFF_NS);
         int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
         pthread_mutex_unlock(&link->lock);
-        if (ready) list_link(link);
         if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
         log_line(LOG_ERROR, link->model, "the runtime ended before the model was ready: %s", why->bytes);
         usleep((useconds_t)(pause / 1000));
     }
 }
 
-void link_begin(struct link* link) {
-    list_link(link);
-    schedule_mend(link);
-}
+void link_begin(struct link* link) { schedule_mend(link); }
 
 void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
@@ -519,15 +509,8 @@ int64_t link_answers_in_ns(struct link* link) {
 }
 
 void link_close(struct link* link) {
-    pthread_mutex_lock(&list_lock);
-    struct link** at = &all_links;
-    while (*at && *at != link) at = &(*at)->next_link;
-    if (*at) *at = link->next_link;
-    pthread_mutex_unlock(&list_lock);
     pthread_mutex_lock(&link->lock);
     if (link->state == READY && link->measured) waiting_report(link, now_ns());
-    if (link->measured) link_wait_less();
-    link->measured = false;
     link->state = CLOSED;
     if (link->fd >= 0) shutdown(link->fd, SHUT_RDWR);  // the reader closes it
     pthread_mutex_unlock(&link->lock);

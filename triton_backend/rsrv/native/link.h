@@ -16,9 +16,7 @@ struct link {
     struct replicas* owner;  // lives while a request of the model is not answered
     uint32_t device;
     char *model, *registration, *settings;
-    struct link *next_link, *next_due;
-    struct link* next_late;  // of the reader alone, like the copies of late requests
-    struct pending* late;
+    struct link *next_due, *next_watched;
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -45,7 +43,7 @@ struct link {
     uint64_t durations[INTERVALS], responses[STATUSES], duration_ns;
     struct span *first_span, *last_span;  // ended, not reported yet
     uint32_t span_count, dropped_spans;
-    bool measured;
+    bool measured, watched;
     int64_t reported_ns;
 };
 
@@ -64,9 +62,8 @@ void link_retry(struct link*, struct pending*);      // a request of another lin
 void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
-// Something waits now, or no longer: the reader looks at what waits from time to time.
-void link_wait_more(void);
-void link_wait_less(void);
+// Under the lock: something waits on the link. The reader looks at it from time to time, until nothing does.
+void link_watch(struct link*);
 
 // Under the lock: takes all requests that wait, a list by `next`.
 struct pending* waiting_take_all(struct link*);

@@ -30,10 +30,9 @@ void link_measure(struct link* link, enum status status, int64_t begun_ns) {
     link->durations[interval]++;
     link->duration_ns += (uint64_t)took;
     link->responses[status]++;
-    bool first = !link->measured;
     link->measured = true;
+    link_watch(link);
     pthread_mutex_unlock(&link->lock);
-    if (first) link_wait_more();
 }
 
 bool link_logs(struct link* link, enum status status, uint32_t* left_out) {
@@ -76,7 +75,6 @@ void waiting_report(struct link* link, int64_t now) {
     link->duration_ns = 0;
     link->reported_ns = now;
     link->measured = false;
-    link_wait_less();
 }
 
 // --- requests that wait; under the link's lock ----------------------------------------------------------------------
@@ -90,7 +88,7 @@ static void add_pending(struct link* link, struct pending* one) {
     one->next = NULL;
     *(link->last ? &link->last->next : &link->first) = one;
     link->last = one;
-    link_wait_more();
+    link_watch(link);
 }
 
 static void remove_pending(struct link* link, struct pending* one) {
@@ -100,7 +98,6 @@ static void remove_pending(struct link* link, struct pending* one) {
     *(one->previous ? &one->previous->next : &link->first) = one->next;
     *(one->next ? &one->next->previous : &link->last) = one->previous;
     one->next = one->previous = one->same_bucket = NULL;
-    link_wait_less();
 }
 
 static struct pending* find_pending(struct link* link, uint64_t id) {
@@ -218,7 +215,7 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
     uint64_t word = atomic_load(&link->board[0]);
     if (word != link->word_at_send) {
         link->word_at_send = word;
-        link->unnoticed_ns = now_ns();
+        link->unnoticed_ns = ready[0]->sent_ns;
     }
     while (arena_fresh(link->arena, &segment, &fd)) {
         put_header(frame, SEGMENT, 1);

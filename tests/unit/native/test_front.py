@@ -590,6 +590,28 @@ def test_a_device_that_hangs_delays_no_other(program: Path, tmp_path: Path) -> N
         ended.set()
 
 
+def test_models_share_the_mapping_of_a_runtimes_board(program: Path, tmp_path: Path) -> None:
+    """It is there once for three models, and it goes with the last one."""
+    board = Board()
+
+    def serve(connection: Connection) -> None:
+        connection.board = board
+        behave(connection)
+
+    with Front(program, tmp_path, [serve] * 3) as front:
+
+        def mappings() -> int:
+            return Path(f"/proc/{front.process.pid}/maps").read_text().count("rsrv-board")
+
+        for model in range(3):
+            front.ask(f"use {model}\nopen")
+        assert mappings() == 1
+        for model in range(3):
+            assert mappings() == 1
+            front.ask(f"use {model}\nclose")
+        wait_until(lambda: mappings() == 0, what="the end of the mapping")
+
+
 # --- a runtime that misbehaves --------------------------------------------------------------------------------
 
 

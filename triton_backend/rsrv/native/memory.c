@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -40,19 +41,60 @@ struct arena {
 
 // --- the board ------------------------------------------------------------------------------------------------------
 
-const _Atomic uint64_t* board_map(int fd) {
-    struct stat found;
-    void* memory = MAP_FAILED;
-    // A file that can shrink would end this process at the next look.
-    if (fd >= 0 && fstat(fd, &found) == 0 && found.st_size == BOARD_BYTES && fcntl(fd, F_GET_SEALS) > 0 &&
-        (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK))
-        memory = mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0);
-    if (fd >= 0) close(fd);
-    return memory == MAP_FAILED ? NULL : memory;
+// All links to a runtime share its board's mapping: the kernel limits those of a process (vm.max_map_count), and each of
+// thousands of models has a link per device.
+struct board {
+    struct board* next;
+    dev_t filesystem;
+    ino_t file;
+    uint32_t users;
+    void* memory;
+};
+
+static pthread_mutex_t board_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct board* boards;
+
+// Under the lock.
+static struct board* map_new(int fd, const struct stat* found) {
+    struct board* board = malloc(sizeof *board);
+    if (!board) return NULL;
+    *board = (struct board){boards, found->st_dev, found->st_ino, 0, mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0)};
+    if (board->memory != MAP_FAILED) return boards = board;
+    free(board);
+    return NULL;
 }
 
-void board_unmap(const _Atomic uint64_t* board) {
-    if (board) munmap((void*)(uintptr_t)board, BOARD_BYTES);
+const _Atomic uint64_t* board_map(int fd) {
+    struct stat found;
+    void* memory = NULL;
+    // A file that can shrink would end this process at the next look.
+    if (fd >= 0 && fstat(fd, &found) == 0 && found.st_size == BOARD_BYTES && fcntl(fd, F_GET_SEALS) > 0 &&
+        (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)) {
+        pthread_mutex_lock(&board_lock);
+        struct board* board = boards;
+        while (board && (board->filesystem != found.st_dev || board->file != found.st_ino)) board = board->next;
+        board = board ? board : map_new(fd, &found);
+        if (board) {
+            board->users++;
+            memory = board->memory;
+        }
+        pthread_mutex_unlock(&board_lock);
+    }
+    if (fd >= 0) close(fd);
+    return memory;
+}
+
+void board_unmap(const _Atomic uint64_t* memory) {
+    if (!memory) return;
+    pthread_mutex_lock(&board_lock);
+    struct board **at = &boards, *board;
+    while ((board = *at)->memory != memory) at = &board->next;
+    if (--board->users == 0) {
+        *at = board->next;
+        munmap(board->memory, BOARD_BYTES);
+        free(board);
+    }
+    pthread_mutex_unlock(&board_lock);
 }
 
 // --- the arena ------------------------------------------------------------------------------------------------------

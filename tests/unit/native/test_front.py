@@ -187,6 +187,26 @@ def test_a_runtime_that_ends_fails_its_requests_and_is_found_again(program: Path
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
+def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_path: Path) -> None:
+    """Of a batch, the requests that it left unread fail; those that it had answered are answered."""
+
+    def end(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        submitted = [connection.receive()[1:] for _ in range(3)]
+        connection.sock.recv(1, socket.MSG_PEEK)
+        for count, frame in submitted:
+            connection.answer(frame, count)
+
+    with Front(program, tmp_path, [end]) as front:
+        front.ask("open")
+        front.tell("batch 1 200")
+        answered = [doubled(number) for number in range(1, 193)]
+        failed = [f"answer {number} 4 {DOWN}" for number in range(193, 201)]
+        assert front.hear(200) == sorted(answered + failed)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
 def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path: Path) -> None:
     """CANCEL names the request; its end answers it."""
 

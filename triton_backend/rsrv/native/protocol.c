@@ -41,6 +41,8 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     struct iovec part = {buffer, MAX_FRAME};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    // The kernel says first, and once, that the runtime left frames unread; what it had sent follows.
+    if (length < 0 && errno == ECONNRESET) length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0) {
         *why = strerror(errno);
         return errno == EAGAIN || errno == EINTR ? 0 : -1;

@@ -85,6 +85,18 @@ def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) ->
     assert not any(runtime.device.kept for runtime in staged.runtimes)
 
 
+def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
+    """The device on which it begins counts it, and each of them its own calls."""
+    for value in range(5):
+        ask(staged.engines[0], request(2, value))
+
+    first, second = (runtime.loop._reports.metrics()["metas"]["meta"] for runtime in staged.runtimes)
+    assert first["requests"]["answered"] == 5
+    assert not any(second["requests"].values())
+    assert first["calls"] == 5
+    assert second["calls"] >= 5
+
+
 def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -> None:
     """More runs than places: all enter the devices in the same order."""
     requests = [request(1, value) for value in range(20)]

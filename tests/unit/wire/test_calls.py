@@ -11,7 +11,7 @@ from rsrv.wire.frames import Kind, ProtocolError, Status
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 u16 = st.integers(0, 2**16 - 1)
-entrances = st.builds(Entrance, u64, u64, st.integers(-(2**63), 2**63 - 1), u16, u64)
+entrances = st.builds(Entrance, u64, u64, st.integers(-(2**63), 2**63 - 1), u16, u16, u64)
 leavings = st.builds(RunExit, u64, st.sampled_from(Status))
 releases = st.builds(Release, u64, u64)
 spots = st.lists(st.builds(Spot, st.sampled_from(Where), u32, u64), max_size=4)

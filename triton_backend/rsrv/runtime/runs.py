@@ -63,6 +63,8 @@ class MetaRun:
     #: seconds on the loop's clock
     deadline: float | None
     priority: int
+    #: another device's runtime counts how it ends
+    further: bool
     tag: int
     admitted: bool = False
     #: aborted by an operator: it ends with its next call
@@ -138,11 +140,22 @@ class Runs:
         """Add a run, which waits for its admission. Raises ProtocolError."""
         if group.counts is None:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
-        request, token, deadline_ns, priority, tag = entrance
+        request, token, deadline_ns, priority, further, tag = entrance
         if not token or token in self._by_token:
             raise ProtocolError("ENTER of a run that is there already, or without a token")
         deadline = deadline_ns / 1e9 if deadline_ns else None
-        run = MetaRun(next(self._ids), token, group, connection, request, enter_id, deadline, priority, tag)
+        run = MetaRun(
+            next(self._ids),
+            token,
+            group,
+            connection,
+            request,
+            enter_id,
+            deadline,
+            priority,
+            further != 0,
+            tag,
+        )
         self._by_token[token] = self._by_id[run.id] = run
         return run
 
@@ -153,11 +166,13 @@ class Runs:
         run.held.append(request)
 
     def remove(self, run: MetaRun, status: Status) -> None:
-        """Remove a run that is over, and count how it ended."""
+        """Remove a run that is over, and count how it ended, on one device if it went by stage."""
         del self._by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         counts = run.group.counts
         assert counts is not None
+        if run.further:
+            return
         name = status.name.lower()
         counts.outcomes[name] = counts.outcomes.get(name, 0) + 1
 

@@ -143,6 +143,8 @@ class DirectRun:
         self._client_id = client_id
         #: its device, if the run goes by stage
         self.stage: int | None = None
+        #: whether the run has begun on another device
+        self.further = False
         #: set if the runtime refused the run
         self._refused: RequestFailure | None = None
         self._entering: int | None = None
@@ -168,7 +170,9 @@ class DirectRun:
         self.entered = True
         (self._entering,) = self._connection.next_ids(1)
         self._entered_at = time.perf_counter()
-        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, self._tag)
+        entrance = Entrance(
+            self._entering, self._token, self._deadline_ns, self._priority, self.further, self._tag
+        )
         if not self._guard(lambda: self._connection.submit([entrance], pack_entrances)):
             self.fail(RequestFailure(Status.QUEUE_FULL, STUCK))
             raise RequestFailure(Status.QUEUE_FULL, STUCK)

@@ -95,7 +95,7 @@ class MetaRequest:
 
     def write(self) -> Entrance:
         deadline_ns, priority, _ = self.request.params
-        return Entrance(self.id, self.token, deadline_ns, priority, self.request.tag)
+        return Entrance(self.id, self.token, deadline_ns, priority, tag=self.request.tag)
 
     def finish(self, done: Completion) -> None:
         self.admitted = done.status is Status.OK
@@ -426,7 +426,7 @@ class MetaEngine:
         )
         request, status = one.request, Status.INTERNAL
         run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
-        run.stage = self.session.device
+        run.stage, run.further = self.session.device, True
         try:
             run.await_admission(grace(deadline_ns))
             yield run

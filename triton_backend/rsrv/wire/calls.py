@@ -19,10 +19,11 @@ class Entrance(NamedTuple):
     run: int  # the token: random, so that no other client can name it; not 0
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
     priority: int  # as a submission's
+    further: int = 0  # 1: a stage of a run that began on another device, whose runtime counts how it ends
     tag: int = 0  # as a submission's
 
 
-_ENTRANCE = struct.Struct("<QQqH6xQ")
+_ENTRANCE = struct.Struct("<QQqHH4xQ")
 
 
 class Where(IntEnum):

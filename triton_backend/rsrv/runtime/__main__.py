@@ -148,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() - missing_since < _WITHOUT_DEVICE_S:
                 raise
             # XLA counts the cards once per process: only the next one finds a card that came, or came back.
+            _end_soon()
             log.error("%s; the runtime ends, and the stubs start another to look again", error)
             logs.flush()
             os._exit(_EXIT_HUNG)

@@ -39,6 +39,8 @@ _OK = b"\x00\x0bgrpc-status\x010"
 
 log = logging.getLogger("rsrv.gateway")
 
+_UNANSWERED = "a message of Envoy was not answered"
+
 
 class Exchange(Protocol):
     """One stream's messages, and the answers to them."""
@@ -253,7 +255,7 @@ class EnvoyConnection(asyncio.Protocol):
             return False
         except Exception:
             # The others on this connection go on.
-            log.exception("a message of Envoy was not answered")
+            log.exception(_UNANSWERED)
             self._end(stream, _status(StatusCode.INTERNAL))
             return False
         self._answer(stream, answers)
@@ -262,12 +264,17 @@ class EnvoyConnection(asyncio.Protocol):
         return True
 
     async def _wait(self, stream: _Http2Stream, later: Coroutine[Any, Any, Iterable[bytes]]) -> None:
-        answers = await later
-        stream.waiting = None
-        if stream.number in self._streams:
+        try:
+            answers = await later
+        except Exception:
+            log.exception(_UNANSWERED)
+            stream.waiting = None
+            self._end(stream, _status(StatusCode.INTERNAL))
+        else:
+            stream.waiting = None
             self._answer(stream, answers)
             self._read(stream)
-            self._flush()
+        self._flush()
 
     def _setting(self, key: int, value: int) -> None:
         if key == _SETTING_WINDOW:

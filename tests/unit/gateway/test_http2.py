@@ -35,7 +35,8 @@ class Echo:
         if data == b"bug":
             raise RuntimeError("bug")
         self.done = data == b"bye"
-        self._soon = data == b"soon"
+        self._soon = data in (b"soon", b"soon a bug")
+        self._bug = data == b"soon a bug"
         return [] if self._soon or data.startswith(b"quiet") else [data]
 
     def later(self) -> Coroutine[Any, Any, Iterable[bytes]] | None:
@@ -43,6 +44,8 @@ class Echo:
 
     async def _look(self) -> Iterable[bytes]:
         await self.looked.wait()
+        if self._bug:
+            raise RuntimeError("bug")
         return [b"late"]
 
     def end(self) -> None:
@@ -301,6 +304,21 @@ async def test_an_answer_may_come_later() -> None:
     while not (said := peer.said()[0]):
         await asyncio.sleep(0)
     assert said == framed(b"late")
+
+
+@looped
+async def test_a_late_answer_that_fails_ends_its_stream() -> None:
+    """A fault while an answer waits ends the stream with INTERNAL, and no other one."""
+    peer = Peer()
+    echo = peer.open()
+    peer.say(b"soon a bug")
+    echo.looked.set()
+    while not (status := peer.said()[1]):
+        await asyncio.sleep(0)
+    assert (status, echo.ended) == ("13", 1)
+    peer.open(3)
+    peer.say(b"hello", number=3)
+    assert peer.said()[0] == framed(b"hello")
 
 
 def test_at_the_end_streams_end_well() -> None:

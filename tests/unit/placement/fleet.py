@@ -48,6 +48,7 @@ class Server:
     calls: dict[str, frozenset[str]] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
     device: int = 0
+    devices: int = 1
     #: last view of each model
     shown: dict[str, ModelView] = field(default_factory=dict)
 
@@ -113,6 +114,7 @@ class Fleet:
             ready=frozenset(server.ready),
             instance=server.instance,
             device=server.device,
+            devices=server.devices,
             budget_bytes=server.budget,
             models=models,
             calls=server.calls,

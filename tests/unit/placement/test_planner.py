@@ -428,6 +428,29 @@ def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
     apart = scene({"a": {"devices": [0]}, "b": {"devices": [1]}})
     found = homes(apart.settle().table)
     assert (found["a"], found["b"]) == (("u",), ("v",))
+    assert not apart.status().warnings
+
+
+def test_pins_do_not_part_a_meta_model_from_its_callees_by_servers() -> None:
+    """With several servers, models that call each other stay together, because a run cannot leave its server."""
+    fleet = Fleet(["u", "v"], {name: Model() for name in "abm"})
+    for server in fleet.servers.values():
+        server.calls = {"m": frozenset("ab")}
+    apart = Scene(fleet, Script(a=("u",)), models={"a": {"devices": [0]}, "b": {"devices": [1]}})
+
+    assert len({*homes(apart.settle().table).values()}) == 1
+    assert any("of a, b have no device in common" in warning for warning in apart.status().warnings)
+
+
+def test_a_server_that_places_models_itself_follows_their_pins() -> None:
+    """A gateway knows how many devices such a worker has, and warns of no pin that the server can follow."""
+    fleet = Fleet(["u", "v"], {name: Model() for name in "abm"})
+    for server in fleet.servers.values():
+        server.calls, server.devices = {"m": frozenset("ab")}, 2
+    scene = Scene(fleet, Script(a=("u",)), models={"a": {"devices": [0]}, "b": {"devices": [1]}})
+
+    assert len({*homes(scene.settle().table).values()}) == 1
+    assert not scene.status().warnings
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class FleetModel:
 class Unit:
     """Models that are placed together: a meta model and all models that it calls, or one model.
 
-    Models whose pins have no device in common are placed one by one.
+    On one server, models whose pins have no device in common are placed one by one.
     """
 
     #: names, sorted
@@ -203,13 +203,15 @@ def _units(
         named = [pins[name] for name in group if name in pins]
         return tuple([w for w in allowed if all(views[w].device in one for one in named)]) or allowed
 
+    # Runs of a meta model reach all devices of their server, and no other server.
+    several_servers = len({view.device for view in views.values()}) < len(views)
     units = []
     torn: list[str] = []
     for group in _together(models):
         allowed = _allowed(group, models, told)
         if not allowed and len(group) > 1:
             torn += [name for name in group if models[name].calls]
-        together = allowed and _common(group, pins)
+        together = allowed and (several_servers or have_common_device(group, pins))
         for members in [group] if together else [(name,) for name in group]:
             where = allowed or _allowed(members, models, told)
             if where:
@@ -218,7 +220,7 @@ def _units(
     return tuple(sorted(units, key=lambda unit: unit.models)), tuple(sorted(torn))
 
 
-def _common(group: tuple[str, ...], pins: Mapping[str, Collection[int]]) -> bool:
+def have_common_device(group: tuple[str, ...], pins: Mapping[str, Collection[int]]) -> bool:
     """Return whether the pinned models of a group have a device in common, or at most one of them is pinned."""
     named = [{*pins[name]} for name in group if name in pins]
     return len(named) < 2 or bool(set.intersection(*named))

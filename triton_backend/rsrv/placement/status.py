@@ -6,7 +6,7 @@ from typing import Literal
 
 from rsrv.placement.contract import Table, WorkerView
 from rsrv.placement.costs import Costs
-from rsrv.placement.fleet import Fleet
+from rsrv.placement.fleet import Fleet, have_common_device
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.tables import replicas
 from rsrv.settings_fleet import Replicas
@@ -233,7 +233,7 @@ def _warn_of_sizes(fleet: Fleet) -> Iterator[str]:
 
 def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fleet: Fleet) -> Iterator[str]:
     """Yield warnings about settings of models that these devices cannot fulfil."""
-    numbers = {view.device for view in views.values()}
+    numbers = {view.device + n for view in views.values() for n in range(view.devices)}
     last = max(numbers, default=0)
     for name in sorted(options.models.keys() & fleet.models.keys()):
         own = options.models[name]
@@ -243,7 +243,15 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
                 f"models.{name}.devices names {_names([str(number) for number in missing])}, and the devices are 0 to {last}: "
                 "correct the key; the others of the list count, or all devices if there are none"
             )
+    pins = {name: own.devices for name, own in options.models.items() if own.devices is not None}
     for unit in fleet.units:
+        # A server that places models itself counts as one worker, and follows the pins.
+        if not have_common_device(unit.models, pins) and all(views[w].devices == 1 for w in unit.allowed):
+            yield (
+                f"models.NAME.devices of {_names([name for name in unit.models if name in pins])} have no device in common, but "
+                "these models are called by one another: with several servers they are on one device, any one; name a common "
+                "device"
+            )
         for name in unit.models:
             wanted = replicas(options, name)
             if isinstance(wanted, int) and wanted > len(unit.allowed):

@@ -20,8 +20,14 @@ class NativeFront(BuildHookInterface):  # type: ignore[type-arg]
         library = Path(self.root, _LIBRARY)
         if version == "editable" or not library.is_file():
             return
+        # The files of an unpacked sdist may have the times of their unpacking; they were compared before.
+        sources = [] if Path(self.root, "PKG-INFO").exists() else library.parent.glob("*.[ch]")
+        if any(source.stat().st_mtime > library.stat().st_mtime for source in sources):
+            raise RuntimeError(
+                f"{_LIBRARY} is older than its sources. Run `python tools/native_front.py`, or remove it."
+            )
         (machine,) = struct.unpack_from("<H", library.read_bytes(), _AT_MACHINE)
-        if _MACHINES.get(machine) == platform.machine():
+        if self.target_name == "wheel" and _MACHINES.get(machine) == platform.machine():
             build_data["artifacts"].append(f"/{_LIBRARY}")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-manylinux_2_31_{platform.machine()}"

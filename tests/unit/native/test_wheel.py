@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import struct
 from pathlib import Path
@@ -14,12 +15,20 @@ import hatch_build
 X86_64, AARCH64 = 62, 183
 
 
-def built(folder: Path, version: str = "standard") -> dict[str, Any]:
-    """Return what a build of the wheel does beside the settings."""
+def built(folder: Path, version: str = "standard", target: str = "wheel") -> dict[str, Any]:
+    """Return what a build does beside the settings."""
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
-    hook = hatch_build.NativeFront(str(folder), {}, None, None, str(folder), "wheel")  # type: ignore[arg-type]
+    hook = hatch_build.NativeFront(str(folder), {}, None, None, str(folder), target)  # type: ignore[arg-type]
     hook.initialize(version, data)
     return data
+
+
+def make_library(folder: Path, machine: int) -> Path:
+    """Return a library for a machine, with its path in the source tree."""
+    library = folder / "triton_backend/rsrv/native/libtriton_rsrv.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\x7fELF".ljust(18, b"\0") + struct.pack("<H", machine))
+    return library
 
 
 @pytest.mark.parametrize("version", ["standard", "editable"])
@@ -30,9 +39,7 @@ def test_a_wheel_is_for_one_platform_if_it_carries_the_library(
     """A library of another machine stays out, and the wheel is for any; so it is for an editable installation."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     if machine is not None:
-        library = tmp_path / "triton_backend/rsrv/native/libtriton_rsrv.so"
-        library.parent.mkdir(parents=True)
-        library.write_bytes(b"\x7fELF".ljust(18, b"\0") + struct.pack("<H", machine))
+        make_library(tmp_path, machine)
 
     data = built(tmp_path, version)
 
@@ -42,3 +49,16 @@ def test_a_wheel_is_for_one_platform_if_it_carries_the_library(
         assert not data["pure_python"]
     else:
         assert data == {"artifacts": [], "pure_python": True}
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_a_library_that_is_older_than_its_sources_is_refused(tmp_path: Path, target: str) -> None:
+    """It may lack what the sources have since; in an unpacked sdist the times say nothing."""
+    library = make_library(tmp_path, X86_64)
+    library.with_name("link.c").touch()
+    os.utime(library, (1, 1))
+
+    with pytest.raises(RuntimeError, match=r"older than its sources\. Run `python tools/native_front.py`"):
+        built(tmp_path, target=target)
+    (tmp_path / "PKG-INFO").touch()
+    built(tmp_path, target=target)

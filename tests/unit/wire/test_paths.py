@@ -100,3 +100,17 @@ def test_an_oversized_frame_is_a_protocol_error() -> None:
         one.send(b"x" * (MAX_FRAME + 1))
         with pytest.raises(ProtocolError, match="larger than"):
             Receiver(other).receive()
+
+
+def test_frames_of_a_peer_that_ended_with_frames_unread_arrive() -> None:
+    """The kernel reports the peer's end before the frames that it had sent."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        receiver = Receiver(other)
+        send(other, b"unread")
+        send(one, b"answer")
+        one.close()
+
+        assert bytes(receiver.receive()[0]) == b"answer"
+        with pytest.raises(Closed):
+            receiver.receive()

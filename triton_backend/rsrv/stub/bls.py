@@ -199,9 +199,9 @@ class Bls:
         """Call `model`. The future gets the `outputs` in their order, or all outputs if none are named.
 
         `dtypes` has the types of inputs that numpy has no type for (bf16, as its bits). Shapes are Triton's: a scalar
-        per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token
-        of the caller's run, 0 for none, and `device` that run's device; `client_id` is the id of its request, and `traceparent` its trace context, ""
-        for none. The future ends when the call's time is over at the latest, with RequestFailure if
+        per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` is the token of the caller's
+        run, 0 for none, and `device` that run's device; `client_id` is the id of its request, and `traceparent` its
+        trace context, "" for none. The future ends when the call's time is over at the latest, with RequestFailure if
         there is no answer. Cancelling it has an effect only before Triton has the call.
         """
         now = time.monotonic_ns()

@@ -103,8 +103,9 @@ class Replicas:
     """Answers Triton's requests for one model on all devices of the server.
 
     The placement table says on which devices the model shall run; of these, a batch goes to the one that is expected to
-    answer first. Another device gets the batch if that is far sooner and the model is not pinned. Without a table each model has a home among the devices, by its name, so that the models of a quiet
-    server are spread over them, and goes elsewhere if a batch would be answered sooner there.
+    answer first. Another device gets the batch if that is far sooner and the model is not pinned. Without a table each
+    model has a home among the devices, by its name, so that the models of a quiet server are spread over them, and goes
+    elsewhere if a batch would be answered sooner there.
     """
 
     def __init__(

@@ -92,7 +92,11 @@ class Receiver:
         Raises Closed, ProtocolError, and BlockingIOError if the socket does not block and is empty.
         """
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
+            try:
+                size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
+            except ConnectionResetError:
+                # The peer ended with frames unread. The kernel says so once, before it hands over what the peer had sent.
+                size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
         except ConnectionError as error:
             raise Closed(str(error)) from None
         fds = _descriptors(ancillary) if ancillary else []

@@ -17,10 +17,13 @@ def main() -> int:
     for folder, protos in PROTOS.items():
         source = ROOT / folder
         out = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else source
-        flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
-        # The root is the folder above the packages, so that the stubs import each other by their full names.
-        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, *protos]
-        status |= subprocess.run(command, check=False, cwd=source).returncode
+        for proto in protos:
+            services = "\nservice " in (source / proto).read_text(encoding="utf-8")
+            kinds = ("python", "pyi", "grpc_python") if services else ("python", "pyi")
+            flags = [f"--{kind}_out={out}" for kind in kinds]
+            # The root is the folder above the packages, so that the stubs import each other by their full names.
+            command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, proto]
+            status |= subprocess.run(command, check=False, cwd=source).returncode
     return status
 
 

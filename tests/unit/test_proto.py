@@ -18,5 +18,4 @@ def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     for module, package in ((control_pb2, "rsrv/control/v1"), (gateway_pb2, "rsrv_gateway/v1")):
         generated = {path.name: path.read_text() for path in (tmp_path / package).iterdir() if path.is_file()}
         folder = Path(str(module.__file__)).parent
-        assert len(generated) % 3 == 0
-        assert {name: (folder / name).read_text() for name in generated} == generated
+        assert {path.name: path.read_text() for path in folder.glob("*_pb2*")} == generated

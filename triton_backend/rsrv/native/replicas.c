@@ -114,7 +114,7 @@ static struct link* choose(struct replicas* all) {
     int64_t least = INT64_MAX, elsewhere;
     struct link* chosen = mask ? soonest(all, mask, NULL, &least) : NULL;
     if (!chosen || !(mask & PINNED)) {
-        struct link* other = soonest(all, UINT64_MAX, NULL, &elsewhere);
+        struct link* other = soonest(all, ~mask, NULL, &elsewhere);
         if (!chosen || (double)elsewhere < ELSEWHERE * (double)least) chosen = other;
     }
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];

@@ -3,7 +3,7 @@
 Each stub chooses for its model, and the simulator for all of them. The module imports nothing heavy, as the stub must.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeVar
 from zlib import crc32
@@ -39,7 +39,7 @@ def allowed(devices: Sequence[int], mask: int) -> Sequence[int]:
 
 def soonest(
     chosen: Sequence[_Device],
-    every: Collection[_Device],
+    others: Sequence[_Device],
     answers_in_s: Callable[[_Device], float],
     *,
     pinned: bool = False,
@@ -48,24 +48,23 @@ def soonest(
 
     Args:
         chosen: the devices that the placement table allows, by preference.
-        every: all devices that serve the model, by preference.
+        others: the other devices that serve the model, by preference.
         answers_in_s: the seconds until a device would have answered the batch; infinite if it is dead.
         pinned: leave the chosen devices only if none of them is alive.
     """
     device, least = _soonest(chosen, answers_in_s)
-    if len(chosen) < len(every) and (least == inf or not pinned):
-        other, seconds = _soonest(every, answers_in_s)
+    if others and (least == inf or not pinned):
+        other, seconds = _soonest(others, answers_in_s)
         if seconds < ELSEWHERE * least:
             return other
     return device
 
 
-def _soonest(devices: Iterable[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
+def _soonest(devices: Sequence[_Device], answers_in_s: Callable[[_Device], float]) -> tuple[_Device, float]:
     """Return the device that answers first, and in how many seconds; the first one if no other is clearly sooner."""
-    others = iter(devices)
-    device = next(others)
+    device = devices[0]
     least = answers_in_s(device)
-    for one in others:
+    for one in devices[1:]:
         seconds = answers_in_s(one)
         if seconds < SOONER * least:
             device, least = one, seconds

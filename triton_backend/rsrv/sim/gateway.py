@@ -92,8 +92,10 @@ class SimulatedGateway:
             return first
         mask = sum(1 << number for number in self._placed.get(server, {}).get(model, ()))
         numbers, devices = self._preference(model, count), self._devices
+        chosen = allowed(numbers, mask)
+        others = [number for number in numbers if number not in chosen]
         return first + soonest(
-            allowed(numbers, mask), numbers, lambda number: devices[first + number].answers_in_s(model, now)
+            chosen, others, lambda number: devices[first + number].answers_in_s(model, now)
         )
 
     def ended(self, request: int) -> None:

@@ -230,15 +230,15 @@ class Engine:
 
     def answers_in_s(self) -> float:
         """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
-        attachment = self.session.attachment
-        if attachment is None or not attachment.deferred.reads:
+        attachment = self.session.reading
+        if attachment is None:
             return inf
         return attachment.device_free_in_s() + attachment.load_in_s() + self._execution.seconds
 
     def forecast(self) -> Forecast | None:
         """Return its device's work as expected; None without a runtime that reads."""
-        attachment = self.session.attachment
-        if attachment is None or not attachment.deferred.reads:
+        attachment = self.session.reading
+        if attachment is None:
             return None
         return attachment.forecast(self._costs[self._variant])
 

@@ -212,23 +212,27 @@ class MetaEngine:
 
     def answers_in_s(self) -> float:
         """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
-        attachment = self.session.attachment
-        if attachment is None or not attachment.deferred.reads:
+        attachment = self.session.reading
+        if attachment is None:
             return inf
-        free_s, own_s = attachment.device_free_in_s() + attachment.load_in_s(), self._run_length.seconds
+        return self._begins_in_s(attachment) + self._run_length.seconds
+
+    def _begins_in_s(self, attachment: Attachment) -> float:
+        """Return the seconds until a run that came now would begin."""
+        free_s = attachment.device_free_in_s() + attachment.load_in_s()
         if not self._gated:
-            return free_s + own_s
+            return free_s
         # The board's cells know the calls of running runs, and all runs that wait, but not yet those that came just now.
         ahead: int = (self._running + self._deferred.pending) // self._concurrency
-        return free_s + max(own_s * ahead, attachment.direct.admission_in_s()) + own_s
+        return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
     def forecast(self) -> Forecast | None:
         """Return its device's work as expected, with runs for rows; None without a runtime that reads."""
-        attachment = self.session.attachment
-        if attachment is None or not attachment.deferred.reads:
+        attachment = self.session.reading
+        if attachment is None:
             return None
         found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
-        return found._replace(free_s=self.answers_in_s() - self._run_length.seconds)
+        return found._replace(free_s=self._begins_in_s(attachment))
 
     def rows(self, requests: Sequence[Any]) -> list[int]:
         """Return the runs of each request."""

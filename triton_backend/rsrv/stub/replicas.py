@@ -135,9 +135,10 @@ class Replicas:
         self._closed = threading.Event()
         #: by device, the home first
         self._replicas: dict[int, ModelReplica] = {number: first}
-        #: devices of the table, the replicas there, and whether live others are out of the question
+        #: devices of the table, the replicas there and elsewhere, and whether live ones elsewhere are out of the question
         self._mask = 0
         self._allowed: Sequence[ModelReplica] = (first,)
+        self._others: Sequence[ModelReplica] = ()
         self._pinned = False
         #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
         self._callees: Mapping[str, int] = {}
@@ -195,7 +196,9 @@ class Replicas:
         masks = self._callees.values()
         together = [one for one in devices if all(not mask or mask >> one & 1 for mask in masks)]
         self._apart = {} if together else self._callees
-        self._allowed = [self._replicas[one] for one in allowed(together or devices, self._mask)]
+        chosen = allowed(together or devices, self._mask)
+        self._allowed = [self._replicas[one] for one in chosen]
+        self._others = [self._replicas[one] for one in devices if one not in chosen]
         # Elsewhere a meta model would need the weights of all models that it calls.
         self._pinned = bool(self._mask & PINNED or self._callees)
 
@@ -210,7 +213,7 @@ class Replicas:
                     self._allow()
         if apart := self._apart:  # a device that joins may replace it at any time
             return self._begin_stages(apart).execute(requests)
-        chosen = soonest(self._allowed, self._replicas.values(), _ANSWERS_IN_S, pinned=self._pinned)
+        chosen = soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
         if len(requests) > 1 and len(self._allowed) > 1:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
             if len(shares) > 1:

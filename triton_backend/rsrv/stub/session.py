@@ -221,10 +221,15 @@ class Session:
         return connection
 
     @property
+    def reading(self) -> Attachment | None:
+        """The attachment, if its runtime reads requests."""
+        attachment = self.attachment
+        return attachment if attachment is not None and attachment.deferred.reads else None
+
+    @property
     def ready(self) -> bool:
         """True if a runtime serves the registration, and reads requests."""
-        attachment = self.attachment
-        return attachment is not None and attachment.deferred.reads
+        return self.reading is not None
 
     def lost(self, attachment: Attachment) -> None:
         """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly."""

@@ -156,12 +156,17 @@ class KillCompiling(_RuntimeDies):
         self._loading.tidy(house)
 
 
-class KillDevice(_RuntimeDies):
-    name = "kill -9 one of two devices' runtimes"
+class _OneOfTwoDevices(Fault):
+    """A fault of one device's runtime, while the other device serves."""
+
     expected = Expected(None, in_flight=True)
     patience = 5.0
-    unhealthy = None
+    unhealthy: ClassVar[str | None] = None
     house = "devices"
+
+
+class KillDevice(_OneOfTwoDevices, _RuntimeDies):
+    name = "kill -9 one of two devices' runtimes"
 
     def strike(self, house: House, load: Load) -> float:
         return self.kill_runtime()
@@ -188,12 +193,8 @@ class Freeze(Fault):
             yield "the runtime was only frozen, and is another one now"
 
 
-class FreezeDevice(Freeze):
+class FreezeDevice(_OneOfTwoDevices, Freeze):
     name = "SIGSTOP one of two devices' runtimes for 4 s"
-    expected = Expected(None, in_flight=True)
-    patience = 5.0
-    unhealthy = None
-    house = "devices"
     device = 1
     seconds = 4.0
 

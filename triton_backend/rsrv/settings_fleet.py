@@ -66,8 +66,8 @@ class PlacementSection(Section):
     mode: Literal["lpt_packing", "least_outstanding", "external"] = Field(
         "lpt_packing",
         description="For several devices. lpt_packing: models are packed onto devices by measured load, and move when it "
-        "changes; a far sooner device helps out; least_outstanding: each request goes to the device that is expected to answer first, whatever "
-        "weights must be loaded there; external: a gateway places models, over all of its servers.",
+        "changes; a far sooner device helps out; least_outstanding: each request goes to the device that is expected to answer first, even if "
+        "it must load weights; external: a gateway places models, over all of its servers.",
     )
     replicas: Replicas = Field(
         "auto",

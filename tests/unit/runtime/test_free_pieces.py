@@ -52,7 +52,7 @@ def test_a_small_rest_is_lost_with_its_piece() -> None:
 
 
 def test_the_best_piece_is_taken_and_the_largest_allocation_first() -> None:
-    """A large piece stays for a large tensor, whatever the order of the tensors."""
+    """A large piece stays for a large tensor, in any order of the tensors."""
     pieces = FreePieces(START, 400 * MIB)
     pieces.add(0, START + 50 * MIB, 150 * MIB)
 

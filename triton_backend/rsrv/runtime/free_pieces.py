@@ -78,7 +78,7 @@ class FreePieces:
         needed = sorted(filter(None, map(rounded, sizes)), reverse=True)
         with self._lock:
             if self._free and self._free[-1] - sum(needed) >= _SPLIT_BYTES:
-                return True  # the largest piece has room for whatever finds no better one
+                return True  # the largest piece has room for all that finds no better one
             pieces = self._free.copy()
         for nbytes in needed:
             at = bisect_left(pieces, nbytes)

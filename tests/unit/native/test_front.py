@@ -447,6 +447,8 @@ class Device:
 
     def serve(self, connection: Connection) -> None:
         self._board = connection.board
+        # As if it were idle, with a round at any time.
+        self._board.publish(time.monotonic_ns() + 3600 * 10**9, busy=False)
         connection.greet()
         connection.register(described())
         while True:
@@ -460,6 +462,11 @@ class Device:
                 return
             self.answered += count
             connection.answer(frame, count)
+
+    def stop(self) -> None:
+        """Show on the board that the last round was a second ago."""
+        assert self._board is not None
+        self._board.publish(time.monotonic_ns() - 10**9, busy=False)
 
     def work_for(self, seconds: float) -> None:
         """Show on the board that the device is busy."""
@@ -484,6 +491,17 @@ def test_a_batch_goes_to_the_device_that_answers_first(program: Path, tmp_path: 
         front.tell("batch 10 3")
         assert front.hear(3) == sorted(doubled(number) for number in range(10, 13))
         assert (home.answered, other.answered) == (1, 3)
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_runtime_without_rounds_gets_no_request(program: Path, tmp_path: Path) -> None:
+    """The board of a stopped runtime shows an idle device, and how long ago that was."""
+    home, other = Device(), Device()
+    with Front(program, tmp_path, *in_order(home, other)) as front:
+        front.ask("open")
+        home.stop()
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert (home.answered, other.answered) == (0, 1)
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

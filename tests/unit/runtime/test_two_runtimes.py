@@ -173,8 +173,26 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 
 
-def test_a_runtime_that_does_not_notice_requests_looks_busy(two: TwoRuntimes) -> None:
-    """A stopped runtime's board shows an idle device; what was sent and not noticed says otherwise."""
+def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
+    """No request has to find that out; the other runtime, which is idle, looks free all the time."""
+    go_on = two.runtimes[0].device.uploads
+    go_on.clear()
+    two.runtimes[0].loop._inbox.post(go_on.enter)
+
+    wait_until(lambda: two.engines[0].answers_in_s() > 0.5)
+    assert two.engines[1].answers_in_s() < 0.1
+    one = request(1)
+    two.replicas.execute([one])
+    assert one.answers.get(timeout=10).error is None
+    go_on.set()
+    wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
+
+
+def test_a_runtime_that_does_not_notice_requests_looks_busy(
+    two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next round of a stopped runtime is due, its board shows an idle device; what was sent says otherwise."""
+    monkeypatch.setattr("rsrv.stub.connection.BEAT_S", 60.0)
     blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads
     go_on.clear()
     blocked.loop._inbox.post(go_on.enter)

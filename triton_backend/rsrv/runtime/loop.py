@@ -51,7 +51,7 @@ from rsrv.wire.frames import (
     unpack_json,
     unpack_submissions,
 )
-from rsrv.wire.memory import Board
+from rsrv.wire.memory import BEAT_S, Board
 from rsrv.wire.traces import read_spans, unpack_marks
 from rsrv_bundle.inspection import Inspector
 
@@ -141,9 +141,12 @@ class Loop:
             self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
         if self._ended is not None or executor.short is not None or requests.answering:
             # Connections that ended late in the last round may have left answers.
-            timeout: float | None = 0.0
+            timeout = 0.0
         else:
-            timeout = None if wakeup is None else min(max(0.0, wakeup - now), _MAX_WAIT_S)
+            # Stubs that may choose another device see in time that this runtime is stopped.
+            timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
+            if wakeup is not None:
+                timeout = min(max(0.0, wakeup - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")

@@ -104,7 +104,7 @@ class Attachment:
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done its work.
 
-        A runtime that does not notice requests is expected to need as long again.
+        A runtime that hangs or is stopped is expected to need as long again.
         """
         direct, deferred = self.direct, self.deferred
         return max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024

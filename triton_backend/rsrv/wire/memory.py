@@ -235,6 +235,8 @@ def read_document(fd: int) -> dict[str, Any]:
     return value
 
 
+#: the most seconds between two rounds of an idle runtime whose server has several devices
+BEAT_S = 0.1
 #: bytes of a board; and its cells, of which models have all but the first two: further models have none
 _BOARD_BYTES = 64 << 10
 BOARD_SLOTS = _BOARD_BYTES // 8
@@ -245,7 +247,8 @@ class Board:
 
     A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
     nanoseconds of CLOCK_MONOTONIC, with its lowest bit set while the device has work: a time that has passed means that
-    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it. The second has the
+    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it, so that of an idle
+    device it is the time of the last round, at most BEAT_S ago if the server has several devices. The second has the
     nanoseconds until a further run of a meta model would be admitted, 0 while a place is free or the server has one
     device. The others are the slots of models, with the nanoseconds that loading the model's weights would take, 0 if
     they are on the device.

@@ -1,15 +1,17 @@
 """`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
 
-It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread
-sleeps until RSRV_BENCH_EXECUTION_MS have passed since the execution's start.
+It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread sleeps until
+RSRV_BENCH_EXECUTION_MS have passed since the execution's start, and RSRV_BENCH_ROW_MS for each of its rows.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from rsrv.runtime import jax_device
 from rsrv.runtime.__main__ import main
@@ -17,10 +19,17 @@ from rsrv.runtime.device import Array, Buffer, Executable, Launched
 from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
+ROW_SECONDS = float(os.environ.get("RSRV_BENCH_ROW_MS", "0")) / 1e3
+
+
+def pace(arrays: Sequence[Any]) -> float:
+    """Return the seconds of an execution with these inputs or outputs."""
+    rows: int = math.prod(arrays[0].shape[:1])
+    return SECONDS + ROW_SECONDS * rows
 
 
 class PacedDevice(JaxDevice):
-    """jax's device, slowed down to SECONDS an execution."""
+    """jax's device, slowed down."""
 
     def launch(
         self,
@@ -31,12 +40,12 @@ class PacedDevice(JaxDevice):
     ) -> Launched:
         started = time.perf_counter()
         launched = super().launch(executable, weights, inputs, unread)
-        time.sleep(max(0.0, started + SECONDS - time.perf_counter()))
+        time.sleep(max(0.0, started + pace(inputs) - time.perf_counter()))
         return launched
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         outputs, seconds = super().read(launched)
-        return outputs, max(SECONDS, seconds)
+        return outputs, max(pace(outputs), seconds)
 
 
 if __name__ == "__main__":

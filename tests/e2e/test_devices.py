@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
 from tests.e2e import bundles, metas
 from tests.e2e.calls import assert_same, caller, random_u32
-from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.e2e.harness import ROOT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.test_control import SERVING, Control
 from tests.waiting import wait_until
 
@@ -28,6 +30,18 @@ runtime: {devices: [cpu, cpu]}
 models:
   left: {devices: [0]}
   right: {devices: [1]}
+"""
+#: executions of a row last 20 ms, of eight rows 160 ms
+PACED = {
+    "RSRV_RUNTIME_PYTHON": str(ROOT / "tests" / "bench" / "paced_python.sh"),
+    "RSRV_BENCH_PYTHON": sys.executable,
+    "RSRV_BENCH_EXECUTION_MS": "0",
+    "RSRV_BENCH_ROW_MS": "20",
+}
+CUT = """
+runtime: {devices: [cpu, cpu]}
+placement: {mode: least_outstanding}
+models: {exact: {front: python}}
 """
 STAGED = """
 def run(inputs, call):
@@ -59,6 +73,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 def answered(server: RunningTriton, device: int, model: str) -> int:
     status: dict[str, Any] = read_status(server.pid, str(device))["models"][model]
     return int(status["outcomes"].get("answered", 0))
+
+
+def resident(server: RunningTriton, device: int) -> bool:
+    return bool(read_status(server.pid, str(device))["models"]["exact"]["weights"] == "resident")
 
 
 def ask(server: RunningTriton, seed: int) -> None:
@@ -176,3 +194,30 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
     wait_until(lambda: pinned(0) and pinned(1), what="the pin on both devices")
     load = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
     assert [one.number for one in load.devices if one.instance] == [0, 1]
+
+
+def test_two_devices_share_a_batch(tmp_path: Path, start_triton: StartTriton) -> None:
+    """Triton makes one batch of eight requests; each device executes four rows in half the time, and all are right."""
+    bundle = bundles.with_sizes(bundles.ensure() / "exact", tmp_path / "exact", [4, 8])
+    repository = make_repository(tmp_path, bundle, settings=CUT)
+    config = repository / "exact" / "config.pbtxt"
+    batch = "dynamic_batching { preferred_batch_size: [8] max_queue_delay_microseconds: 60000000 }"
+    text, count = re.subn(r"dynamic_batching \{\s*\}", batch, config.read_text())
+    assert count == 1
+    config.write_text(text)
+    server = start_triton(repository, env=PACED)
+    wait_until(lambda: resident(server, 0) and resident(server, 1), what="the weights on both devices")
+    before = [answered(server, device, "exact") for device in (0, 1)]
+
+    def ask_exact(seed: int) -> None:
+        x = np.random.default_rng(seed).integers(-8, 8, (1, 64)).astype(np.float32)
+        with caller(server) as call:
+            assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask_exact, range(8)))
+
+    (found,) = server.grpc.get_inference_statistics("exact").model_stats
+    assert (found.inference_count, found.execution_count) == (8, 1)
+    more = [answered(server, device, "exact") for device in (0, 1)]
+    assert [now - then for now, then in zip(more, before, strict=True)] == [4, 4]

@@ -190,11 +190,10 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
 
 @pytest.mark.long
 def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
-    """Each of 16 clients is answered within a second, right or with RUNTIME_DOWN; soon all succeed again."""
+    """Of 16 clients' requests none fails and all answers are right: those under way and new ones wait for the next runtime."""
     server = start("mlp", "exact", "elastic", "digits")
     stop = threading.Event()
     slowest = [0.0] * 16
-    refused = [0] * 16
     killed_at = [0.0]
 
     def one(call: Caller, number: int, rng: np.random.Generator) -> None:
@@ -216,15 +215,9 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
         rng = np.random.default_rng(number)
         while not stop.is_set():
             started = time.monotonic()
-            end = outcome(lambda: one(call, number, rng))
+            one(call, number, rng)
             if started < killed_at[0] < time.monotonic():
                 slowest[number] = max(slowest[number], time.monotonic() - killed_at[0])
-            if isinstance(end, Refused):
-                end.assert_is("UNAVAILABLE", "grpc")
-                assert end.message.startswith("[rsrv:RUNTIME_DOWN]"), str(end)
-                refused[number] += 1
-                # As a client would, not at once.
-                stop.wait(0.01)
 
     def kill_it(call: Caller) -> None:
         old = runtime_pid(server)
@@ -253,8 +246,7 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
             stop.set()
         clients.result()
         check_exact(call)
-    assert sum(refused) > 0
-    assert max(slowest) < 1.0, slowest
+    print(f"the slowest answers after a death: {max(slowest):.2f} s")
     assert server.server.process.poll() is None
 
 

@@ -202,6 +202,13 @@ class StubSection(Section):
         description="A stub waits inside execute() for executions shorter than this, which costs less CPU; other threads "
         "answer longer ones. 0: never wait.",
     )
+    retry_s: float = Field(
+        10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Requests whose runtime has died, and those that come while there is none, wait for the next one at "
+        "most this long, at most 1000 of a model; later they are refused (RUNTIME_DOWN). 0: do not wait.",
+    )
     hook_timeout_s: float | None = Field(
         60.0,
         gt=0,

@@ -347,10 +347,11 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     after.mkdir()
     shutil.copy(tmp_path / paths.BLACKBOX, after)
     runtime.stop()
-    assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     runtime.device.gate.set()
 
     start_runtime(settings, blackbox=BlackBox(after))
+
+    assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
 
     wait_until(lambda: ask(good, FakeRequest({"x": rows(1)}))[0].error is None)
     wait_until(lambda: "it hung while executing" in told(bad))

@@ -126,7 +126,7 @@ def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, meeting: Meeting
 ) -> None:
     """A run that the last runtime admitted fails with RUNTIME_DOWN in the next one."""
-    settings = load_settings("scheduler: {meta_concurrency: 2}")
+    settings = load_settings("{scheduler: {meta_concurrency: 2}, stub: {retry_s: 0}}")
     runtime = start_runtime(settings)
     meta = write_meta(
         tmp_path / "slow",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.settings import load_settings
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.session import Session
@@ -63,7 +64,7 @@ def test_the_runtime_dies_in_a_stage_and_comes_back(
     start_runtime: StartRuntime, start_meta: StartMeta, run: Run
 ) -> None:
     """When the runtime dies in a stage, all runs are answered at once, and later ones are served."""
-    runtime = start_runtime()
+    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
     engine = start_meta(runtime, run)
     requests = [request(value=n) for n in range(4)]
     runtime.device.gate.clear()
@@ -87,7 +88,7 @@ def test_the_runtime_dies_between_stages_and_comes_back(
             pause()
         return {"y": call("b", {"x": first})["y"]}
 
-    runtime = start_runtime()
+    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
     engine = start_meta(runtime, run)
     requests = [request(value=n) for n in range(4)]
     assert engine.execute(requests) is None
@@ -112,7 +113,7 @@ def test_the_runtime_dies_when_a_run_was_just_let_in(
             pause()
         return {"y": call("b", {"x": first})["y"]}
 
-    runtime = start_runtime()
+    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
     engine = start_meta(runtime, run)
     requests = [request(value=n) for n in range(3)]
     assert engine.execute(requests[:2]) is None

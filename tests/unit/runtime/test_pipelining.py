@@ -35,7 +35,9 @@ from tests.waiting import wait_until
 
 def in_depth(depth: int) -> Settings:
     """Settings without waiting in execute(), and with this depth."""
-    return load_settings(f"scheduler: {{depth: {depth}, launch_ahead_ms: 1000}}\nstub: {{in_place_ms: 0}}")
+    return load_settings(
+        f"scheduler: {{depth: {depth}, launch_ahead_ms: 1000}}\nstub: {{in_place_ms: 0, retry_s: 0}}"
+    )
 
 
 @pytest.fixture

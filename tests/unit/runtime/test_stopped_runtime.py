@@ -285,6 +285,6 @@ def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: 
         for one in requests:
             assert_fails(answer_of(one), FakeError.INTERNAL, "the model's hook hangs")
         assert left == [1]
-        answers = engine.execute([request()])
-        assert answers is not None
-        assert_fails(answers[0], FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+        late = request()
+        assert engine.execute([late]) is None
+        assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")

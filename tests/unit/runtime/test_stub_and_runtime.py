@@ -389,7 +389,7 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
 def test_the_runtimes_end_is_told_and_its_successor_is_used(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
 ) -> None:
-    """When the runtime ends, requests in flight fail at once, and later ones use its successor."""
+    """When the runtime ends, requests in flight and later ones wait for its successor, which answers them."""
     engine = start_engine()
     runtime.device.gate.clear()
     held = [FakeRequest({"x": rows(1, i)}) for i in range(5)]
@@ -398,12 +398,31 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
 
     runtime.stop()
 
-    for request in held:
-        assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
-    (down,) = ask(engine, FakeRequest({"x": rows(1)}))
-    assert refused(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    wait_until(lambda: not engine.ready)
+    held.append(FakeRequest({"x": rows(1, 5)}))
+    assert engine.execute(held[5:]) is None
     start_runtime()
-    wait_until(lambda: ask(engine, FakeRequest({"x": rows(1)}))[0].error is None)
+    for start, request in enumerate(held):
+        answer = request.answers.get(timeout=10)
+        assert answer.error is None
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1, start) + 1)
+
+
+def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
+    """Requests in flight and later ones fail after stub.retry_s, here at once."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0, retry_s: 0}"))
+    engine = make_engine(runtime, doubling)
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
+    engine.execute(requests[:1])
+
+    runtime.stop()
+
+    wait_until(lambda: not engine.ready)
+    engine.execute(requests[1:])
+    for request in requests:
+        assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    engine.close()
 
 
 def test_a_model_leaves_with_its_last_stub_and_comes_back(

@@ -160,7 +160,7 @@ def test_spans_that_nobody_asks_for_are_forgotten() -> None:
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
     """Start a runtime that exports traces."""
-    return start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}"))
+    return start_runtime(load_settings("{stub: {retry_s: 0}, traces: {endpoint: 'http://nowhere'}}"))
 
 
 def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:

@@ -233,19 +233,18 @@ def test_a_further_device_that_fails_is_tried_again(
     assert fakes[2].closed
 
 
-def test_a_request_of_a_dead_runtime_is_tried_once_elsewhere() -> None:
-    """The soonest other live replica takes it; a second death ends it."""
+def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() -> None:
+    """The soonest live replica takes it; without one it waits."""
     process = StubProcess(Responses(FakePbUtils))
     _, fakes = made(4, process=process)
-    fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = 0.0, 5.0, inf
+    fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 5.0, inf
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
 
-    assert process.retry(request, fakes[0].session)
+    assert process.resubmission.place(request)
     assert fakes[3].taken == [request]
-    assert not process.retry(request, fakes[3].session)
 
     fakes[1].seconds = fakes[3].seconds = inf
-    assert not process.retry(ClientRequest(FakeRequest({}), ArrivalTime.now()), fakes[0].session)
+    assert not process.resubmission.place(request)
 
 
 def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementReader) -> None:

@@ -34,7 +34,7 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
-from rsrv.stub.session import DOWN, Attachment, Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
@@ -174,6 +174,8 @@ class Engine:
         self._internal = internal
         self.session = session
         self._process = process or StubProcess(responses)
+        if process is None:
+            self._process.resubmission.place = self.take_over
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
@@ -214,6 +216,7 @@ class Engine:
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
+        self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
         self._endpoint = Endpoint(
             model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
         )
@@ -269,7 +272,8 @@ class Engine:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
-            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
+            self._wait(requests)
+            return None
         if attachment is not self._attachment:
             self._switch(attachment)
         if at_once and self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
@@ -325,16 +329,13 @@ class Engine:
             return None
         except (Closed, ProtocolError, OSError):
             self._deferred.lose(attachment)
-            if self._process.devices > 1:
-                for one in batch:
-                    self._deferred.reply(one.request)
-                for one in batch:
-                    if one.id not in waiting:
-                        self._deferred.finish(one)
-                self._deferred.rescue_or_fail(waiting.values())
-                return None
-            for one in waiting.values():
-                one.fail(Status.RUNTIME_DOWN, DOWN)
+            for one in batch:
+                self._deferred.reply(one.request)
+            for one in batch:
+                if one.id not in waiting:
+                    self._deferred.finish(one)
+            self._deferred.rescue_or_fail(waiting.values())
+            return None
         return [one.response or self._respond(one) for one in batch]
 
     def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
@@ -390,16 +391,23 @@ class Engine:
 
     # --- after a runtime's death --------------------------------------------------------------------------
 
+    def _wait(self, requests: Sequence[ClientRequest]) -> None:
+        """Have requests wait for a runtime."""
+        for request in requests:
+            self._deferred.reply(request)
+        for request in requests:
+            self._process.resubmission.add(request, self._outcomes)
+
     def _rescue(self, one: ModelRequest) -> bool:
-        """Give a request, whose runtime died, to another replica; False: it may be the cause, or there is no other."""
-        request = one.request
-        if one.launched or request.params.run or not self._process.retry(request, self.session):
-            return False
+        """Have a request, whose runtime died, wait for another one."""
+        one.request.deaths += one.launched
+        # The dead runtime may still write to this memory, so the request gets other memory.
         one.release()
+        self._process.resubmission.add(one.request, self._outcomes)
         return True
 
     def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request, which has a reply, that another device's runtime has not executed; False: there is no runtime."""
+        """Answer a request that waited for a runtime; False: there is none."""
         attachment = self.session.attachment
         if attachment is None:
             return False

@@ -156,6 +156,8 @@ class MetaEngine:
         self._batched = batched
         self.session = session
         self._process = process or StubProcess(responses)
+        if process is None:
+            self._process.resubmission.place = self.take_over
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
@@ -177,6 +179,7 @@ class MetaEngine:
         self._attachment: Attachment | None = None
         self._callees: dict[str, Callee] = {}
         self._stub_settings = attachment.settings["stub"]
+        self._process.resubmission.retry_s = self._stub_settings["retry_s"]
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
         self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
@@ -260,7 +263,11 @@ class MetaEngine:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
-            return self._outcomes.refused(requests, Status.RUNTIME_DOWN, self.session.down)
+            for request in requests:
+                self._deferred.reply(request)
+            for request in requests:
+                self._process.resubmission.add(request, self._outcomes)
+            return None
         ids = attachment.deferred.next_ids(len(requests))
         batch = [
             MetaRequest(id, request, attachment, attachment.deferred)
@@ -319,11 +326,14 @@ class MetaEngine:
             self._deferred.finish(one)
 
     def _rescue(self, one: MetaRequest) -> bool:
-        """Give a request to another replica if its run was not admitted before the runtime died."""
-        return not one.admitted and self._process.retry(one.request, self.session)
+        """Have a request wait for another runtime if its run was not admitted before the runtime died."""
+        if one.admitted:
+            return False
+        self._process.resubmission.add(one.request, self._outcomes)
+        return True
 
     def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request, which has a reply, whose run no other device has admitted; False: there is no runtime."""
+        """Answer a request that waited for a runtime; False: there is none."""
         attachment = self.session.attachment
         if attachment is None:
             return False

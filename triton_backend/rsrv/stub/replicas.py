@@ -17,6 +17,7 @@ from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
+from rsrv.stub.resubmission import Resubmission
 from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.wire.placement_table import PlacementReader
 
@@ -40,9 +41,8 @@ class StubProcess:
         self.responses = responses
         #: replicas that the model is to have
         self.devices = 1
-        #: gives a request to another replica than that of a session, whose runtime died before it launched the request;
-        #: False: there is none
-        self.retry: Callable[[ClientRequest, Session], bool] = lambda request, session: False
+        #: requests that wait for a runtime
+        self.resubmission = Resubmission(self.sessions)
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
 
@@ -58,6 +58,7 @@ class StubProcess:
     def _stop(self) -> None:
         for session in self.sessions:
             session.stop()
+        self.resubmission.close()
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
         """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
@@ -123,12 +124,13 @@ class Replicas:
         """
         self._make = make
         self._responses = process.responses
+        self._resubmission = process.resubmission
         self._placement = placement
         number, first = _first_reachable(make, devices)
         self._first = first
         attachment = first.session.attachment
         count = devices() if attachment is None else attachment.direct.devices
-        process.devices, process.retry = count, self._retry
+        process.devices, process.resubmission.place = count, self._place
         process.stages = self._stages
         self._preference = by_preference(name, count)
         self._lock = threading.Lock()
@@ -272,14 +274,10 @@ class Replicas:
                     # The other requests have answers already, or still get them.
                     log.exception("a request could not be answered")
 
-    def _retry(self, request: ClientRequest, lost: Session) -> bool:
-        """Give a request of a runtime that died to another one, once; `StubProcess.retry`."""
-        if request.retried:
-            return False
-        request.retried = True
-        others = [(one.answers_in_s(), one) for one in self._replicas.values() if one.session is not lost]
-        others.sort(key=itemgetter(0))
-        return any(one.take_over(request) for seconds, one in others if seconds < inf)
+    def _place(self, request: ClientRequest) -> bool:
+        """Give a request that waits for a runtime to the replica that answers first; `Resubmission.place`."""
+        found = sorted(((one.answers_in_s(), one) for one in self._replicas.values()), key=itemgetter(0))
+        return any(one.take_over(request) for seconds, one in found if seconds < inf)
 
     # --- the process --------------------------------------------------------------------------------------
 
@@ -312,6 +310,7 @@ class Replicas:
             self._closed.set()
         for reporting in self._reporting:
             reporting.close()
+        self._resubmission.close()
         for one in self._replicas.values():
             one.close()
         if self._placement is not None:

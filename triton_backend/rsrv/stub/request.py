@@ -67,7 +67,19 @@ class ClientRequest:
     the request gets no further: its text is not UTF-8, or its parameters are wrong.
     """
 
-    __slots__ = ("failure", "id", "params", "reply", "retried", "rows", "since", "span", "tag", "triton")
+    __slots__ = (
+        "deaths",
+        "failure",
+        "id",
+        "params",
+        "reply",
+        "retry_until",
+        "rows",
+        "since",
+        "span",
+        "tag",
+        "triton",
+    )
 
     def __init__(self, triton: Any, arrival: ArrivalTime, spans: Spans | None = None) -> None:
         """Read Triton's request object `triton`; never raises. `spans` is None if no request is traced."""
@@ -83,8 +95,10 @@ class ClientRequest:
         self.rows: int | None = None
         self.span: OpenSpan | None = None
         self.failure: RequestFailure | None = None
-        #: whether another device has it, after the runtime of the first one died
-        self.retried = False
+        #: runtimes that died while they executed it
+        self.deaths = 0
+        #: time.monotonic until which it waits for a runtime; 0: it has not waited yet
+        self.retry_until = 0.0
         #: set if the request is answered after execute() returned
         self.reply: Reply | None = None
         try:

@@ -1,0 +1,235 @@
+"""Requests that wait for a runtime: who gets one, in which order, and how the others end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rsrv.stub.metrics import Meters
+from rsrv.stub.replies import Reply, RequestFailure, Responses
+from rsrv.stub.request import ArrivalTime, ClientRequest, Outcomes
+from rsrv.stub.resubmission import MAX_BYTES, MAX_DEATHS, MAX_REQUESTS, Resubmission
+from rsrv.stub.session import DOWN, Session
+from rsrv.wire.frames import Status
+from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.waiting import wait_until
+
+RESPONSES = Responses(FakePbUtils)
+OUTCOMES = Outcomes(Meters(), RESPONSES)
+
+
+@dataclass
+class Outage:
+    """A model whose runtime is gone until `is_back`."""
+
+    now: float = 100.0
+    is_back: bool = False
+    #: what was submitted to the next runtime
+    submitted: list[ClientRequest] = field(default_factory=list)
+    session: Any = field(default_factory=lambda: SimpleNamespace(attachment=None, down=DOWN))
+
+    def __post_init__(self) -> None:
+        self.resubmission = Resubmission([cast(Session, self.session)], lambda: self.now)
+        self.resubmission.retry_s = 10.0
+        self.resubmission.place = self._place
+
+    def _place(self, request: ClientRequest) -> bool:
+        if self.is_back:
+            self.submitted.append(request)
+        return self.is_back
+
+    def add(self, triton: FakeRequest | None = None, deaths: int = 0, timeout_s: int = 0) -> FakeRequest:
+        """Have a request wait that was executing when as many runtimes died."""
+        triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
+        request = ClientRequest(triton, ArrivalTime.now())
+        request.reply = Reply(triton.get_response_sender(), RESPONSES)
+        request.deaths = deaths
+        self.resubmission.add(request, OUTCOMES)
+        return triton
+
+    def come_back(self) -> None:
+        self.session.attachment, self.is_back = object(), True
+
+    def answer(self, number: int) -> None:
+        reply = self.submitted[number].reply
+        assert reply is not None
+        reply.send(RESPONSES.answer([]))
+
+
+@pytest.fixture
+def outage() -> Any:
+    made = Outage()
+    yield made
+    made.resubmission.close()
+    for number in range(len(made.submitted)):
+        made.answer(number)
+
+
+def failure_of(request: FakeRequest) -> str:
+    answer = request.answers.get(timeout=10)
+    assert answer.error is not None
+    return str(answer.error.message)
+
+
+def test_requests_wait_for_the_next_runtime_in_their_order(outage: Outage) -> None:
+    """None of them is answered before there is a runtime, and then it gets each of them once."""
+    requests = [outage.add() for _ in range(20)]
+    assert all(one.answers.empty() for one in requests)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 20)
+    assert [one.triton for one in outage.submitted] == requests
+
+
+def test_a_request_waits_no_longer_than_it_may(outage: Outage) -> None:
+    """After stub.retry_s it is refused, also if it has waited in several pieces."""
+    request = outage.add()
+    outage.now += 9.9
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 1)
+    outage.session.attachment, outage.is_back = None, False
+    (again,) = outage.submitted
+    outage.resubmission.add(again, OUTCOMES)
+    assert request.answers.empty()
+
+    outage.now += 0.2
+
+    assert DOWN in failure_of(request)
+
+
+def test_without_a_wait_requests_are_refused_at_once(outage: Outage) -> None:
+    """`retry_s: 0` refuses as if there were no next runtime."""
+    outage.resubmission.retry_s = 0.0
+
+    assert failure_of(outage.add()).startswith("[rsrv:RUNTIME_DOWN]")
+
+
+def test_suspects_are_executed_one_after_another(outage: Outage) -> None:
+    """Those that were executing at the death go alone; a request that was not goes at once."""
+    for _ in range(3):
+        outage.add(deaths=1)
+    outage.add()
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 2)
+    assert [one.deaths for one in outage.submitted] == [1, 0]
+    outage.answer(0)
+    wait_until(lambda: len(outage.submitted) == 3)
+    outage.answer(2)
+    wait_until(lambda: len(outage.submitted) == 4)
+
+
+def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on(outage: Outage) -> None:
+    """It waits again, is not a suspect of the second death, and delays no other suspect."""
+    for _ in range(2):
+        outage.add(deaths=1)
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 1)
+    outage.session.attachment, outage.is_back = None, False
+    (first,) = outage.submitted
+    outage.resubmission.add(first, OUTCOMES)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 2)
+    outage.answer(1)
+    wait_until(lambda: len(outage.submitted) == 3)
+
+
+def test_a_request_ends_two_runtimes_at_most(outage: Outage) -> None:
+    """It fails alone, as a fault that no retry of its client cures."""
+    outage.come_back()
+    other = outage.add(deaths=1)
+
+    answer = outage.add(deaths=MAX_DEATHS).answers.get(timeout=10)
+
+    assert answer.error is not None
+    assert answer.error.code == FakeError.INTERNAL
+    assert "not tried again" in answer.error.message
+    wait_until(lambda: len(outage.submitted) == 1)
+    assert other.answers.empty()
+
+
+def test_waiting_requests_are_bounded(outage: Outage) -> None:
+    """Neither their number nor the bytes of their inputs exceed the limits; those beyond are refused."""
+    half = np.zeros(MAX_BYTES // 2, np.uint8)
+    for _ in range(2):
+        assert outage.add(FakeRequest({"x": half})).answers.empty()
+    assert DOWN in failure_of(outage.add())
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 2)
+
+    outage.session.attachment, outage.is_back = None, False
+    for _ in range(MAX_REQUESTS):
+        assert outage.add(FakeRequest({})).answers.empty()
+    assert DOWN in failure_of(outage.add(FakeRequest({})))
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda outage, request: setattr(outage.session, "down", "it has crashed"), "it has crashed"),
+        (lambda outage, request: setattr(request, "cancelled", True), "cancelled"),
+        (lambda outage, request: outage.resubmission.close(), "unloaded"),
+    ],
+    ids=["the runtime refuses the model", "the client cancels", "the model is unloaded"],
+)
+def test_a_wait_that_is_in_vain_ends(
+    outage: Outage, end: Callable[[Outage, FakeRequest], None], text: str
+) -> None:
+    """The client gets the reason before stub.retry_s has passed."""
+    request = outage.add()
+
+    end(outage, request)
+    outage.now += 1.0
+
+    assert text in failure_of(request)
+
+
+@pytest.mark.parametrize("parameters", ['{"rsrv_run": "7"}', '{"rsrv_priority": -1}'])
+def test_a_request_that_no_other_runtime_can_answer_does_not_wait(outage: Outage, parameters: str) -> None:
+    """Only the dead runtime knows a sub-call's run, and a malformed request keeps its own failure."""
+    answer = outage.add(FakeRequest({}, parameters=parameters)).answers.get(timeout=10)
+
+    assert answer.error is not None
+
+
+def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) -> None:
+    """Its deadline passed while it waited: it has its one answer."""
+    request, other = outage.add(), outage.add()
+    assert failure_of_waiting(outage, request)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+    assert outage.submitted[0].triton is other
+
+
+def failure_of_waiting(outage: Outage, triton: FakeRequest) -> bool:
+    """Answer a waiting request, as the check of deadlines does."""
+    (reply,) = (one for one in RESPONSES.owed() if one._sender._request is triton)
+    reply.send_failure(Status.DEADLINE, "late")
+    return not triton.answers.empty()
+
+
+def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
+    """The others get the runtime."""
+    place = outage._place
+
+    def fail_once(request: ClientRequest) -> bool:
+        outage.resubmission.place = place
+        raise RequestFailure(Status.INTERNAL, "unforeseen")
+
+    bad, _ = outage.add(), outage.add()
+    outage.resubmission.place = lambda request: outage.is_back and fail_once(request)
+    outage.come_back()
+
+    assert "submitted again" in failure_of(bad)
+    wait_until(lambda: len(outage.submitted) == 1)

@@ -1,0 +1,192 @@
+"""Requests whose runtime has died, and those that come while there is none: the next runtime gets them.
+
+Inference has no side effects, and Triton keeps a request's inputs until its answer. So a death costs time, not answers.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rsrv.logs import of_request
+from rsrv.stub.deferred import LATE
+from rsrv.stub.replies import RequestFailure
+from rsrv.stub.request import ClientRequest, Outcomes
+from rsrv.stub.session import DOWN, UNLOADED, Session
+from rsrv.wire.frames import Status
+
+log = logging.getLogger("rsrv.stub")
+
+#: requests of a model that wait at most, and the bytes of their inputs
+MAX_REQUESTS, MAX_BYTES = 1000, 256 << 20
+#: deaths of runtimes that executed a request, after which it is not tried again: it may be their cause
+MAX_DEATHS = 2
+#: seconds between two looks for a runtime, while a suspect is under way, and otherwise
+_SUSPECT_TICK_S, _TICK_S = 0.005, 0.02
+#: seconds between two checks of a request for cancellation; each costs up to 0.2 ms, so few are made per look
+_CHECK_PERIOD_S = 0.05
+_MAX_CHECKS = 16
+
+SUSPECT = "two runtimes ended while they executed this request, so it is not tried again"
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request without a runtime."""
+
+    request: ClientRequest
+    outcomes: Outcomes
+    nbytes: int
+    #: by the clock of its `Resubmission`: the end of its wait, and the latest check for cancellation
+    until: float
+    checked: float
+
+
+class Resubmission:
+    """The requests of one model that wait for a runtime, bounded in number, bytes and time.
+
+    Requests that a runtime executed when it died are suspects: they are resubmitted one after another, so that the one
+    that ends the next runtime has no company of the same model. A thread looks for a runtime while requests wait.
+    """
+
+    def __init__(self, sessions: Sequence[Session], clock: Callable[[], float] = time.monotonic) -> None:
+        self._sessions = sessions
+        self._clock = clock
+        #: submits a request to a runtime; False: there is none
+        self.place: Callable[[ClientRequest], bool] = lambda request: False
+        #: seconds that a request waits at most, over all deaths
+        self.retry_s = 0.0
+        self._lock = threading.Lock()
+        self._waiting: list[WaitingRequest] = []
+        #: the suspect that is under way
+        self._suspect: ClientRequest | None = None
+        self._running = False
+        self._closed = False
+
+    def add(self, request: ClientRequest, outcomes: Outcomes) -> None:
+        """Have a request, which has a reply, wait for a runtime; or end it with the reason why it cannot. Thread-safe."""
+        now = self._clock()
+        if not request.retry_until:
+            request.retry_until = now + self.retry_s
+        one = WaitingRequest(request, outcomes, _input_bytes(request), request.retry_until, now)
+        with self._lock:
+            if request is self._suspect:
+                self._suspect = None  # its runtime died before it was executed
+            failure = self._why_not(one, now)
+            if failure is None:
+                self._waiting.append(one)
+                if not self._running:
+                    failure = self._start()
+        if failure is not None:
+            _end(one, failure)
+
+    def look(self) -> None:
+        """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""
+        now = self._clock()
+        with self._lock:
+            waiting = list(self._waiting)
+        over: set[WaitingRequest] = set()
+        is_down, checks = False, _MAX_CHECKS
+        for one in waiting:
+            request = one.request
+            failure = self._why_over(one, now)
+            if failure is None and checks and now - one.checked > _CHECK_PERIOD_S:
+                one.checked, checks = now, checks - 1
+                if request.reply is not None and request.reply.cancelled():
+                    failure = RequestFailure(Status.CANCELLED, "the request was cancelled")
+            if failure is not None:
+                _end(one, failure)
+                over.add(one)
+            elif not is_down and not (request.deaths and self._has_suspect()):
+                is_down = not self._submit(one)
+                if not is_down:
+                    over.add(one)
+                    self._suspect = request if request.deaths else self._suspect
+        if over:
+            with self._lock:
+                self._waiting = [one for one in self._waiting if one not in over]
+
+    def close(self) -> None:
+        """End all waiting requests, and take no more."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            _end(one, RequestFailure(Status.RUNTIME_DOWN, UNLOADED))
+
+    def _why_not(self, one: WaitingRequest, now: float) -> RequestFailure | None:
+        """Return the reason why a request cannot begin to wait."""
+        if one.request.failure is not None:
+            return one.request.failure
+        if one.request.deaths >= MAX_DEATHS:
+            return RequestFailure(Status.INTERNAL, SUSPECT)
+        nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
+        # Only the runtime that is gone knows the run of a sub-call.
+        if one.request.params.run or len(self._waiting) >= MAX_REQUESTS or nbytes > MAX_BYTES:
+            return RequestFailure(Status.RUNTIME_DOWN, DOWN)
+        return self._why_over(one, now)
+
+    def _why_over(self, one: WaitingRequest, now: float) -> RequestFailure | None:
+        """Return the reason why a request cannot wait any longer."""
+        if one.request.reply is not None and one.request.reply.sent:
+            return RequestFailure(Status.DEADLINE, LATE)
+        if self._closed:
+            return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
+        if now >= one.until:
+            return RequestFailure(Status.RUNTIME_DOWN, DOWN)
+        if all(session.attachment is None for session in self._sessions):
+            refused = [session.down for session in self._sessions if session.down != DOWN]
+            if refused:
+                return RequestFailure(Status.RUNTIME_DOWN, refused[0])
+        return None
+
+    def _has_suspect(self) -> bool:
+        suspect = self._suspect
+        return suspect is not None and suspect.reply is not None and not suspect.reply.sent
+
+    def _submit(self, one: WaitingRequest) -> bool:
+        try:
+            return self.place(one.request)
+        except Exception:
+            log.exception("request %r: resubmitting failed", one.request.id, extra=of_request(one.request.id))
+            why = "the request could not be submitted again; the server's log says why"
+            _end(one, RequestFailure(Status.INTERNAL, why))
+            return True
+
+    def _start(self) -> RequestFailure | None:
+        """Start the thread, under the lock. If the system has no thread left, requests cannot wait."""
+        try:
+            threading.Thread(target=self._run, name="resubmission", daemon=True).start()
+        except RuntimeError:
+            self._waiting.pop()
+            return RequestFailure(Status.RUNTIME_DOWN, DOWN)
+        self._running = True
+        return None
+
+    def _run(self) -> None:
+        while True:
+            self.look()
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+            time.sleep(_SUSPECT_TICK_S if self._has_suspect() else _TICK_S)
+
+
+def _input_bytes(request: ClientRequest) -> int:
+    """Return the bytes of a request's inputs, as far as they can be read."""
+    with suppress(Exception):  # the request is refused when it is read
+        return sum(tensor.as_numpy().nbytes for tensor in request.triton.inputs())
+    return 0
+
+
+def _end(one: WaitingRequest, failure: RequestFailure) -> None:
+    """Answer a request with a failure; never raises."""
+    request = one.request
+    try:
+        assert request.reply is not None
+        request.reply.send(one.outcomes.failed(request, failure))
+    except Exception:
+        log.exception("request %r could not be answered", request.id, extra=of_request(request.id))

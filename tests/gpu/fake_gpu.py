@@ -26,33 +26,45 @@ _CALL_TIMEOUT_S = 150.0
 T = TypeVar("T")
 
 
+class OneCard(ctypes.Structure):
+    """Settings of a physical card."""
+
+    _fields_ = (
+        ("memory_bytes", ctypes.c_int64),
+        # what other processes hold of it
+        ("others_bytes", ctypes.c_int64),
+        # 1: an A100; 0: an H100. The products of cards before these are cuBLASLt's, which the fake one refuses
+        ("is_a100", ctypes.c_int64),
+    )
+
+
 class CardSettings(ctypes.Structure):
     """Settings of all cards; `Cards` of driver/card.h begins with them."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "count",
-            # of each card, and what other processes hold of it
-            "memory_bytes",
-            "others_bytes",
-            # of the link, in each direction; 0: a copy takes no longer than the host's
-            "pinned_bytes_per_s",
-            "pageable_bytes_per_s",
-            # a larger copy moves nothing, so it costs the machine no time; 0: every copy moves its bytes
-            "moved_bytes_max",
-            "kernel_ns",
-            # launches of all processes until one has the CUDA error `fault`; -1: none has
-            "launches_until_fault",
-            "fault",
-            # of each card, with equal shares of its memory; 0: the cards are not partitioned
-            "mig_instances",
-            "compute_mode",
-            # for which the driver holds the memory of a process that has ended
-            "held_ns",
-            # 1: the cards have no virtual memory management, as some vGPUs
-            "without_vmm",
-        )
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "count",
+                # of the link, in each direction; 0: a copy takes no longer than the host's
+                "pinned_bytes_per_s",
+                "pageable_bytes_per_s",
+                # a larger copy moves nothing, so it costs the machine no time; 0: every copy moves its bytes
+                "moved_bytes_max",
+                "kernel_ns",
+                # launches of all processes until one has the CUDA error `fault`; -1: none has
+                "launches_until_fault",
+                "fault",
+                # of each card, with equal shares of its memory; 0: the cards are not partitioned
+                "mig_instances",
+                "compute_mode",
+                # for which the driver holds the memory of a process that has ended
+                "held_ns",
+                # 1: the cards have no virtual memory management, as some vGPUs
+                "without_vmm",
+            )
+        ),
+        ("cards", OneCard * 8),
     )
 
 
@@ -82,12 +94,15 @@ class FakeGpu:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        #: interpreter of `run`
+        self.python = sys.executable
         self.record = directory / "record"
         path = directory / "cards"
         path.write_bytes(bytes(_CARDS_BYTES))
         self.settings = _map(path)
         self.settings.count = 1
-        self.settings.memory_bytes = 80 * GIB
+        for card in self.settings.cards:
+            card.memory_bytes = 80 * GIB
         self.settings.launches_until_fault = -1
         self.settings.fault = ILLEGAL_ADDRESS
 
@@ -122,7 +137,7 @@ class FakeGpu:
         with the process's output if it fails.
         """
         done = subprocess.run(
-            [sys.executable, "-m", "tests.gpu.fake_gpu", function.__module__, function.__qualname__],
+            [self.python, "-m", "tests.gpu.fake_gpu", function.__module__, function.__qualname__],
             input=pickle.dumps((self.directory, arguments)),
             capture_output=True,
             cwd=ROOT,

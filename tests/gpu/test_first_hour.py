@@ -18,7 +18,7 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
     """Wrong answers are found wherever answers are checked; memory, order and errors are XLA's own and pass."""
-    gpu.settings.memory_bytes = 2 * GIB
+    gpu.settings.cards[0].memory_bytes = 2 * GIB
     gpu.settings.kernel_ns = 2_000_000
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "rsrv.cli.main", "gpu", "first-hour", str(doubling), "--quick"]

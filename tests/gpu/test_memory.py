@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import jax_device
-from rsrv.runtime.device import Array, OutOfMemory
+from rsrv.runtime.device import Array, DeviceError, OutOfMemory
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.precision import product
-from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
+from tests.gpu.fake_gpu import GIB, MIB, FakeGpu, settings_here
 from tests.unit.runtime.conftest import build_here
 
 #: seconds for which XLA's allocator waits for memory before it refuses
@@ -97,7 +97,7 @@ def execute_too_much(bundle: Path) -> tuple[str, float]:
 
 def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
     """XLA would wait ten seconds; when others have left, the same load succeeds."""
-    gpu.settings.memory_bytes = 640 * MIB
+    gpu.settings.cards[0].memory_bytes = 640 * MIB
 
     text, seconds = gpu.run(upload_too_much)
 
@@ -107,7 +107,7 @@ def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
 
 def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> None:
     """The allocator hands out 330 MiB for a tensor of 210, and finds no 100 in four free pieces of 60 to 96."""
-    gpu.settings.memory_bytes = 640 * MIB
+    gpu.settings.cards[0].memory_bytes = 640 * MIB
 
     for text, seconds in gpu.run(upload_into_pieces):
         assert text.endswith(" are free, but in pieces that are too small")
@@ -116,7 +116,7 @@ def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> 
 
 def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Path) -> None:
     """The other threads that launch do not wait for it; after an eviction the same execution succeeds."""
-    gpu.settings.memory_bytes = 256 * MIB
+    gpu.settings.cards[0].memory_bytes = 256 * MIB
 
     text, seconds = gpu.run(execute_too_much, widening)
 
@@ -143,7 +143,7 @@ def build_on_a_full_device(cache: Path | None) -> tuple[float, list[str]]:
 
 def test_a_model_is_compiled_on_a_full_device_without_timing_kernels(gpu: FakeGpu) -> None:
     """XLA's autotuner would wait ten seconds for each of its allocations, and then fail the model."""
-    gpu.settings.memory_bytes = 256 * MIB
+    gpu.settings.cards[0].memory_bytes = 256 * MIB
 
     seconds, lines = gpu.run(build_on_a_full_device, None)
 
@@ -155,7 +155,7 @@ def test_a_full_device_gets_the_tuned_executable_of_the_compilation_cache(
     gpu: FakeGpu, tmp_path: Path
 ) -> None:
     """It needs no memory for timing kernels; compiled without, the model would be slower until the next start."""
-    gpu.settings.memory_bytes = 512 * MIB
+    gpu.settings.cards[0].memory_bytes = 512 * MIB
 
     seconds, lines = gpu.run(build_on_a_full_device, tmp_path / "cache")
 
@@ -171,10 +171,29 @@ def limit_and_log() -> tuple[int | None, list[str]]:
 
 def test_memory_that_other_processes_hold_is_not_in_the_budget(gpu: FakeGpu) -> None:
     """XLA's allocator settles for what it gets, and still reports the limit that it was given."""
-    gpu.settings.others_bytes = 20 * GIB
+    gpu.settings.cards[0].others_bytes = 20 * GIB
 
     limit, lines = gpu.run(limit_and_log)
 
     (taken,) = (call.bytes for call in gpu.calls("alloc"))
     assert limit == taken < 60 * GIB
     assert f"jax's allocator got {taken} of the {72 * GIB} bytes" in lines[0]
+
+
+def refusal_and_limit() -> tuple[str, int | None]:
+    jax_device._RELEASE_S = 0.1
+    with pytest.raises(DeviceError) as found:
+        JaxDevice("cuda")
+    settings_here().cards[0].others_bytes = 0
+    return str(found.value), JaxDevice("cuda").memory_limit
+
+
+def test_a_full_card_is_refused_before_the_allocator_asks_for_memory(gpu: FakeGpu) -> None:
+    """XLA would write 5 MB of log lines a second. When the others have left, the next model tries again."""
+    gpu.settings.cards[0].others_bytes = 80 * GIB
+
+    text, limit = gpu.run(refusal_and_limit)
+
+    assert "other processes hold the memory of NVIDIA H100 80GB HBM3: 0 bytes are free" in text
+    assert limit == 72 * GIB
+    assert not gpu.calls("no-room")

@@ -148,6 +148,59 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
         assert terminal.process.wait(40) == 0, terminal.text
 
 
+@pytest.mark.long
+def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: Path) -> None:
+    """The log says who holds it; when the others have left, it serves as well, without a restart of the server."""
+    gpu.settings.count = 2
+    gpu.settings.cards[0].others_bytes = 80 * GIB
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
+
+    with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path)) as terminal:
+        terminal.wait_for("Serving 1 of 1 models", timeout=150)
+        first_value(terminal.grpc_port, "cats")  # any number: the card computes nothing
+        assert runtime_of(terminal.server_pid, 1, "cats")
+        assert not runtime_of(terminal.server_pid, 0, "cats")
+        assert "device 0 does not serve the model yet" in terminal.text
+        assert "other processes hold the memory of NVIDIA H100 80GB HBM3 (GPU-01" in terminal.text
+        assert [call.stream for call in gpu.calls("alloc", "no-room")] == [1]
+
+        gpu.settings.cards[0].others_bytes = 0
+        wait_until(lambda: runtime_of(terminal.server_pid, 0, "cats"), what="the emptied card", timeout=150)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+
+
+@pytest.mark.long
+def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Each names itself and takes its own memory. They share a cache on disk, and neither finds the other's executables."""
+    gpu.settings.count = 2
+    gpu.settings.cards[1].memory_bytes, gpu.settings.cards[1].is_a100 = 40 * GIB, 1
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
+    variables = {**environment(gpu, tmp_path), "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+
+    with serving(tmp_path, "--log=-", gpu=variables) as terminal:
+        terminal.wait_for("Serving 1 of 1 models", timeout=150)
+        for number in (0, 1):
+            ready = partial(runtime_of, terminal.server_pid, number, "cats")
+            wait_until(ready, what=f"device {number}", timeout=90)
+        h100, a100 = (read_status(terminal.server_pid, str(number)) for number in (0, 1))
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+
+    assert h100["memory"]["device"]["name"].startswith("NVIDIA H100 80GB HBM3 (GPU-01")
+    assert a100["memory"]["device"]["name"].startswith("NVIDIA A100-SXM4-40GB (GPU-02")
+    assert sorted((call.stream, call.bytes) for call in gpu.calls("alloc")) == [
+        (0, 72 * GIB),
+        (1, 36 * GIB),
+    ]
+    assert "compute capability 9.0" in terminal.text
+    assert "compute capability 8.0" in terminal.text
+    # A probe, and two sizes.
+    assert [(one["compiled"], one["from_cache"]) for one in (h100, a100)] == [(3, 0), (3, 0)]
+
+
 def control_status(server_pid: int) -> pb.GetStatusResponse:
     """Return what the control process says."""
     socket = runtime_directory(server_pid, "0") / CONTROL_SOCKET

@@ -57,7 +57,7 @@ Holder* holder_of(int card, int64_t pid) {
 
 // The caller holds the lock.
 int64_t sum_of_living(int card) {
-    int64_t sum = cards()->others_bytes;
+    int64_t sum = physical(card).others_bytes;
     for (Holder& one : cards()->holders[card]) {
         if (one.pid && !one.ended && kill(one.pid, 0) && errno == ESRCH) one.ended = now();
         if (one.ended && now() >= one.ended + cards()->held_ns * 1e-9) one = {};
@@ -72,7 +72,9 @@ Cards* cards() { return files().cards; }
 
 int instances() { return std::max(1, static_cast<int>(cards()->mig_instances)); }
 
-int64_t memory_bytes() { return cards()->memory_bytes / instances(); }
+const Card& physical(int card) { return cards()->physical[card / instances()]; }
+
+int64_t memory_bytes(int card) { return physical(card).memory_bytes / instances(); }
 
 std::string uuid_of_physical(int card) {
     char text[64];
@@ -112,7 +114,7 @@ int64_t used_bytes(int card) {
 
 bool take_bytes(int card, int64_t bytes) {
     Locked lock(files().cards_fd);
-    if (sum_of_living(card) + bytes > memory_bytes()) return false;
+    if (sum_of_living(card) + bytes > memory_bytes(card)) return false;
     Holder* mine = holder_of(card, getpid());
     if (!mine) mine = holder_of(card, 0);
     if (!mine) return false;

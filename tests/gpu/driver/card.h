@@ -29,11 +29,15 @@ struct Holder {
     double ended;  // time at which its end was noticed; 0: it lives
 };
 
+struct Card {
+    int64_t memory_bytes;
+    int64_t others_bytes;
+    int64_t is_a100;
+};
+
 // The file that tests write and every process maps. tests/gpu/fake_gpu.py has the same layout, and explains the fields.
 struct Cards {
     int64_t count;
-    int64_t memory_bytes;
-    int64_t others_bytes;
     int64_t pinned_bytes_per_s;
     int64_t pageable_bytes_per_s;
     int64_t moved_bytes_max;
@@ -44,6 +48,7 @@ struct Cards {
     int64_t compute_mode;
     int64_t held_ns;
     int64_t without_vmm;
+    Card physical[MAX_CARDS];
     Holder holders[MAX_CARDS][MAX_PROCESSES];
 };
 
@@ -52,7 +57,9 @@ Cards* cards();  // null if the environment names no cards
 // For CUDA, an instance of a partitioned card (MIG) is a card: cards are numbered without the partitioned ones.
 std::vector<int> visible_cards();  // in the order of CUDA_VISIBLE_DEVICES
 int instances();  // of each physical card; 1 if it is not partitioned
-int64_t memory_bytes();  // of a card
+const Card& physical(int card);
+int64_t memory_bytes(int card);
+const char* name_of(const Card& card);
 std::string uuid_of(int card);
 std::string uuid_of_physical(int card);
 int64_t used_bytes(int card);

@@ -15,7 +15,7 @@ thread_local std::vector<CUcontext> contexts;
 
 CUdevice device_of(CUcontext context) { return static_cast<CUdevice>(reinterpret_cast<uintptr_t>(context)) - 1; }
 
-// Figures of an H100, by XLA's own description of the card; an attribute that is not named is 0.
+// Figures of an H100, by XLA's own description of the card; an attribute that is named nowhere is 0.
 const std::map<int, int> ATTRIBUTES = {
     {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
     {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
@@ -48,6 +48,19 @@ const std::map<int, int> ATTRIBUTES = {
     {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
 };
 
+// Where an A100 differs, by XLA's own description, too.
+const std::map<int, int> A100_ATTRIBUTES = {
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 8},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 166912},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 167936},
+    {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1410000},
+    {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 1215000},
+    {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 5120},
+    {CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 41943040},
+    {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 108},
+};
+
 const std::map<int, const char*> ERRORS = {
     {CUDA_SUCCESS, "CUDA_SUCCESS"},
     {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
@@ -68,6 +81,8 @@ bool others_have_a_context(int card) {
 }
 
 }  // namespace
+
+const char* name_of(const Card& card) { return card.is_a100 ? "NVIDIA A100-SXM4-40GB" : "NVIDIA H100 80GB HBM3"; }
 
 CUcontext context_of(int card) {
     std::vector<int> visible = visible_cards();
@@ -95,12 +110,13 @@ API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     *device = ordinal;
     return CUDA_SUCCESS;
 }
-API CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-    snprintf(name, length, "NVIDIA H100 80GB HBM3%s", cards()->mig_instances ? " MIG 1g.10gb" : "");
+API CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+    const char* instance = cards()->mig_instances ? " MIG 1g.10gb" : "";
+    snprintf(name, length, "%s%s", name_of(physical(visible_cards()[device])), instance);
     return CUDA_SUCCESS;
 }
-API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) {
-    *bytes = memory_bytes();
+API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
+    *bytes = memory_bytes(visible_cards()[device]);
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
@@ -121,15 +137,16 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
     } else if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) {
         *value = !cards()->without_vmm;
     } else {
-        auto found = ATTRIBUTES.find(attribute);
-        *value = found == ATTRIBUTES.end() ? 0 : found->second;
+        *value = 0;
+        if (auto found = ATTRIBUTES.find(attribute); found != ATTRIBUTES.end()) *value = found->second;
+        if (!physical(visible_cards()[device]).is_a100) return CUDA_SUCCESS;
+        if (auto found = A100_ATTRIBUTES.find(attribute); found != A100_ATTRIBUTES.end()) *value = found->second;
     }
     return CUDA_SUCCESS;
 }
-API CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice) {
-    *major = 9;
-    *minor = 0;
-    return CUDA_SUCCESS;
+API CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice device) {
+    cuDeviceGetAttribute(major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    return cuDeviceGetAttribute(minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
 }
 API CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
     *can = 0;

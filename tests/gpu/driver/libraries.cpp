@@ -179,12 +179,12 @@ API int nvmlDeviceGetHandleByUUID(const char* wanted, NvmlDevice* device) {
         }
     return NVML_NOT_FOUND;
 }
-API int nvmlDeviceGetName(NvmlDevice, char* name, unsigned length) {
-    snprintf(name, length, "NVIDIA H100 80GB HBM3");
+API int nvmlDeviceGetName(NvmlDevice device, char* name, unsigned length) {
+    snprintf(name, length, "%s", name_of(cards()->physical[card_of(device)]));
     return 0;
 }
 API int nvmlDeviceGetMemoryInfo(NvmlDevice device, unsigned long long* total_free_used) {
-    unsigned long long total = cards()->memory_bytes, used = used_bytes(card_of(device));
+    unsigned long long total = cards()->physical[card_of(device)].memory_bytes, used = used_bytes(card_of(device));
     total_free_used[0] = total;
     total_free_used[1] = total - std::min(total, used);
     total_free_used[2] = used;

@@ -84,8 +84,9 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
 }
 API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
     RETURN_FAULT;
-    *total = memory_bytes();
-    *free = std::max<int64_t>(0, memory_bytes() - used_bytes(current_card()));
+    int card = current_card();
+    *total = memory_bytes(card);
+    *free = std::max<int64_t>(0, memory_bytes(card) - used_bytes(card));
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice) {

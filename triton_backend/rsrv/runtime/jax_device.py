@@ -73,6 +73,8 @@ _LOST = re.compile(
 _FREEING_S = 0.2
 #: seconds after which the driver has freed the memory of a process that has ended
 _RELEASE_S = 10.0
+#: free bytes of a device with fewer of which it serves nothing
+_LEAST_BYTES = 64 << 20
 #: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
 _TUNING_BYTES = 128 << 20
 #: how XLA reports that it has no memory to time kernels
@@ -307,14 +309,21 @@ class JaxDevice:
         """Return the bytes that jax's allocator may take; have it take them now if it is to preallocate.
 
         If other processes hold too much of the card, the allocator settles for less than `bytes_limit`, for good. The
-        driver may still be freeing the memory of a runtime that crashed, so wait for that.
+        driver may still be freeing the memory of a runtime that crashed, so wait for that. Raises DeviceError.
         """
         limit = self._memory("bytes_limit")
         if limit is None:
             return None
         deadline = time.monotonic() + _RELEASE_S
-        while self._preallocates and self._driver().free_bytes() < limit and time.monotonic() < deadline:
+        enough = limit if self._preallocates else _LEAST_BYTES
+        while (free := self._driver().free_bytes()) < enough and time.monotonic() < deadline:
             time.sleep(_RELEASE_S / 100)
+        if free < _LEAST_BYTES:
+            # XLA would ask for it again and again, and write a line of its log each time: 5 MB a second.
+            raise DeviceError(
+                f"other processes hold the memory of {self.name}: {free} bytes are free, and {_LEAST_BYTES} are needed. "
+                "End them (nvidia-smi lists them), or leave the GPU out of runtime.devices"
+            )
         first: Any = self._jax.block_until_ready(self._jax.device_put(np.zeros(1, np.uint8), self._device))
         pool = self._memory("pool_bytes") or limit
         if self._preallocates and self._memory("num_allocs") == 1:

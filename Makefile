@@ -82,10 +82,10 @@ test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print whic
 	$(if $(COV),$(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered)
 
 test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XLA's CUDA client and a fake CUDA driver; no GPU is needed
-	$(PYTEST) tests/gpu
+	$(PYTEST) -m "not long" tests/gpu
 
-test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
-	$(PYTEST) -m long --timeout=1800 --ignore tests/gpu
+test-long: $(FRAMEWORKS) $(TRITON) $(GPU) bundles ## run the tests that take minutes
+	$(PYTEST) -m long --timeout=1800
 	RSRV_STUB__FRONT=native $(PYTEST) tests/e2e/test_answers.py tests/e2e/test_errors.py tests/e2e/test_devices.py tests/e2e/test_traces.py
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 

@@ -75,6 +75,30 @@ def main(target: Path) -> None:
         library.hardlink_to(driver)
 
 
+def install_newest(target: Path) -> str:
+    """Make an environment with the newest jax that pyproject.toml allows, of Python 3.12, and return its interpreter.
+
+    The first time takes 1 GB. Raises CalledProcessError, whose reason uv has written.
+    """
+    folder, python = target / "newest", target / "newest" / "bin" / "python"
+    uv = str(Path(sys.executable).with_name("uv"))
+    install = [uv, "pip", "install", "--quiet", "--no-config", "--upgrade", "--python", str(python)]
+    if not python.exists():
+        # jax 0.11 and later need a newer Python than that of development.
+        subprocess.run(
+            [uv, "venv", "--quiet", "--no-python-downloads", "--python=3.12", str(folder)], check=True
+        )
+    subprocess.run([*install, "-r", str(ROOT / "pyproject.toml"), "--extra", "export", "pytest"], check=True)
+    (site,) = folder.glob("lib/*/site-packages")
+    (found,) = site.glob("jax-*.dist-info")
+    release = found.name.removeprefix("jax-").removesuffix(".dist-info")
+    subprocess.run([*install, "--no-deps", *(f"{name}=={release}" for name in PLUGIN)], check=True)
+    (site / "jax_plugins" / "fake_gpu.py").write_text(NODE.lstrip())
+    if not (site / "nvidia").exists():
+        (site / "nvidia").symlink_to(target / "site" / "nvidia")
+    return str(python)
+
+
 def _pinned(name: str) -> str:
     """Return the requirement of the container, which has the versions that belong together."""
     found = re.search(rf"^{re.escape(name)}==\S+", PINS.read_text(), re.MULTILINE)

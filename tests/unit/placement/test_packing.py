@@ -169,6 +169,16 @@ def test_replicas() -> None:
     assert packing.bytes == {"a": 50, "b": 40}
 
 
+def test_a_server_gets_work_for_all_of_its_devices() -> None:
+    """Of nine equal models, eight devices of one server get eight, and the only one of another server gets one."""
+    loads = [UnitLoad(f"m{at}", 0.5, 10) for at in range(9)]
+    packing = pack(loads, [WorkerBudget("eight", None, 8), WorkerBudget("one", None)])
+    assert packing.utilisation == pytest.approx({"eight": 4.0, "one": 0.5})
+    again = pack(loads, [WorkerBudget("eight", None, 8), WorkerBudget("one", None)], previous=packing.placed)
+    assert again.placed == packing.placed
+    assert again.held == ()
+
+
 def test_only_some_devices_are_allowed() -> None:
     """A model goes only where it may be, and nowhere if no such device is there."""
     loads = [

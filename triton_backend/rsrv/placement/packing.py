@@ -36,6 +36,8 @@ class WorkerBudget:
     name: str
     #: bytes for weights; None: no limit
     budget_bytes: int | None
+    #: devices that it stands for, which share its load
+    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def pack(
 ) -> Packing:
     """Assign each unit to workers so that the busiest worker is as little busy as possible and no budget is exceeded.
 
+    A worker is as busy as each of its devices if they share its load equally.
+
     If no assignment within all budgets is found, the busiest units get their bytes first, and the others are
     spread so that workers are alike in load and in over-subscription. If `forbid_oversubscription` is false,
     budgets count only among units without load.
@@ -88,10 +92,11 @@ def pack(
     sizes = [everything if worker.budget_bytes is None else max(1, worker.budget_bytes) for worker in workers]
     limits = sizes if forbid_oversubscription else [everything for _ in workers]
 
-    chosen, held = Assignment(replicas, sizes, limits), dict[str, None]()
+    devices = [worker.devices for worker in workers]
+    chosen, held = Assignment(replicas, sizes, limits, devices), dict[str, None]()
     chosen.assign_all(1 + hysteresis)
     if homes:
-        kept = Assignment(replicas, sizes, limits)
+        kept = Assignment(replicas, sizes, limits, devices)
         if kept.keep_homes(homes, 1 + hysteresis, chosen):
             chosen, held = kept, {loads[replicas[at].model].name: None for at in kept.held(homes)}
     where: dict[str, list[str]] = {load.name: [] for load in loads}
@@ -100,7 +105,10 @@ def pack(
             where[loads[model].name].append(worker.name)
     return Packing(
         placed={name: tuple(found) for name, found in where.items()},
-        utilisation={worker.name: load / _ONE for worker, load in zip(workers, chosen.load, strict=True)},
+        utilisation={
+            worker.name: sum(replicas[at].load for at in inside.values()) / _ONE
+            for worker, inside in zip(workers, chosen.inside, strict=True)
+        },
         bytes={worker.name: used for worker, used in zip(workers, chosen.used, strict=True)},
         held=tuple(held),
         oversubscribed=tuple(

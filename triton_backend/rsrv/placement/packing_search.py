@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate
-from math import inf
+from math import inf, lcm
 
 #: exchanges that a search evaluates
 _EXCHANGES = 400_000
@@ -51,10 +51,19 @@ class Replica:
 class Assignment:
     """Replicas on workers; both are numbers."""
 
-    def __init__(self, replicas: Sequence[Replica], sizes: Sequence[int], limits: Sequence[int]) -> None:
-        """Start without placed replicas. `sizes`, in bytes, are the base of relative fullness; `limits` must not be exceeded."""
+    def __init__(
+        self, replicas: Sequence[Replica], sizes: Sequence[int], limits: Sequence[int], devices: Sequence[int]
+    ) -> None:
+        """Start without placed replicas.
+
+        `sizes`, in bytes, are the base of relative fullness; `limits` must not be exceeded. The `devices` of a worker
+        share its load.
+        """
         self.replicas, self.sizes, self.limits = replicas, sizes, list(limits)
         self.workers = range(len(sizes))
+        #: whole numbers by worker: the fewer devices share a load, the larger
+        self.weight = [lcm(*devices) // count for count in devices]
+        #: load by worker, times its weight
         self.load = [0 for _ in sizes]
         self.used = [0 for _ in sizes]
         #: replicas by worker, then by model
@@ -65,8 +74,13 @@ class Assignment:
 
     @property
     def peak(self) -> int:
-        """Load of the busiest worker."""
+        """Weighted load of the busiest worker."""
         return max(self.load, default=0)
+
+    @property
+    def even(self) -> float:
+        """Weighted load of every worker if all were equally busy."""
+        return sum(replica.load for replica in self.replicas) / (sum(1 / one for one in self.weight) or 1.0)
 
     # ---- replicas come and go
 
@@ -81,13 +95,13 @@ class Assignment:
 
     def put(self, index: int, worker: int) -> None:
         replica = self.replicas[index]
-        self.load[worker] += replica.load
+        self.load[worker] += replica.load * self.weight[worker]
         self.used[worker] += replica.bytes
         self.inside[worker][replica.model] = index
 
     def take(self, index: int, worker: int) -> None:
         replica = self.replicas[index]
-        self.load[worker] -= replica.load
+        self.load[worker] -= replica.load * self.weight[worker]
         self.used[worker] -= replica.bytes
         del self.inside[worker][replica.model]
 
@@ -123,12 +137,10 @@ class Assignment:
         Afterwards no replica has a worker that is busier, by more than a factor of `slack`, than another
         worker with space would be with it.
         """
-        sizes, loads = (
-            [replica.bytes for replica in self.replicas],
-            [replica.load for replica in self.replicas],
-        )
+        sizes = [replica.bytes for replica in self.replicas]
+        busiest = max((replica.load for replica in self.replicas), default=0)
         # A lower bound of every assignment; a thousandth more is as good.
-        target = 1.001 * max([*loads, sum(loads) / max(1, len(self.workers))])
+        target = 1.001 * max(busiest * min(self.weight, default=1), self.even)
         unplaced = self.place({})
         largest = {
             workers: max(self.limits[worker] for worker in workers)
@@ -232,7 +244,7 @@ class Assignment:
                 self.put(index, home)
             else:
                 rest.append(index)
-        work = sum(replica.load for replica in self.replicas) / len(self.workers) or 1.0
+        work = self.even or 1.0
         fill = sum(replica.bytes for replica in self.replicas) / sum(self.sizes)
 
         def either(worker: int) -> tuple[float, ...]:
@@ -260,9 +272,10 @@ class Assignment:
                     steps -= len(self.inside[worker])
                     for index in self.inside[worker].values():
                         load, size = self.replicas[index].load, self.replicas[index].bytes
-                        after = self.load[other] + load
+                        after = self.load[other] + load * self.weight[other]
                         if load and self.load[worker] > slack * after and self.fits(index, other):
-                            gain = min(load, self.load[worker] - after) / (1 + size), -load
+                            relief = min(load * self.weight[worker], self.load[worker] - after)
+                            gain = relief / (1 + size), -load
                             if gain > best:
                                 best, move = gain, (index, worker, other)
             if not move:
@@ -279,7 +292,8 @@ class Assignment:
             for index, home in homes.items()
             if self.inside[home].get(self.replicas[index].model) == index
             and any(
-                self.load[worker] + self.replicas[index].load < self.load[home] and self.fits(index, worker)
+                self.load[worker] + self.replicas[index].load * self.weight[worker] < self.load[home]
+                and self.fits(index, worker)
                 for worker in ranked
             )
         ]
@@ -320,6 +334,7 @@ class Assignment:
                 _NEIGHBOURS, (worker for worker in self.workers if worker != worst), key=figures
             ):
                 beside, space = self.load[other], self.limits[other] - self.used[other]
+                out, back_in = self.weight[worst], self.weight[other]
                 # Minus the excess bytes that the other worker has already.
                 before = min(0, space)
                 candidates: list[tuple[int | None, int, int]] = [(None, 0, 0)]
@@ -341,7 +356,7 @@ class Assignment:
                             + (excess - size if excess > size else 0)
                             + (size - space if size > space else 0)
                         )
-                        score = worth * over + max(load - work, beside + work)
+                        score = worth * over + max(load - work * out, beside + work * back_in)
                         if score <= lowest:
                             moving = own_bytes + back_bytes, own_load + back_load
                             if score < lowest or moving < moved:

@@ -303,7 +303,7 @@ class Planner:
     ) -> Packing:
         return self._pack(
             loads,
-            [WorkerBudget(worker, fleet.free_bytes(worker)) for worker in fleet.views],
+            [WorkerBudget(name, fleet.free_bytes(name), view.devices) for name, view in fleet.views.items()],
             previous=previous,
             hysteresis=self._options.hysteresis,
             forbid_oversubscription=self._options.forbid_memory_oversubscription,

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.stub.bls import Bls, failure_of, limit, pool_size
+from rsrv.stub.bls import Bls, ThroughTriton, failure_of, limit, pool_size
+from rsrv.stub.calls import Callee
+from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.replies import RequestFailure, tag_failure
+from rsrv.stub.session import Remote
 from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tracing import OpenSpan, Spans
 from rsrv.wire.frames import Status
+from rsrv.wire.layout import Block, Interface, Variant
 from tests.fakes import FakePbUtils, FakeTensor
 from tests.waiting import wait_until
 
@@ -171,6 +176,24 @@ def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -
     assert seen[0]["preferred_memory"] == ("cpu", 0)
     assert "parameters" not in seen[1]
     assert "timeout" not in seen[1]
+
+
+def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callable[..., Bls]) -> None:
+    """The span of the call has the device where the call is executed, which may not be the run's."""
+    triton.models["note"] = lambda call: {"y": X}
+    wires = tuple(WireTensor(name, "f32", (-1, 3)) for name in "xy")
+    interface = Interface((Variant(Block(()), Block(()), (1,)),), exact=False)
+    remote = Remote("note", interface, wires[:1], wires[1:], True, (), 0)
+    endpoint: Any = None
+    ended: list[None] = []
+    spans = Spans(lambda: ended.append(None))
+    run = ThroughTriton(make(), in_ns(10), "", 0, OpenSpan(spans, "ab" * 16, "cd" * 8))
+    for device in (None, 1):
+        ended.clear()
+        run.internal(Callee(0, remote, endpoint), {"x": X}, False, 7, device).wait(in_ns(10))
+        wait_until(lambda: bool(ended))
+
+    assert [span.attributes.get("rsrv.stage.device") for span in spans.take()[0]] == [None, 1]
 
 
 def test_an_output_that_does_not_come_is_an_error(make: Callable[..., Bls]) -> None:

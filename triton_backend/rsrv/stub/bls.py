@@ -450,6 +450,7 @@ class ThroughTriton:
         future = self._start(
             remote.name,
             arrays,
+            device,
             outputs=[wire.name for wire in remote.outputs],
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             run=token,
@@ -457,14 +458,16 @@ class ThroughTriton:
         )
         return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 
-    def _start(self, name: str, arrays: Mapping[str, Any], **options: Any) -> Future[Results]:
-        """Start a call with the run's deadline, client id and trace context."""
+    def _start(
+        self, name: str, arrays: Mapping[str, Any], stage: int | None = None, **options: Any
+    ) -> Future[Results]:
+        """Start a call with the run's deadline, client id and trace context; `stage` as in `end_call`."""
         options |= {"deadline_ns": self._deadline_ns, "client_id": self._client_id}
         if self._span is None:
             return self._bls.start(name, arrays, **options)
         since, span = time.perf_counter(), self._span.child()
         future = self._bls.start(name, arrays, traceparent=span.traceparent, **options)
-        future.add_done_callback(partial(_end_span, span, name, since))
+        future.add_done_callback(partial(_end_span, span, name, since, stage))
         return future
 
 
@@ -492,6 +495,6 @@ class _TritonCall:
         }
 
 
-def _end_span(span: OpenSpan, name: str, since: float, ended: Future[Results]) -> None:
+def _end_span(span: OpenSpan, name: str, since: float, stage: int | None, ended: Future[Results]) -> None:
     failure = None if ended.cancelled() else ended.exception()
-    end_call(span, name, since, failure if isinstance(failure, RequestFailure) else None)
+    end_call(span, name, since, failure if isinstance(failure, RequestFailure) else None, stage)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rsrv_bundle.commands.agreement import Comparison
 
 
-@command
+@command("rsrv-bundle", extra="export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 

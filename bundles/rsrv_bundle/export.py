@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +133,7 @@ def export_bundle(
         }
 
     outputs = plan_outputs(inputs, axes or {}, outputs_at)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename; hidden, so that it is not taken for a bundle.
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+    with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         work.mkdir()
         version = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,7 @@ def write_meta_bundle(
     document["client_inputs"] = [dict(entry) for entry in client_inputs]
     document["client_outputs"] = [dict(entry) for entry in client_outputs]
     document["meta"] = {"calls": list(calls)}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+    with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         work.mkdir()
         text = run if isinstance(run, str) else run.read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,20 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
         raise FileExistsError(f"{target} exists; pass --overwrite (overwrite=True) to replace it")
     _refuse_file(target)
     return target
+
+
+def scratch_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder beside a bundle to write, so that the last step is a rename.
+
+    The folder is hidden, so that no server takes it for a bundle. Raises OSError that names the bundle.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}; name a folder that you can write", str(target)
+        ) from None
 
 
 def put_in_place(work: Path, target: Path, aside: Path) -> None:

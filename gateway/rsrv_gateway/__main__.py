@@ -14,7 +14,7 @@ _EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY_
 SIGTERM and SIGINT end it with 0."""
 
 
-@command
+@command("rsrv-gateway", extra="gateway")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Requests in flight then have gateway.drain_s; a second signal ends them."""
     options = parser().parse(argv)

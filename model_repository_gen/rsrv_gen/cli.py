@@ -10,9 +10,9 @@ from rsrv.command import EXIT_STATUS, CommandParser, command
 from rsrv.text import nearest
 
 
-@command
+@command("rsrv-gen", extra="bundles")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, or 1 if a bundle is broken or, with --check, if anything would change."""
+    """Run the command. Returns 0; 1 if a bundle is broken or, with --check, if anything would change; 2 if no path has any."""
     options = parser().parse(argv)
     from rsrv_gen import run
 
@@ -23,8 +23,10 @@ def parser() -> CommandParser:
     top = CommandParser(
         prog="rsrv-gen",
         description="Write a Triton model repository: one Python-backend model for each bundle.",
-        epilog="Serve it with: tritonserver --model-repository=GEN --model-control-mode=explicit "
-        f"--load-model=* --exit-on-error=false\n{EXIT_STATUS}",
+        epilog="Example: rsrv-gen bundles/ -o gen/\n"
+        "Serve it with: tritonserver --model-repository=gen/ --model-control-mode=explicit --load-model=* "
+        "--exit-on-error=false --strict-readiness=false\n"
+        f"`rsrv serve bundles/` does both.\n{EXIT_STATUS}",
     )
     top.add_argument(
         "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a bundle, or a directory of bundles"

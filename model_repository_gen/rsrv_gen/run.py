@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     done = _update(options, actions)
     if options.json:
         put(json.dumps(actions, indent=2))
-    if done is None:
-        return 1
+    if isinstance(done, int):
+        return done
     failed = bool(done.failed or done.refused)
     if options.compile_for:
         arguments = options.output, options.compile_for
@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     return int(failed or (options.check and done.changes > 0))
 
 
-def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | None:
-    """Bring the repository up to date, and add to `actions`. Returns None if none of the bundles is served."""
+def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | int:
+    """Bring the repository up to date, and add to `actions`. Returns the exit status if none of the bundles is served."""
     try:
         settings = read_settings(options.config)
         sources = read_sources(options.bundles)
@@ -53,11 +53,11 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
         for name, problems in sources.broken.items():
             _complain(f"{name} is skipped:", *problems)
         if not sources.good:
-            return None
+            return 1 if sources.broken else 2
         present = {path.name for path in options.output.glob("*/")}
         if unknown := unknown_models(settings, {*sources.good, *sources.broken, *present}):
             _complain(*(f"{options.config or 'the environment'}: {line}" for line in unknown))
-            return None
+            return 1
         settings = _with_places(settings, options, sources)
         output = Path(os.path.abspath(options.output))
         made = [] if options.check else [path for path in (output, *output.parents) if not path.exists()]
@@ -81,10 +81,10 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
         if not served:
             for path in made:
                 path.rmdir()
-            return None
+            return 1
     except (OSError, SettingsError) as error:
         _complain(os_error(error) if isinstance(error, OSError) else str(error))
-        return None
+        return 1
     return done
 
 

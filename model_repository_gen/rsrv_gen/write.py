@@ -212,7 +212,11 @@ class RepositoryWriter:
 def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWriter]:
     """Create the repository if it is missing, and wait until no other rsrv-gen works on it."""
     repository = repository.absolute()
-    repository.mkdir(parents=True, exist_ok=True)
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{error.strerror}; name a folder that you can write"
+        raise OSError(error.errno, reason, str(repository)) from None
     with locked(repository), ExitStack() as stack:
         lost = leave_open(repository, clear_away(repository))
         aside = SwapFolder.new(repository)

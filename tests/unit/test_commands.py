@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 
@@ -88,12 +89,28 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    """An installation without extras needs no traceback; a missing module of rsrv itself is a bug."""
+
+    @command("rsrv-x", extra="serve")
+    def main(argv: object = None) -> int:
+        import_module(str(argv))
+        return 0
+
+    assert main("no_such_package.part") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("rsrv-x: no_such_package is not installed for /")
+    assert said.endswith("; install 'rsrv[serve]'\n")
+    with pytest.raises(ModuleNotFoundError):
+        main("rsrv.no_such_module")
+
+
 def test_a_closed_output_ends_a_command_quietly_and_another_pipe_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The status is 0 only if the reader of stdout has gone: a broken connection of the command is an error."""
 
-    @command
+    @command("rsrv-x", extra="serve")
     def main(argv: object = None) -> int:
         raise BrokenPipeError
 

@@ -125,22 +125,37 @@ class _ShowVersion(argparse.Action):
 Main = Callable[[Sequence[str] | None], int]
 
 
-def command(main: Main) -> Callable[..., int]:
-    """Make a command's main function end without a traceback on Ctrl-C, and when the reader of stdout has closed it."""
+def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]:
+    """Make a command's main function end without a traceback in three cases.
 
-    @functools.wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
-        try:
-            return main(argv)
-        except KeyboardInterrupt:
-            return 130
-        except BrokenPipeError:
-            if not _is_closed(sys.stdout):
-                raise
-            _discard(sys.stdout)
-            return 0
+    They are Ctrl-C, a reader that has closed stdout, and a package of `extra` that is not installed.
+    """
 
-    return run
+    def wrap(main: Main) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except KeyboardInterrupt:
+                return 130
+            except BrokenPipeError:
+                if not _is_closed(sys.stdout):
+                    raise
+                _discard(sys.stdout)
+                return 0
+            except ModuleNotFoundError as error:
+                missing = (error.name or "rsrv").partition(".")[0]
+                if missing.startswith("rsrv"):
+                    raise
+                print(
+                    f"{program}: {missing} is not installed for {sys.executable}; install 'rsrv[{extra}]'",
+                    file=sys.stderr,
+                )
+                return 1
+
+        return run
+
+    return wrap
 
 
 def put(line: str, stream: TextIO | None = None) -> None:

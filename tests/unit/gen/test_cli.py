@@ -222,6 +222,16 @@ def test_what_check_refuses_is_refused_in_the_same_words(
         assert not (tmp_path / "alone").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
+    bundles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The repository's own path is in the message."""
+    assert run(bundles, "-o", "/proc/gen") == 1
+    assert capsys.readouterr().err.endswith(
+        "/proc/gen: No such file or directory; name a folder that you can write\n"
+    )
+
+
 def test_a_failed_run_changes_no_settings(
     bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,12 +239,12 @@ def test_a_failed_run_changes_no_settings(
     (bundles.parent / "empty").mkdir()
     (write_bundle(bundles.parent / "wrong" / "three") / "model.b8.mlir").unlink()
     for path in ("empty", "wrong", "absent"):
-        assert run(bundles.parent / path, "-o", gen) == 1
+        assert run(bundles.parent / path, "-o", gen) == (1 if path == "wrong" else 2)
         assert not gen.exists()
     run(bundles, "-o", gen)
     before = tree(gen)
     for path in ("empty", "wrong", "absent"):
-        assert run(bundles.parent / path, "-o", gen) == 1
+        assert run(bundles.parent / path, "-o", gen) == (1 if path == "wrong" else 2)
         assert tree(gen) == before
     assert run(bundles, bundles.parent / "empty", "-o", gen) == 1
     assert "empty: neither a bundle (no manifest.yaml) nor a directory of bundles" in capsys.readouterr().err
@@ -387,13 +397,13 @@ def test_a_run_that_is_refused_has_no_actions(
     """`--json` prints an empty list if no bundle, unknown settings or an error of the system ends the run."""
     config = bundles.parent / "settings.yaml"
     config.write_text("models: {tow: {weight: 2}}")
-    refused: list[list[str | Path]] = [
-        [bundles / "absent"],
-        [bundles, "--config", config],
-        [bundles, "--config", bundles.parent / "absent.yaml"],
+    refused: list[tuple[int, list[str | Path]]] = [
+        (2, [bundles / "absent"]),
+        (1, [bundles, "--config", config]),
+        (1, [bundles, "--config", bundles.parent / "absent.yaml"]),
     ]
-    for arguments in refused:
-        assert run(*arguments, "-o", gen, "--json") == 1
+    for status, arguments in refused:
+        assert run(*arguments, "-o", gen, "--json") == status
         assert json.loads(capsys.readouterr().out) == []
 
 

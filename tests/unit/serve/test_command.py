@@ -11,6 +11,7 @@ from rsrv.serve.command import find_tritonserver
 from rsrv.serve.plan import ServeError
 from rsrv.serve.triton_install import Installation, default_folder
 from rsrv.serve.view import Line
+from tests.unit.gen.bundles_for_tests import write_bundle
 from tests.unit.serve.test_plan import planned
 
 
@@ -55,8 +56,27 @@ def test_bundles_that_are_missing_are_named_before_a_server_is_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A user should not install a server first, and read then that the folder is misspelt."""
-    assert main(["serve", str(tmp_path / "bundels")]) == 1
+    assert main(["serve", str(tmp_path / "bundels")]) == 2
     assert "bundels: there is no such file or directory" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """The user reads which option names another folder."""
+    assert main(["serve", "--demo", "--directory", "/proc/rsrv"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("rsrv serve: /proc/rsrv cannot hold the demo: ")
+    assert said.endswith("Name a folder that you can write with --directory\n")
+
+
+def test_a_missing_jax_is_named_before_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the extra, each model would fail at its load."""
+    monkeypatch.delenv("RSRV_RUNTIME_PYTHON", raising=False)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    write_bundle(tmp_path / "bundles" / "one")
+    assert main(["serve", str(tmp_path / "bundles"), "--directory", str(tmp_path)]) == 1
+    assert "jax, which executes the models, is not installed" in capsys.readouterr().err
 
 
 def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

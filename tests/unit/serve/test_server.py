@@ -73,7 +73,7 @@ def test_bundles_that_will_never_be_there_are_refused(
 ) -> None:
     """A missing folder is a mistake; an empty one is, if no process watches for a first bundle."""
     options = ("--tritonserver", "/bin/true")
-    assert run(tmp_path, *options) == 1
+    assert run(tmp_path, *options) == 2
     assert capfd.readouterr().err.endswith(f"{tmp_path}/bundles: there is no such file or directory\n")
 
     (tmp_path / "bundles").mkdir()

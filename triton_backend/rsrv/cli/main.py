@@ -14,7 +14,7 @@ from rsrv.text import nearest
 from rsrv_gen.cli import add_compile_for
 
 
-@command
+@command("rsrv", extra="serve")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     words = list(sys.argv[1:] if argv is None else argv)

@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import rsrv
@@ -28,16 +29,21 @@ CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
 def run(options: Namespace) -> int:
-    """Serve until Ctrl-C. Return the exit status: 0, or 1 if the server cannot start or ended by itself."""
+    """Serve until Ctrl-C. Return the exit status: 0; 1 if the server cannot start or ended by itself; 2 for wrong paths."""
     try:
         if options.demo:
             data = demo.DATA if options.dry_run else options.directory
             options.bundles = [data / demo.BUNDLES]
             options.config = options.config or data / demo.SETTINGS
             if not options.dry_run:
-                demo.copy_to(options.directory)
+                _copy_demo(options.directory)
         settings = server.read(options)
         repositories.check(options.bundles, settings)
+        if "RSRV_RUNTIME_PYTHON" not in os.environ and find_spec("jax") is None:
+            raise ServeError(
+                f"jax, which executes the models, is not installed for {sys.executable}. Install 'rsrv[serve]', or name a "
+                "Python that has it in RSRV_RUNTIME_PYTHON"
+            )
         options.tritonserver = find_tritonserver(options.tritonserver, _ask)
         planned = server.make_plan(options, settings)
         if options.dry_run:
@@ -52,7 +58,16 @@ def run(options: Namespace) -> int:
             return server.run(options, settings, planned, output)
     except (ServeError, SettingsError, InstallError, OSError) as error:
         print(f"rsrv serve: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, ServeError) else 1
+
+
+def _copy_demo(directory: Path) -> None:
+    try:
+        demo.copy_to(directory)
+    except OSError as error:
+        raise ServeError(
+            f"{directory} cannot hold the demo: {os_error(error)}. Name a folder that you can write with --directory"
+        ) from None
 
 
 @contextmanager

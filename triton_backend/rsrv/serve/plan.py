@@ -25,6 +25,15 @@ CALLING_THREADS = 9
 class ServeError(Exception):
     """The server cannot be started; the message names the option or setting, and the remedy."""
 
+    #: exit status of the command
+    status = 1
+
+
+class NoBundlesError(ServeError):
+    """The command line names paths that will never hold bundles."""
+
+    status = 2
+
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rsrv.serve.plan import ServeError
+from rsrv.serve.plan import NoBundlesError, ServeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.run import run_in_runtime
@@ -36,7 +36,7 @@ def check(bundles: Sequence[Path], settings: Settings) -> None:
     if sources.good:
         return
     if all(place in sources.unusable and mistaken(place) for place in bundles):
-        raise ServeError("\n".join(problems))
+        raise NoBundlesError("\n".join(problems))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
             "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "

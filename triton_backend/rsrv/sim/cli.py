@@ -8,7 +8,7 @@ from pathlib import Path
 from rsrv.command import EXIT_STATUS, CommandParser, command
 
 
-@command
+@command("rsrv-sim", extra="sim")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
     options = parser().parse(argv)

@@ -30,6 +30,17 @@ def test_a_hot_model_has_both_devices_within_two_seconds() -> None:
     assert len(homes(gateway.table)["quiet"]) == 1
 
 
+def test_a_server_with_several_devices_does_the_work_of_several() -> None:
+    """A model that needs more than one device stays on its server, which spreads it over its eight devices."""
+    fleet, gateway = hot()
+    for server in fleet.servers.values():
+        server.devices = 8
+    play(fleet, [gateway], 2.0)
+    gateway.look()
+
+    assert len(homes(gateway.table)["hot"]) == 1
+
+
 def test_demand_that_varies_moves_nothing() -> None:
     """A model that is hot in one second of ten keeps its replicas, and gets no more."""
     fleet, gateway = hot()

@@ -3,7 +3,7 @@
 A unit gets another replica when its demand exceeds GROW_AT of a device for each one that it has. That takes one
 sample of the load, so a hot model has a second device after a second or two. It loses one when the others could
 do its work at SHRINK_AT of a device each, and that has held for COOL_S: loading weights is dear, and a copy that
-nothing else needs costs nothing.
+nothing else needs costs nothing. The devices of a server that is one worker share its demand.
 
 A further replica goes only where there is room beside all placed weights, and to a worker that would then be less busy
 than the busiest one of the unit is now. So replicas never displace another model, and two busy models do not
@@ -50,32 +50,37 @@ class Replication:
         self._quiet = {name: at for name, at in self._quiet.items() if name in known}
         spare: dict[str, float] | None = None
         pressure: dict[str, float] = {}
+        devices = {worker: view.devices for worker, view in fleet.views.items()}
         for unit in units:
             demand = sum(costs.demand(name) for name in unit.models)
             here = list(home(unit))
-            if demand <= GROW_AT and len(here) == 1:
+            # If each of the unit's workers were one device.
+            alone = demand * len(here) / (sum(devices[worker] for worker in here) or 1)
+            if alone <= GROW_AT and len(here) == 1:
                 continue
-            wanted = min(self._wanted(unit.name, demand, len(here), now), len(unit.allowed))
+            wanted = min(self._wanted(unit.name, alone, len(here), now), len(unit.allowed))
             if not here or wanted == len(here):
                 continue
             if spare is None:
                 spare = _spare(fleet, home)
-                pressure = {worker: costs.pressure(worker) for worker in fleet.views}
+                pressure = {worker: costs.pressure(worker) / count for worker, count in devices.items()}
             before = tuple(here)
             while len(here) < wanted:
                 share, peak = demand / (len(here) + 1), max(pressure[worker] for worker in here)
                 better = [
                     (pressure[worker], worker)
                     for worker in unit.allowed
-                    if worker not in here and spare[worker] >= unit.bytes and pressure[worker] + share < peak
+                    if worker not in here
+                    and spare[worker] >= unit.bytes
+                    and pressure[worker] + share / devices[worker] < peak
                 ]
                 if not better:
                     break
                 for worker in here:
-                    pressure[worker] += share - demand / len(here)
+                    pressure[worker] += (share - demand / len(here)) / devices[worker]
                 least = min(better)[1]
                 here.append(least)
-                pressure[least] += share
+                pressure[least] += share / devices[least]
                 spare[least] -= unit.bytes
             if len(here) > wanted:
                 here.remove(max(here, key=lambda worker: (pressure[worker], worker)))

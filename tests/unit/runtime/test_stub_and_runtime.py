@@ -408,6 +408,36 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
         np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1, start) + 1)
 
 
+def test_a_request_waits_whose_runtime_ends_during_its_hook(
+    runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
+) -> None:
+    """The memory of the runtime's connection is gone when the hook returns; the successor answers."""
+    ends: list[Callable[[], None]] = []
+
+    def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
+        if ends:
+            ends.pop()()
+        return arrays
+
+    engine = start_engine(Hooks(preprocess=preprocess))
+    attachment = engine.session.attachment
+    assert attachment is not None
+
+    def end() -> None:
+        runtime.stop()
+        wait_until(lambda: attachment.deferred.sock.fileno() < 0)
+
+    ends.append(end)
+    request = FakeRequest({"x": rows(1)})
+    assert engine.execute_later([request]) is None
+
+    start_runtime()
+
+    answer = request.answers.get(timeout=10)
+    assert answer.error is None
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1) + 1)
+
+
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
     """Requests in flight and later ones fail after stub.retry_s, here at once."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0, retry_s: 0}"))

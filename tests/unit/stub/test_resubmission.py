@@ -233,3 +233,55 @@ def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
 
     assert "submitted again" in failure_of(bad)
     wait_until(lambda: len(outage.submitted) == 1)
+
+
+def test_a_suspect_that_comes_back_at_once_is_submitted_again(outage: Outage) -> None:
+    """The next runtime may die while the suspect is submitted to it; neither it nor the other suspects wait for itself."""
+    place = outage._place
+
+    def lose(request: ClientRequest) -> bool:
+        outage.resubmission.place = place
+        outage.resubmission.add(request, OUTCOMES)
+        return True
+
+    for _ in range(2):
+        outage.add(deaths=1)
+    outage.resubmission.place = lambda request: outage.is_back and lose(request)
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+    outage.answer(0)
+    wait_until(lambda: len(outage.submitted) == 2)
+
+
+def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose client cannot be asked still gets the next runtime."""
+
+    def fail(reply: Reply) -> bool:
+        checked.append(reply)
+        raise RuntimeError("Triton cannot tell")
+
+    checked: list[Reply] = []
+    monkeypatch.setattr(Reply, "cancelled", fail)
+    outage.add()
+    outage.now += 1.0
+    wait_until(lambda: bool(checked))
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+
+
+def test_requests_wait_while_one_device_may_come_back(outage: Outage) -> None:
+    """A model that one device's runtime refuses waits for the other device's, and is refused when both refuse it."""
+    refusing: Any = SimpleNamespace(attachment=None, down="it has crashed")
+    outage.resubmission = Resubmission([refusing, cast(Session, outage.session)], lambda: outage.now)
+    outage.resubmission.retry_s = 10.0
+    request = outage.add()
+    assert request.answers.empty()
+
+    outage.session.down = "it has crashed"
+
+    assert "it has crashed" in failure_of(request)

@@ -179,8 +179,10 @@ class RuntimeConnection:
     # --- memory -------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, users: int) -> Slab:
-        """Allocate memory that `users` requests share until each has released it. Raises OSError if there is none."""
+        """Allocate memory that `users` requests share until each has released it. Raises OSError if there is none, Closed."""
         with self._lock:
+            if self.sock.fileno() < 0:
+                raise Closed("the runtime was lost")
             place = self._arena.take(nbytes)
             return Slab(place, self._arena.segment(place), users)
 

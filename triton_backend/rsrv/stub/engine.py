@@ -125,14 +125,9 @@ class ModelRequest:
 
         Before `write`, they are those of an earlier request.
         """
-        if self.inputs:
+        if self.inputs or self.slab is None:
             return False
-        return (
-            self.slab is None
-            or not self.plan
-            or not self.plan.output_bytes
-            or bool(self.slab.segment[self.outputs_at])
-        )
+        return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
 
     def release(self) -> None:
         """Give the memory back, after the answer."""
@@ -202,17 +197,21 @@ class Engine:
             partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
         ).execute
         self._deferred.rescue = self._rescue
-        session.on_attach = self._deferred.watch
-        self._deferred.watch(attachment)
+        session.on_attach = self._use
+        self._use(attachment)
         self._switch(attachment)
 
     def _switch(self, attachment: Attachment) -> None:
-        """Use another attachment. Runs on execute()'s thread, which alone uses `_slab` and `_attachment`."""
+        """Answer in place by another attachment. Runs on execute()'s thread, which alone uses `_slab` and `_attachment`."""
         if self._direct is not None:
             self._direct.close()
         self._attachment, self._direct, self._slab = attachment, attachment.direct, None
+
+    def _use(self, attachment: Attachment) -> None:
+        """Prepare requests for another attachment, before any thread submits one to it."""
         #: of the request that was read last
         self._variant = 0
+        self._inputs = attachment.inputs
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
@@ -225,6 +224,7 @@ class Engine:
             ExecutionCosts(variant.sizes, seconds)
             for variant, seconds in zip(model.interface.variants, model.costs, strict=True)
         ]
+        self._deferred.watch(attachment)
 
     @property
     def ready(self) -> bool:
@@ -253,7 +253,7 @@ class Engine:
         if self._batched:
             with suppress(Exception):  # the request is refused when it is read
                 tensor = request.inputs()[0]
-                return len(self._tensors.read(tensor, self._attachment.inputs[tensor.name()].dtype))
+                return len(self._tensors.read(tensor, self._inputs[tensor.name()].dtype))
         return 1
 
     def guard_hooks(self) -> None:
@@ -383,7 +383,11 @@ class Engine:
             self._deferred.run(partial(self._submit_later, attachment, [one]))
 
     def _submit_later(self, attachment: Attachment, batch: list[ModelRequest]) -> None:
-        placed = self._place(batch, attachment.deferred, RuntimeConnection.take)
+        try:
+            placed = self._place(batch, attachment.deferred, RuntimeConnection.take)
+        except Closed:  # the runtime died while hooks ran
+            self._deferred.rescue_or_fail(batch)
+            return
         for one in batch:
             if one.id not in placed:
                 self._deferred.finish(one)
@@ -432,7 +436,10 @@ class Engine:
         connection: RuntimeConnection,
         take: Callable[[RuntimeConnection, int, int], Slab],
     ) -> dict[int, ModelRequest]:
-        """Find a place in shared memory for each request; others fail. Returns the requests that need the device, by id."""
+        """Find a place in shared memory for each request; others fail. Returns the requests that need the device, by id.
+
+        Raises Closed if the runtime died.
+        """
         prepared: list[ModelRequest] = []
         nbytes = 0
         for one in batch:
@@ -472,7 +479,7 @@ class Engine:
         request = one.request
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
-        arrays = read_inputs(self._tensors, request.triton, self._attachment.inputs)
+        arrays = read_inputs(self._tensors, request.triton, self._inputs)
         if self._batched:
             one.client_rows = len(next(iter(arrays.values())))
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)

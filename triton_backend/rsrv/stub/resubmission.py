@@ -94,16 +94,19 @@ class Resubmission:
             failure = self._why_over(one, now)
             if failure is None and checks and now - one.checked > _CHECK_PERIOD_S:
                 one.checked, checks = now, checks - 1
-                if request.reply is not None and request.reply.cancelled():
+                if _is_cancelled(request):
                     failure = RequestFailure(Status.CANCELLED, "the request was cancelled")
             if failure is not None:
                 _end(one, failure)
                 over.add(one)
             elif not is_down and not (request.deaths and self._has_suspect()):
+                if request.deaths:
+                    self._suspect = request  # before it is submitted: it may come back before `place` returns
                 is_down = not self._submit(one)
                 if not is_down:
                     over.add(one)
-                    self._suspect = request if request.deaths else self._suspect
+                elif request.deaths:
+                    self._suspect = None
         if over:
             with self._lock:
                 self._waiting = [one for one in self._waiting if one not in over]
@@ -137,9 +140,9 @@ class Resubmission:
         if now >= one.until:
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
         if all(session.attachment is None for session in self._sessions):
-            refused = [session.down for session in self._sessions if session.down != DOWN]
-            if refused:
-                return RequestFailure(Status.RUNTIME_DOWN, refused[0])
+            reasons = [session.down for session in self._sessions]
+            if reasons and DOWN not in reasons:  # no device will take the model soon
+                return RequestFailure(Status.RUNTIME_DOWN, reasons[0])
         return None
 
     def _has_suspect(self) -> bool:
@@ -167,7 +170,10 @@ class Resubmission:
 
     def _run(self) -> None:
         while True:
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                log.exception("looking for a runtime failed")
             with self._lock:
                 if not self._waiting:
                     self._running = False
@@ -180,6 +186,17 @@ def _input_bytes(request: ClientRequest) -> int:
     with suppress(Exception):  # the request is refused when it is read
         return sum(tensor.as_numpy().nbytes for tensor in request.triton.inputs())
     return 0
+
+
+def _is_cancelled(request: ClientRequest) -> bool:
+    """Tell whether the client has cancelled; never raises."""
+    try:
+        return request.reply is not None and request.reply.cancelled()
+    except Exception:
+        log.exception(
+            "request %r: checking for cancellation failed", request.id, extra=of_request(request.id)
+        )
+        return False
 
 
 def _end(one: WaitingRequest, failure: RequestFailure) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.meta import write_meta_bundle
+from rsrv_bundle.writer import scratch_beside
 
 RUN = "def run(inputs, call):\n    return call('inner', inputs)\n"
 
@@ -64,3 +65,10 @@ def test_a_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> None:
     written(tmp_path / "outer")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         written(tmp_path / "outer")
+
+
+def test_a_place_that_cannot_be_written_is_named_with_what_to_do() -> None:
+    """The message has the bundle's own path, not that of the hidden folder beside it."""
+    with pytest.raises(OSError, match="name a folder that you can write") as raised:
+        scratch_beside(Path("/proc/rsrv/one"))
+    assert raised.value.filename == "/proc/rsrv/one"

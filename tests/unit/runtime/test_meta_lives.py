@@ -188,3 +188,24 @@ def test_a_callee_that_cannot_be_built_fails_the_meta_model_by_name(
     with pytest.raises(Exception, match="broken"):
         start_meta(runtime, chain, ["a", "broken"], bundles={"a": doublings["a"], "broken": broken})
     assert_served(start_meta(runtime, chain, name="well"))
+
+
+def test_a_model_without_calls_waits_for_the_next_runtime(
+    start_runtime: StartRuntime, start_meta: StartMeta
+) -> None:
+    """Its runs need no admission; requests that come while there is no runtime are answered by the next one."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        return {"y": inputs["x"]}
+
+    runtime = start_runtime()
+    engine = start_meta(runtime, run, "")
+    runtime.stop()
+    wait_until(lambda: not engine.ready)
+    waiting = [request(value=n) for n in range(3)]
+    assert engine.execute(waiting) is None
+
+    start_runtime()
+
+    for n, one in enumerate(waiting):
+        assert_y(answer_of(one), rows(1, n))

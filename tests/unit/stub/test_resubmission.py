@@ -126,6 +126,22 @@ def test_suspects_are_executed_one_after_another(outage: Outage) -> None:
     wait_until(lambda: len(outage.submitted) == 4)
 
 
+def test_suspects_wait_for_their_turn_beyond_the_limit(outage: Outage) -> None:
+    """Once there is a runtime, long executions of the suspects before it end no suspect; another outage does."""
+    for _ in range(2):
+        outage.add(deaths=1)
+    last = outage.add(deaths=1)
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 1)
+
+    outage.now += 11.0
+    outage.answer(0)
+
+    wait_until(lambda: len(outage.submitted) == 2)
+    outage.session.attachment, outage.is_back = None, False
+    assert DOWN in failure_of(last)
+
+
 def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on(outage: Outage) -> None:
     """It waits again, is not a suspect of the second death, and delays no other suspect."""
     for _ in range(2):

@@ -137,9 +137,11 @@ class Resubmission:
             return RequestFailure(Status.DEADLINE, LATE)
         if self._closed:
             return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
-        if now >= one.until:
+        is_down = all(session.attachment is None for session in self._sessions)
+        # A suspect, for which there is a runtime, only waits for its turn.
+        if now >= one.until and (is_down or not one.request.deaths):
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
-        if all(session.attachment is None for session in self._sessions):
+        if is_down:
             reasons = [session.down for session in self._sessions]
             if reasons and DOWN not in reasons:  # no device will take the model soon
                 return RequestFailure(Status.RUNTIME_DOWN, reasons[0])

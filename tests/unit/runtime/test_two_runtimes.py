@@ -189,7 +189,7 @@ def test_a_runtime_that_does_not_notice_requests_looks_busy(
     two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next round of a stopped runtime is due, its board shows an idle device; what was sent says otherwise."""
-    monkeypatch.setattr("rsrv.stub.connection.BEAT_S", 60.0)
+    monkeypatch.setattr("rsrv.stub.connection.SILENT_S", 60.0)
     blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads
     go_on.clear()
     blocked.loop._inbox.post(go_on.enter)

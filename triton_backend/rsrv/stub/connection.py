@@ -28,7 +28,7 @@ from rsrv.wire.calls import (
     pack_releases,
 )
 from rsrv.wire.frames import Completion, Kind, ProtocolError, check_hello, hello
-from rsrv.wire.memory import BEAT_S, Arena, Bytes, Place, read_board, read_document
+from rsrv.wire.memory import SILENT_S, Arena, Bytes, Place, read_board, read_document
 from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
 
@@ -347,11 +347,11 @@ class RuntimeConnection:
     def unnoticed_s(self) -> float:
         """Return the seconds since which the runtime, one of several, hangs or is stopped; 0: it seems to work.
 
-        Either requests that were sent here wait to be noticed, or the last round of an idle runtime is two beats ago.
+        Either requests that were sent here wait to be noticed, or the last round of an idle runtime is SILENT_S ago.
         """
         word, now = self._board[0], time.monotonic()
         waiting_s = now - self._sent_at if word == self._word_at_send else 0.0
-        return waiting_s if word & 1 else max(waiting_s, now - word / 1e9 - 2 * BEAT_S)
+        return waiting_s if word & 1 else max(waiting_s, now - word / 1e9 - SILENT_S)
 
     def admission_in_s(self) -> float:
         """Return the seconds until the runtime would admit a further run of a meta model, as it predicts."""

@@ -237,6 +237,8 @@ def read_document(fd: int) -> dict[str, Any]:
 
 #: the most seconds between two rounds of an idle runtime whose server has several devices
 BEAT_S = 0.1
+#: seconds since the last round from which on an idle runtime seems to be stopped: on a busy machine it waits for a core
+SILENT_S = 0.5
 #: bytes of a board; and its cells, of which models have all but the first two: further models have none
 _BOARD_BYTES = 64 << 10
 BOARD_SLOTS = _BOARD_BYTES // 8

@@ -15,7 +15,6 @@ from urllib.request import Request, urlopen
 
 import grpc
 import pytest
-from tritonclient.utils import InferenceServerException
 
 from local_triton import LOOPBACK
 from rsrv.control.v1 import control_pb2 as pb
@@ -110,7 +109,7 @@ def test_one_server_uses_all_cards(
 def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: Path) -> None:
     """An error of CUDA ends the runtime of its card alone, and the next one takes that card; so does a card that comes back.
 
-    The request that was executing fails, because it may be the cause.
+    The request that was executing is answered by the other card.
     """
     gpu.settings.count = 2
     (tmp_path / "bundles").mkdir()
@@ -131,8 +130,6 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
 
         before = wait_until(partial(both_but, {}), what="both devices", timeout=90)
         gpu.settings.launches_until_fault = 0
-        with pytest.raises(InferenceServerException):
-            first_value(terminal.grpc_port, "cats")
         first_value(terminal.grpc_port, "cats")
         after = wait_until(partial(both_but, before), what="the failed card's next runtime", timeout=90)
         assert len(before.items() & after.items()) == 1

@@ -25,8 +25,8 @@ from rsrv.wire.socket import Closed
 log = logging.getLogger("rsrv.stub")
 
 #: seconds between two checks of a request for cancellation; each costs up to 0.2 ms, so few are made per round
-_CHECK_PERIOD_S = 0.05
-_MAX_CHECKS = 16
+CHECK_PERIOD_S = 0.05
+MAX_CHECKS = 16
 #: nanoseconds after a deadline until it is enforced here: a healthy runtime enforces it before
 _DEADLINE_GRACE_NS = 100_000_000
 #: late answers per round, as each takes this thread some tenths of a millisecond
@@ -253,7 +253,7 @@ class DeferredReplies(Generic[W]):
         self._asleep = True
         waiting = not self._responses.settled
         self._asleep = not waiting
-        ready = self._poll.poll(_CHECK_PERIOD_S * 1e3 if waiting else None)
+        ready = self._poll.poll(CHECK_PERIOD_S * 1e3 if waiting else None)
         self._asleep = False
         for fd, _ in ready:
             if fd == self._wake:
@@ -300,7 +300,7 @@ class DeferredReplies(Generic[W]):
     def _fail_late(self) -> None:
         """Fail requests whose deadline passed long ago. Their executions go on, with their memory, without an answer."""
         now = time.monotonic()
-        if now - self._late_checked < _CHECK_PERIOD_S:
+        if now - self._late_checked < CHECK_PERIOD_S:
             return
         self._late_checked = now
         until_ns = time.monotonic_ns() - _DEADLINE_GRACE_NS
@@ -315,10 +315,10 @@ class DeferredReplies(Generic[W]):
                 one
                 for pending in self._connections.values()
                 for one in pending.values()
-                if not one.cancelling and now - one.checked > _CHECK_PERIOD_S
+                if not one.cancelling and now - one.checked > CHECK_PERIOD_S
             ]
         # The requests that were checked longest ago, so that each is checked in turn.
-        for one in heapq.nsmallest(_MAX_CHECKS, due, key=attrgetter("checked")):
+        for one in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
             one.checked = now
             try:
                 if one.request.reply is not None and one.request.reply.cancelled():

@@ -272,7 +272,7 @@ class Engine:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
-            self._wait(requests)
+            self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)
             return None
         if attachment is not self._attachment:
             self._switch(attachment)
@@ -394,13 +394,6 @@ class Engine:
         self._deferred.submit(attachment, list(placed.values()))
 
     # --- after a runtime's death --------------------------------------------------------------------------
-
-    def _wait(self, requests: Sequence[ClientRequest]) -> None:
-        """Have requests wait for a runtime."""
-        for request in requests:
-            self._deferred.reply(request)
-        for request in requests:
-            self._process.resubmission.add(request, self._outcomes)
 
     def _rescue(self, one: ModelRequest) -> bool:
         """Have a request, whose runtime died, wait for another one."""

@@ -36,7 +36,7 @@ from rsrv.stub.calls import (
     run_async,
 )
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import SENDER_THREADS, DeferredReplies
+from rsrv.stub.deferred import CHECK_PERIOD_S, SENDER_THREADS, DeferredReplies
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import (
     Array,
@@ -69,8 +69,6 @@ Stages = Mapping[str, tuple[DirectRun, Callee]]
 _MAX_BLOCK_S = 0.2
 #: weights of a shorter and of a longer run in the learned length
 _FALL, _RISE = 0.5, 0.02
-#: seconds between two checks of a run for cancellation; each costs up to 0.2 ms
-_CHECK_PERIOD_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +118,7 @@ class MetaRequest:
             raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
         now = time.monotonic()
         reply = self.request.reply
-        if reply is not None and now - self.checked > _CHECK_PERIOD_S:
+        if reply is not None and now - self.checked > CHECK_PERIOD_S:
             self.checked = now
             if reply.cancelled():
                 raise RequestFailure(Status.CANCELLED, "the request was cancelled")
@@ -263,10 +261,7 @@ class MetaEngine:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
         attachment = self.session.attachment
         if attachment is None:
-            for request in requests:
-                self._deferred.reply(request)
-            for request in requests:
-                self._process.resubmission.add(request, self._outcomes)
+            self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)
             return None
         ids = attachment.deferred.next_ids(len(requests))
         batch = [

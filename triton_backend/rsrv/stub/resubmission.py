@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rsrv.logs import of_request
-from rsrv.stub.deferred import LATE
+from rsrv.stub.deferred import CHECK_PERIOD_S, LATE, MAX_CHECKS
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, Outcomes
 from rsrv.stub.session import DOWN, UNLOADED, Session
@@ -25,9 +25,6 @@ MAX_REQUESTS, MAX_BYTES = 1000, 256 << 20
 MAX_DEATHS = 2
 #: seconds between two looks for a runtime, while a suspect is under way, and otherwise
 _SUSPECT_TICK_S, _TICK_S = 0.005, 0.02
-#: seconds between two checks of a request for cancellation; each costs up to 0.2 ms, so few are made per look
-_CHECK_PERIOD_S = 0.05
-_MAX_CHECKS = 16
 
 SUSPECT = "two runtimes ended while they executed this request, so it is not tried again"
 
@@ -39,9 +36,7 @@ class WaitingRequest:
     request: ClientRequest
     outcomes: Outcomes
     nbytes: int
-    #: by the clock of its `Resubmission`: the end of its wait, and the latest check for cancellation
-    until: float
-    checked: float
+    checked: float  # time, by the clock of its `Resubmission`, of the latest check for cancellation
 
 
 class Resubmission:
@@ -65,12 +60,24 @@ class Resubmission:
         self._running = False
         self._closed = False
 
+    def add_batch(
+        self,
+        requests: Sequence[ClientRequest],
+        reply: Callable[[ClientRequest], object],
+        outcomes: Outcomes,
+    ) -> None:
+        """Have requests that come while there is no runtime wait for one; `reply` gives each its reply."""
+        for request in requests:
+            reply(request)
+        for request in requests:
+            self.add(request, outcomes)
+
     def add(self, request: ClientRequest, outcomes: Outcomes) -> None:
         """Have a request, which has a reply, wait for a runtime; or end it with the reason why it cannot. Thread-safe."""
         now = self._clock()
         if not request.retry_until:
             request.retry_until = now + self.retry_s
-        one = WaitingRequest(request, outcomes, _input_bytes(request), request.retry_until, now)
+        one = WaitingRequest(request, outcomes, _input_bytes(request), now)
         with self._lock:
             if request is self._suspect:
                 self._suspect = None  # its runtime died before it was executed
@@ -88,11 +95,11 @@ class Resubmission:
         with self._lock:
             waiting = list(self._waiting)
         over: set[WaitingRequest] = set()
-        is_down, checks = False, _MAX_CHECKS
+        is_down, checks = False, MAX_CHECKS
         for one in waiting:
             request = one.request
             failure = self._why_over(one, now)
-            if failure is None and checks and now - one.checked > _CHECK_PERIOD_S:
+            if failure is None and checks and now - one.checked > CHECK_PERIOD_S:
                 one.checked, checks = now, checks - 1
                 if _is_cancelled(request):
                     failure = RequestFailure(Status.CANCELLED, "the request was cancelled")
@@ -139,7 +146,7 @@ class Resubmission:
             return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
         is_down = all(session.attachment is None for session in self._sessions)
         # A suspect, for which there is a runtime, only waits for its turn.
-        if now >= one.until and (is_down or not one.request.deaths):
+        if now >= one.request.retry_until and (is_down or not one.request.deaths):
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
         if is_down:
             reasons = [session.down for session in self._sessions]

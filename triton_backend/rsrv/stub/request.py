@@ -201,11 +201,6 @@ class Outcomes:
         self._failure_log.ended(failure.status, failure.text, request.id)
         return self._responses.failure(failure.status, failure.text, sub_call=request.params.run != 0)
 
-    def refused(self, requests: Sequence[ClientRequest], status: Status, text: str) -> list[Any]:
-        """Return the responses of requests that get no further; a request that failed before keeps its own failure."""
-        failure = RequestFailure(status, text)
-        return [self.failed(request, request.failure or failure) for request in requests]
-
 
 class FailureLog:
     """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.

@@ -14,14 +14,16 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.allocation import use_one_arena
+from rsrv.runtime.spare import keep_spare, wait_for_turn
 from rsrv.wire import paths
-from rsrv.wire.socket import listen
+from rsrv.wire.socket import listen, take_over
 
 #: a runtime that has found no device for this time ends when a model asks for it again
 _WITHOUT_DEVICE_S = 20.0
@@ -37,18 +39,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--server-pid", type=int, required=True, help="leave when this process ends")
     parser.add_argument("--settings", type=Path, required=True, help="rsrv.yaml")
     parser.add_argument("--device", type=int, default=0, help="position in runtime.devices (default: 0)")
-    parser.add_argument(
-        "--ready-fd", type=int, required=True, help="write 'ready' or the reason of a failure here"
-    )
+    parser.add_argument("--ready-fd", type=int, help="write 'ready' or the reason of a failure here")
+    parser.add_argument("--listener-fd", type=int, help="be the spare of the runtime that listens here")
     options = parser.parse_args(argv)
 
     # A stub limits its memory because of its hooks, which do not run here.
     raise_limit(resource.RLIMIT_DATA)
+    spare = options.listener_fd is not None
     # The stub that starts this process must not be its parent: Triton may unload the stub at any time, and if this
-    # process ended first, it would stay a zombie of the stub.
-    if os.fork():
-        return 0
-    os.setsid()
+    # process ended first, it would stay a zombie of the stub. A spare is the child of the runtime, which waits for it.
+    if not spare:
+        if os.fork():
+            return 0
+        os.setsid()
     use_one_arena()
     # Each load of weights is logged, and must not wait for the log to be written.
     logs.setup(aside=True)
@@ -57,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
+        if spare and not wait_for_turn(server):
+            return 0
         # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
         from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
@@ -77,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = read_settings(options.settings if options.settings.exists() else None)
         logs.setup(settings.logs.format)
         environment = dict(os.environ)
-        if paths.hold(options.directory) is None:
+        # The kernel closes a killed process's files one after another, so a spare may be here before the lock is free.
+        if paths.hold(options.directory, wait=spare) is None:
             # Another runtime serves already; the stub that started it died. The other stubs connect to it.
             _say(options.ready_fd, "ready")
             return 0
@@ -102,8 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         # The usual limit of 1024 open files is too low for hundreds of models.
         raise_limit(resource.RLIMIT_NOFILE)
-        (options.directory / paths.SOCKET).unlink(missing_ok=True)
-        listener = listen(options.directory / paths.SOCKET)
+        if spare:
+            listener = take_over(options.listener_fd)
+        else:
+            (options.directory / paths.SOCKET).unlink(missing_ok=True)
+            listener = listen(options.directory / paths.SOCKET)
         box = BlackBox(options.directory)
         box.catch_signals()
     except Exception as error:
@@ -194,6 +203,11 @@ def main(argv: list[str] | None = None) -> int:
         threading.Thread(
             target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
         ).start()
+    if settings.runtime.spare:
+        command = _command(options.directory, options, str(options.device), environment)
+        command += ["--listener-fd", str(listener.fileno())]
+        keep = partial(keep_spare, command, environment, listener.fileno(), lambda: loop.building)
+        threading.Thread(target=keep, name="spare", daemon=True).start()
     # One control process suffices for a server.
     if settings.control.enabled and options.device == 0:
         start_supervisor(
@@ -207,11 +221,19 @@ def main(argv: list[str] | None = None) -> int:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
         # The loop failed: no model that is being built is to blame.
         box.clear()
-    # The interpreter's own exit waits for threads, and the stubs would wait as long.
-    (options.directory / paths.SOCKET).unlink(missing_ok=True)
     with suppress(Exception):
         loop.clear()
+    # The interpreter's own exit waits for threads, and the stubs would wait as long.
     os._exit(_EXIT_FAILED)
+
+
+def _command(
+    directory: Path, options: argparse.Namespace, device: str, environment: Mapping[str, str]
+) -> list[str]:
+    """Return the command of another runtime of this server, with the interpreter that the stub chose for this one."""
+    # The variable may name a script.
+    python = environment.get("RSRV_RUNTIME_PYTHON") or sys.executable
+    return paths.runtime_command(python, directory, options.server_pid, options.settings, device)
 
 
 def _start_others(count: int, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
@@ -220,23 +242,14 @@ def _start_others(count: int, options: argparse.Namespace, environment: Mapping[
     A stub starts one that does not come up.
     """
     starting = []
-    with open(os.devnull, "wb") as nowhere:
-        for number in range(1, count):
-            try:
-                directory = paths.runtime_directory(options.server_pid, str(number))
-                paths.make_private(directory)
-                command = paths.runtime_command(
-                    # As the stub that started this process: the variable may name a script.
-                    environment.get("RSRV_RUNTIME_PYTHON") or sys.executable,
-                    directory,
-                    options.server_pid,
-                    options.settings,
-                    str(number),
-                    nowhere.fileno(),
-                )
-                starting.append(subprocess.Popen(command, pass_fds=(nowhere.fileno(),), env=environment))
-            except (OSError, paths.RuntimeDirectoryError) as error:
-                logging.getLogger("rsrv.runtime").warning("device %d: %s", number, error)
+    for number in range(1, count):
+        try:
+            directory = paths.runtime_directory(options.server_pid, str(number))
+            paths.make_private(directory)
+            command = _command(directory, options, str(number), environment)
+            starting.append(subprocess.Popen(command, env=environment))
+        except (OSError, paths.RuntimeDirectoryError) as error:
+            logging.getLogger("rsrv.runtime").warning("device %d: %s", number, error)
     for one in starting:
         one.wait()  # it forks the runtime and ends
 
@@ -263,8 +276,10 @@ def _end_soon() -> None:
     timer.start()
 
 
-def _say(fd: int, text: str) -> None:
+def _say(fd: int | None, text: str) -> None:
     """Report to the stub that waits. If it has died, this process goes on: other stubs need it."""
+    if fd is None:
+        return
     with suppress(BrokenPipeError):
         os.write(fd, text.encode()[:4000])
     os.close(fd)

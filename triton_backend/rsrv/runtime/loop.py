@@ -124,6 +124,11 @@ class Loop:
         """From any thread: the thread that launches on the device."""
         return None if self._weights.device is None else self._weights.device.launcher
 
+    @property
+    def building(self) -> bool:
+        """From any thread: whether a model is read or compiled, or the device is missing."""
+        return self._weights.device is None or bool(self._catalog.building)
+
     # --- rounds -------------------------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -46,7 +46,7 @@ def read_devices(directory: Path) -> list[str]:
 
 
 def runtime_command(
-    python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int
+    python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int | None = None
 ) -> list[str]:
     """Return the command that starts the runtime of a directory; its options are those of `python -m rsrv.runtime`."""
     return [
@@ -56,7 +56,7 @@ def runtime_command(
         "--server-pid", str(server_pid),
         "--settings", str(settings),
         "--device", device,
-        "--ready-fd", str(ready_fd),
+        *(() if ready_fd is None else ("--ready-fd", str(ready_fd))),
     ]  # fmt: skip
 
 
@@ -82,14 +82,14 @@ def make_private(directory: Path) -> None:
             ) from None
 
 
-def hold(directory: Path) -> int | None:
+def hold(directory: Path, *, wait: bool = False) -> int | None:
     """Lock a runtime's directory; return the lock's descriptor, or None if another process has the lock.
 
-    The kernel releases the lock with the process, so an unlocked directory has no runtime.
+    The kernel releases the lock with the process, so an unlocked directory has no runtime. With `wait`, wait for that.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(fd)
         return None

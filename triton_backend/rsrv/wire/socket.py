@@ -21,6 +21,8 @@ from rsrv.wire.frames import (
 from rsrv.wire.memory import read_document
 from rsrv.wire.paths import SOCKET, runtime_directory
 
+#: connections that may wait to be accepted
+_BACKLOG = 1024
 #: descriptors that may come with one frame: a segment, the board
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
@@ -39,7 +41,15 @@ def listen(path: Path) -> socket.socket:
     """Return a non-blocking listening socket at `path`, which only this user can reach."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     sock.bind(str(path))
-    sock.listen(1024)
+    sock.listen(_BACKLOG)
+    return sock
+
+
+def take_over(fd: int) -> socket.socket:
+    """Return the listening socket of a process that has ended, with the connections that wait in it."""
+    sock = socket.socket(fileno=fd)
+    # Again: clients see the credentials of the process that did so last.
+    sock.listen(_BACKLOG)
     return sock
 
 

@@ -1,0 +1,117 @@
+"""How long models are away after their runtime's death, on a real server.
+
+    python -m tests.bench.deaths                       # 1, 20 and 50 models with the Python front
+    python -m tests.bench.deaths --models 50 --front native --rounds 5
+
+The runtime is killed while no request is under way. Each model gets one request right after the kill, which waits for the
+next runtime, and every answer is checked. The models are different modules, whose executables the compilation cache has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tritonclient.grpc
+
+import native_front
+from rsrv.wire.socket import read_status
+from rsrv_bundle.export import export_bundle
+from tests.bench.phases import say
+from tests.bench.places import WORK
+from tests.bench.report import table
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
+
+_WIDTH = 256
+#: seconds for all models to answer again
+_PATIENCE_S = 60.0
+
+
+def _kernel(number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(number).standard_normal((_WIDTH, _WIDTH), np.float32)
+
+
+def ensure_bundles(count: int) -> list[Path]:
+    """Export `count` models, of three compiled sizes each, unless they are there."""
+    paths = []
+    for number in range(count):
+        path = WORK / "deaths" / f"model{number:03}"
+        paths.append(path)
+        if path.exists():
+            continue
+
+        def forward(params: Any, x: jax.Array, number: int = number) -> Any:
+            return {"y": jax.numpy.tanh(x @ params["w"]) + number}
+
+        example = {"x": jax.ShapeDtypeStruct((1, _WIDTH), np.float32)}
+        export_bundle(forward, {"w": _kernel(number)}, example, batch_sizes=(1, 4, 16), out_dir=path)
+    return paths
+
+
+def after_a_kill(server: RunningTriton, names: list[str]) -> list[float]:
+    """Kill the runtime, ask every model once, and return the seconds to each right answer, in order."""
+    x = np.ones((1, _WIDTH), np.float32)
+    sent = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+    sent.set_data_from_numpy(x)
+    seconds: list[float] = []
+    wrong: list[str] = []
+    every = threading.Semaphore(0)
+    os.kill(int(read_status(server.pid)["pid"]), signal.SIGKILL)
+    killed = time.monotonic()
+    for number, name in enumerate(names):
+
+        def answered(result: Any, error: Any, number: int = number, name: str = name) -> None:
+            seconds.append(time.monotonic() - killed)
+            want = np.tanh(x @ _kernel(number)) + number
+            if error is not None or not np.allclose(result.as_numpy("y"), want, atol=1e-4):
+                wrong.append(f"{name}: {error}")
+            every.release()
+
+        server.grpc.async_infer(name, [sent], answered)
+    for _ in names:
+        assert every.acquire(timeout=_PATIENCE_S), f"{len(names) - len(seconds)} models do not answer"
+    assert not wrong, wrong
+    return sorted(seconds)
+
+
+def main() -> None:
+    """Measure each number of models."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.deaths", description=__doc__)
+    parser.add_argument("--models", type=int, nargs="+", default=[1, 20, 50])
+    parser.add_argument("--front", choices=("native", "python"), default="python")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=12.0, help="seconds before each kill")
+    options = parser.parse_args()
+    if options.front == "native":
+        native_front.ensure()
+    paths = ensure_bundles(max(options.models))
+    rows = []
+    for count in options.models:
+        with tempfile.TemporaryDirectory(prefix="rsrv-deaths-") as home:
+            folder = Path(home)
+            repository = make_repository(
+                folder, *paths[:count], settings=f"stub: {{front: {options.front}, retry_s: 60}}"
+            )
+            log = WORK / "deaths.log"
+            with running_triton(repository, log, timeout=300) as server:
+                rounds = []
+                for _ in range(options.rounds):
+                    time.sleep(options.pause)
+                    rounds.append(after_a_kill(server, [path.name for path in paths[:count]]))
+                    say(f"{count} models: first {rounds[-1][0]:.2f} s, last {rounds[-1][-1]:.2f} s")
+        first, last = (statistics.median(one[at] for one in rounds) for at in (0, -1))
+        rows.append([str(count), f"{first:.2f}", f"{last:.2f}"])
+    print(table(["models", "first answer s", "all models s"], rows))
+
+
+if __name__ == "__main__":
+    main()

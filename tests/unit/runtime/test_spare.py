@@ -1,0 +1,121 @@
+"""The spare runtime: it waits, takes over the socket, ends with the server, and is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rsrv.runtime.spare import keep_spare
+from rsrv.stub.session import Launcher
+from rsrv.wire.paths import SOCKET
+from rsrv.wire.socket import connect, read_status
+from tests.waiting import wait_until
+
+_WAITS = """
+import os, sys
+from rsrv.runtime.spare import wait_for_turn
+print(wait_for_turn(os.pidfd_open(int(sys.argv[1])), ["rsrv.no_such_module", "colorsys"]), "colorsys" in sys.modules)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in the place of tritonserver."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(("ends", "told"), [("runtime", b"True True\n"), ("server", b"False True\n")])
+def test_a_spare_imports_and_waits_for_an_end(
+    server: subprocess.Popen[bytes], ends: str, told: bytes
+) -> None:
+    """It takes over after the runtime's end, and not after the server's; a module that is missing does not stop it."""
+    command = [sys.executable, "-c", _WAITS, str(server.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as spare:
+        assert spare.stdin is not None
+        assert spare.stdout is not None
+        if ends == "server":
+            server.kill()
+        else:
+            spare.stdin.close()
+        assert spare.stdout.read() == told
+
+
+def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -> None:
+    """Each spare starts after a quiet time without a build, has the socket, and is followed by another one."""
+    marks = tmp_path / "marks"
+    script = 'import os, sys; os.fstat(int(sys.argv[1])); print(open(sys.argv[2], "a").write("x"))'
+    building = iter([True] * 5)
+    pauses: list[float] = []
+    started_at: list[int] = []
+
+    def rest(seconds: float) -> None:
+        count = len(marks.read_text()) if marks.exists() else 0
+        if len(started_at) < count:
+            started_at.append(len(pauses))
+        if count == 2:
+            raise InterruptedError
+        pauses.append(seconds)
+
+    with socket.socket() as listener:
+        command = [sys.executable, "-c", script, str(listener.fileno()), str(marks)]
+        with pytest.raises(InterruptedError):
+            keep_spare(command, os.environ, listener.fileno(), lambda: next(building, False), rest)
+
+    first, second = started_at
+    assert first > 5
+    assert second > first
+    assert pauses[first] > 10 * pauses[0]
+
+
+@pytest.fixture
+def launcher(
+    server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Launcher]]:
+    settings = tmp_path / "rsrv.yaml"
+    settings.write_text("runtime: {platform: cpu, compilation_cache_dir: null}\ncontrol: {enabled: false}")
+    # Not below tmp_path, because a socket's path is limited to 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rsrv-test-", ignore_cleanup_errors=True) as home:
+        monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
+        yield lambda: Launcher(server.pid, "0", settings, tmp_path, dict(os.environ))
+        server.kill()
+        server.wait()
+        wait_until(lambda: not list(Path(home).iterdir()), 20, what="the runtime to end with the server")
+
+
+def spares(server: int) -> list[psutil.Process]:
+    wanted = {"rsrv.runtime", "--listener-fd", str(server)}
+    return [one for one in psutil.process_iter(["cmdline"]) if wanted <= set(one.info["cmdline"] or [])]
+
+
+def test_connections_after_a_death_reach_the_spare(
+    server: subprocess.Popen[bytes], launcher: Callable[[], Launcher]
+) -> None:
+    """A stub that comes while there is no runtime waits at the socket, starts none, and is greeted by the spare."""
+    launcher().open().sock.close()
+    old = int(read_status(server.pid)["pid"])
+    (spare,) = wait_until(lambda: spares(server.pid), 60, what="a spare")
+    spare.suspend()
+
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        connect(next(Path(os.environ["RSRV_RUNTIME_DIR"]).glob("*-gpu0")) / SOCKET),
+    ):
+        greeted = pool.submit(launcher().open)
+        spare.resume()
+        greeted.result(30).sock.close()
+
+    assert int(read_status(server.pid)["pid"]) == spare.pid

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -314,9 +314,11 @@ class JaxDevice:
         limit = self._memory("bytes_limit")
         if limit is None:
             return None
-        deadline = time.monotonic() + _RELEASE_S
+        deadline, full_until = time.monotonic() + _RELEASE_S, _full_until()
         enough = limit if self._preallocates else _LEAST_BYTES
-        while (free := self._driver().free_bytes()) < enough and time.monotonic() < deadline:
+        while (free := self._driver().free_bytes()) < enough:
+            if time.monotonic() >= (full_until if free < _LEAST_BYTES else deadline):
+                break
             time.sleep(_RELEASE_S / 100)
         if free < _LEAST_BYTES:
             # XLA would ask for it again and again, and write a line of its log each time: 5 MB a second.
@@ -607,6 +609,12 @@ class JaxDevice:
             with self._noticing:
                 execution.ready = execution.ready or time.perf_counter()
         return execution.ready
+
+
+@cache
+def _full_until() -> float:
+    """Return the time until which this process waits for a full card: once, or each model's load would take as long."""
+    return time.monotonic() + _RELEASE_S
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:

@@ -190,7 +190,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures")}
             assert set(status["server"]) == {"pid", "controlPid", "version", "mode", "repository"}
             (device,) = status["devices"]
-            assert set(device) == {"number", "runtime", "host", "memory"}
+            assert set(device) == {"number", "runtime", "host", "memory", "error"}
             assert set(device["runtime"]) == {
                 *(
                     "pid",

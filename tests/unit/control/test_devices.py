@@ -9,7 +9,9 @@ import pytest
 
 from rsrv.cli.server_pages import model_page, print_update, status_page, story_page
 from rsrv.control.card_memory import CardMemory, Cards, NoFigures
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.wire.paths import NO_DEVICE
 from tests.unit.control.peers import entry, model_status, served, until
 from tests.waiting import looped
 
@@ -77,6 +79,33 @@ async def test_a_dead_runtime_of_two_leaves_the_server_ready(
         server.all[1].die()
         await until(server.runtimes, lambda: not server.runtimes.up)
         assert server.health.serving("") is False
+
+
+@looped
+async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its runtimes come and go, and each looks again: the reason stays until one has found the device."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        note = tmp_path / "device1" / NO_DEVICE
+        note.write_text("the card is full")
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+        assert [one.error for one in status.devices] == ["", "the card is full"]
+        status_page(status)
+        assert "device 1   none: the card is full\n" in capsys.readouterr().out
+
+        server.all[1].die()
+        await until(server.runtimes, lambda: len(server.runtimes.live) == 1)
+        status_page(await server.control.GetStatus(pb.GetStatusRequest()))
+        assert "; the card is full\n" in capsys.readouterr().out
+        server.all[0].die()
+        await until(server.runtimes, lambda: not server.runtimes.up)
+        with pytest.raises(StatusError, match="No model can serve until it is back; the card is full"):
+            await server.runtimes.status()
+
+        note.unlink()
+        with pytest.raises(StatusError, match="see the server's log"):
+            await server.runtimes.status()
 
 
 @looped

@@ -289,7 +289,9 @@ def _device_name(device: pb.DeviceStatus) -> str:
     memory = device.memory
     if not device.HasField("runtime"):
         since = time.strftime("%H:%M:%S", time.localtime(device.down_since_unix_s))
-        return f"its runtime has not answered since {since}; see the server's log"
+        return f"its runtime has not answered since {since}; " + (device.error or "see the server's log")
+    if device.error:
+        return f"none: {device.error}"
     limit = (
         f", {amount(memory.limit_bytes)} for weights and executions" if memory.HasField("limit_bytes") else ""
     )

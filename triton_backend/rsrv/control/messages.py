@@ -182,6 +182,8 @@ def device_status(
         if card is None
         else pb.CardMemory(used_bytes=card.used_bytes, total_bytes=card.total_bytes),
     )
+    if link.obstacle:
+        shown.error = link.obstacle
     if status is None:
         shown.down_since_unix_s = now - link.down_s
         return shown

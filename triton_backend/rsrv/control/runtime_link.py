@@ -18,6 +18,7 @@ from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import SharedMemoryError, read_document
+from rsrv.wire.paths import FAILURE, NO_DEVICE
 
 log = logging.getLogger("rsrv.control")
 
@@ -68,11 +69,11 @@ class ChangeCounter:
 class RuntimeDown(StatusError):
     """The runtime does not answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, obstacle: str = "") -> None:
         super().__init__(
             "UNAVAILABLE",
-            "the runtime does not answer: it has ended, or it hangs. No model can serve until it is back; see the server's "
-            "log",
+            "the runtime does not answer: it has ended, or it hangs. No model can serve until it is back; "
+            + (obstacle or "see the server's log"),
         )
 
 
@@ -243,6 +244,14 @@ class RuntimeLink:
     @property
     def since(self) -> float:
         return self._since
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why the device serves nothing, by the latest attempt to start its runtime; empty: it has a device."""
+        for name in (FAILURE, NO_DEVICE):
+            with suppress(OSError):
+                return (self._path.parent / name).read_text()
+        return ""
 
     @property
     def down_s(self) -> float:

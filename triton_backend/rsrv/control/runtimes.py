@@ -175,6 +175,8 @@ class Runtimes:
 
     async def status(self) -> Answers:
         """Return the status of docs/protocol.md of each runtime that answers. Raises RuntimeDown if none does."""
+        if not self.up:
+            raise RuntimeDown(next(filter(None, (link.obstacle for link in self.links)), ""))
         answers, _ = await self._ask(self.live, lambda _, link: link.status())
         return answers
 

@@ -141,8 +141,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def make_device() -> JaxDevice:
         nonlocal missing_since
+        note = options.directory / paths.NO_DEVICE
         try:
-            return JaxDevice(
+            found = JaxDevice(
                 platform,
                 settings.runtime.compilation_cache_dir,
                 memory_fraction=settings.runtime.memory_fraction,
@@ -151,7 +152,12 @@ def main(argv: list[str] | None = None) -> int:
                 repository=options.settings.parent,
                 lost=end_without_device,
             )
+            note.unlink(missing_ok=True)
+            return found
         except DeviceError as error:
+            # For operators: neither a process that has ended nor its successor, before it has looked, says why.
+            with suppress(OSError):
+                note.write_text(str(error))
             # From the first failure on: importing jax alone may take longer.
             missing_since = min(missing_since, time.monotonic())
             if time.monotonic() - missing_since < _WITHOUT_DEVICE_S:

@@ -10,6 +10,8 @@ SOCKET = "runtime.sock"
 LOCK = "lock"
 #: why the runtime could not be started the last time
 FAILURE = "failure"
+#: why the runtime found no device the last time
+NO_DEVICE = "no-device"
 #: of the control process: its socket, its lock, and the settings of operators
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"

@@ -131,20 +131,22 @@ class GetStatusResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s")
+    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     DOWN_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
     runtime: Runtime
     host: HostMemory
     memory: DeviceMemory
     card: CardMemory
     down_since_unix_s: float
-    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ...) -> None: ...
+    error: str
+    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Server(_message.Message):
     __slots__ = ("pid", "control_pid", "version", "mode", "repository")

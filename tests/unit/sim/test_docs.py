@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.sim.reference import FIGURES
 from rsrv.sim.scenario import load_scenario, parse_scenario
 from tests.pages import ROOT, blocks
 from tests.unit.sim.helpers import metrics
@@ -16,11 +17,10 @@ TUNING = (DOCS / "tuning.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_is_explained() -> None:
-    """The table of metrics.json has every key and no other."""
-    rows = re.findall(r"^\| (`.*?) \| (both|models|total) \|", TUNING, flags=re.MULTILINE)
+    """`python -m rsrv.sim.reference` has every key of metrics.json and no other."""
     keys = {
-        where: {key for cell, at in rows if at == where for key in re.findall(r"`(\w+)`", cell)}
-        for _, where in rows
+        where: {key for cell, at, _ in FIGURES if at == where for key in re.findall(r"`(\w+)`", cell)}
+        for _, where, _ in FIGURES
     }
 
     result = metrics("models: {a: {cost: {1: 1}}}\narrivals: []")

@@ -1,17 +1,16 @@
-"""The tables about several devices in docs/tuning.md show what the present code does."""
+"""The table about several devices in docs/tuning.md shows what the present code does."""
 
 import pytest
 
 import simulator_page as tool
-from scheduler_page import rewrite
 
 TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_the_tables_are_current() -> None:
+def test_the_table_is_current() -> None:
     """If not, run make pages, and read whether the text beside it still holds."""
-    assert rewrite(TEXT, {name: one.table for name, one in tool.compare().items()}) == TEXT
+    assert tool.rewritten(TEXT, tool.Comparison("fleet")) == TEXT
 
 
 def test_the_picture_exists_and_is_small() -> None:

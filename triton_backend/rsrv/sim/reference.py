@@ -1,6 +1,6 @@
-"""The reference of scenario keys in docs/tuning.md, from the models that read them.
+"""Reference of a scenario's keys, from the models that read them, and of the figures in metrics.json.
 
-`python -m rsrv.sim.reference` prints it; a test compares.
+`python -m rsrv.sim.reference` prints it, for users; a test compares the figures with those that a run writes.
 """
 
 from collections.abc import Iterator
@@ -37,10 +37,48 @@ _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`arrivals.trace`", TraceKeys),
 )
 
+#: figures of metrics.json: their keys, where they stand, and their meaning
+FIGURES: tuple[tuple[str, str, str], ...] = (
+    ("`arrived`", "both", "requests, each attempt of a closed-loop client counted"),
+    ("`served`, `shed`, `expired`, `refused`, `cancelled`, `failed`", "both", "how they ended"),
+    ("`device_seconds`", "both", "device time of executions"),
+    ("`share`", "models", "share of all models' device time"),
+    ("`wait_p50_s`, `wait_p99_s`", "both", "arrival until the device starts; served requests"),
+    ("`latency_p50_s`, `latency_p99_s`", "both", "arrival to answer; served requests"),
+    ("`dispatches`", "both", "executions"),
+    ("`useful_rows`, `padded_rows`", "both", "rows of requests, and of padding"),
+    ("`hit_ratio`", "both", "requests whose weights were resident on arrival"),
+    ("`loads`, `evictions`, `loaded_bytes`", "both", "of weights"),
+    ("`window_s`, `makespan_s`", "total", "`duration`; until the last request ended"),
+    ("`utilisation`", "total", "`device_seconds` / `window_s`"),
+    ("`goodput`", "total", "requests answered in time, per second of the window"),
+    ("`goodput_ratio`", "total", "requests answered in time, of `arrived`"),
+    ("`padding_ratio`", "total", "padding, of all rows"),
+    ("`load_seconds`, `link_utilisation`", "total", "link time, and its share of the window"),
+    (
+        "`jain`, `jain_models`, `jain_seconds`",
+        "total",
+        "Jain's fairness index by weight while models compete; how many did, and how long",
+    ),
+)
+
 
 def reference() -> str:
-    """Return Markdown: one table for each mapping of a scenario."""
-    return "\n".join(line for title, model in _TABLES for line in _table(title, model))
+    """Return Markdown: one table for each mapping of a scenario, and one for metrics.json."""
+    return "\n".join([*(line for title, model in _TABLES for line in _table(title, model)), *_figures()])
+
+
+def _figures() -> Iterator[str]:
+    yield "### metrics.json\n"
+    yield (
+        "Figures of each model, of all (`total`), or of both. Times are in seconds; null means no value. The device and the link "
+        "count within the `duration`; requests are followed to their ends.\n"
+    )
+    yield "| key | in | meaning |"
+    yield "|---|---|---|"
+    for row in FIGURES:
+        yield f"| {' | '.join(row)} |"
+    yield ""
 
 
 def _table(title: str, model: type[BaseModel]) -> Iterator[str]:

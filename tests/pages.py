@@ -21,7 +21,7 @@ PAGES = [
 ]
 
 #: These run unchanged except for `PLACEHOLDERS`, and have to succeed.
-RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}
+RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for", "python"}
 
 #: The reasons why others are not run. The flags of some are checked.
 NOT_RUN = {

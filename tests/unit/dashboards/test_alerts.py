@@ -48,7 +48,7 @@ def test_names_are_the_servers_and_each_ones_own() -> None:
 
 
 def test_promtool_is_told_when_each_fires() -> None:
-    """alerts.yml, the input of promtool (docs/monitoring.md), has every alert."""
+    """alerts.yml, the input of `promtool test rules`, has every alert."""
     text = Path(__file__).with_name("alerts.yml").read_text(encoding="utf-8")
     assert {*re.findall(r'alertname="(\w+)"', text)} == {rule["alert"] for rule in RULES}
 

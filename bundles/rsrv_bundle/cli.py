@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.command import EXIT_STATUS, CommandParser, command
+from rsrv.extras import install_command
 from rsrv_bundle.commands.sources import KINDS
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _tolerance(text: str) -> tuple[str, float]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    _need("jax", "rsrv[export]")
+    _need_jax()
     from rsrv_bundle.commands import exporting
 
     return exporting.export(arguments)
@@ -259,7 +260,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> Comparison:
-    _need("jax", "rsrv[export]")
+    _need_jax()
     from rsrv_bundle.commands.agreement import Comparison
     from rsrv_bundle.commands.samples import read_samples
 
@@ -292,11 +293,11 @@ def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[
     return source.eager, source.examples
 
 
-def _need(package: str, extra: str) -> None:
+def _need_jax() -> None:
     from importlib.util import find_spec
 
-    if find_spec(package) is None:
-        raise UsageError(f"{package} is not installed; install '{extra}'")
+    if find_spec("jax") is None:
+        raise UsageError(f"jax is not installed for {sys.executable}; run {install_command('export')}")
 
 
 def _directories(*paths: str) -> None:
@@ -309,7 +310,7 @@ def _directories(*paths: str) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    _need("jax", "rsrv[export]")
+    _need_jax()
     from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)
@@ -324,7 +325,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _upgrade(arguments: argparse.Namespace) -> int:
-    _need("jax", "rsrv[export]")
+    _need_jax()
     from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rsrv.extras import install_command
 from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.dtypes import numpy_dtype
@@ -144,8 +145,8 @@ def _torch_programs() -> Any:
         from rsrv_bundle import torch_programs
     except (ImportError, AttributeError) as e:
         raise BundleError(
-            f"torchax: cannot be imported with torch {torch.__version__} ({type(e).__name__}: {e}); install"
-            f" 'rsrv[export-torch]'{_pins()}"
+            f"torchax: cannot be imported with torch {torch.__version__} ({type(e).__name__}: {e}); run"
+            f" {install_command('export-torch')}{_pins()}"
         ) from e
     return torch_programs
 

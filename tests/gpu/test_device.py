@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from rsrv.extras import install_command
 from rsrv.runtime import cuda
 from rsrv.runtime.device import Abandoned, Array, DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
@@ -197,8 +198,8 @@ def test_a_graph_follows_reloaded_weights_to_their_place(gpu: FakeGpu, alternati
 @pytest.mark.parametrize(
     ("platform", "signs", "remedy"),
     [
-        ("cuda", (), "it has no CUDA plugin: install 'rsrv[serve,cuda13]'"),
-        ("auto", ("/proc",), "it has no CUDA plugin: install 'rsrv[serve,cuda13]'"),
+        ("cuda", (), f"it has no CUDA plugin: run {install_command('serve', 'cuda13')}"),
+        ("auto", ("/proc",), f"it has no CUDA plugin: run {install_command('serve', 'cuda13')}"),
     ],
 )
 def test_a_machine_without_jaxs_plugin_is_told_what_to_install(

@@ -16,6 +16,7 @@ import rsrv_bundle
 from rsrv.cli.main import former_node
 from rsrv.cli.main import main as rsrv_main
 from rsrv.command import command
+from rsrv.extras import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -100,7 +101,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.
     assert main("no_such_package.part") == 1
     said = capsys.readouterr().err
     assert said.startswith("rsrv-x: no_such_package is not installed for /")
-    assert said.endswith("; install 'rsrv[serve]'\n")
+    assert said.endswith(f"; run {install_command('serve')}\n")
     with pytest.raises(ModuleNotFoundError):
         main("rsrv.no_such_module")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
+from rsrv.extras import install_command
 from rsrv.text import nearest
 
 #: all commands of the package, for the shell's completion
@@ -148,7 +149,7 @@ def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]
                 if missing.startswith("rsrv"):
                     raise
                 print(
-                    f"{program}: {missing} is not installed for {sys.executable}; install 'rsrv[{extra}]'",
+                    f"{program}: {missing} is not installed for {sys.executable}; run {install_command(extra)}",
                     file=sys.stderr,
                 )
                 return 1

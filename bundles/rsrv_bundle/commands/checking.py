@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from json import dumps
 from typing import Any
 
+from rsrv.extras import install_command
 from rsrv.text import os_error
 from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.errors import BundleError
@@ -28,7 +29,7 @@ def check(
     numerics: comparison that runs the modules, if any.
     """
     if signatures and find_spec("jaxlib") is None:
-        message = "jaxlib is not installed; install 'rsrv[export]', or pass --no-signatures"
+        message = f"jaxlib is not installed; run {install_command('export')}, or pass --no-signatures"
         print(f"rsrv-bundle: {message}", file=sys.stderr)
         return 2
     report: list[dict[str, Any]] = []

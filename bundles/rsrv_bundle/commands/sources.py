@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rsrv.extras import install_command
 from rsrv.text import nearest
 
 #: kind of model that a bundle is exported from -> its description
@@ -27,11 +28,11 @@ KINDS: Mapping[str, str] = {
 
 #: missing package -> extra that installs it
 _EXTRAS = {
-    "jax": "rsrv[export]",
-    "flax": "rsrv[export-flax]",
-    "equinox": "rsrv[export-equinox]",
-    "torch": "rsrv[export-torch]",
-    "torchax": "rsrv[export-torch]",
+    "jax": "export",
+    "flax": "export-flax",
+    "equinox": "export-equinox",
+    "torch": "export-torch",
+    "torchax": "export-torch",
 }
 
 
@@ -79,7 +80,9 @@ def load(kind: str, target: str) -> LoadedModel:
         raise _missing(target, e) from None
     except (ImportError, AttributeError) as e:
         extra = _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
-        raise LoadError(f"{target}: its exporter fails: {type(e).__name__}: {e}; install '{extra}'") from e
+        raise LoadError(
+            f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra)}"
+        ) from e
     # An object does not know its file.
     code = (
         found
@@ -127,7 +130,7 @@ def _is_linen(value: Any) -> bool:
 
 def _missing(target: str, error: ModuleNotFoundError) -> LoadError:
     package = (error.name or "").partition(".")[0]
-    cure = f"; install '{_EXTRAS[package]}'" if package in _EXTRAS else ""
+    cure = f"; run {install_command(_EXTRAS[package])}" if package in _EXTRAS else ""
     return LoadError(f"{target}: {error}{cure}")
 
 

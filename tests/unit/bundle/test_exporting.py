@@ -314,7 +314,7 @@ def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest
     """If a framework is missing or has another version, the message says what to install."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
     monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
-    with pytest.raises(LoadError, match=r"dce_jaxpr.*; install 'rsrv\[export-flax\]'"):
+    with pytest.raises(LoadError, match=r"dce_jaxpr.*; run pip install .*\[export-flax\]"):
         load("nnx", f"{models}:nnx_net")
 
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_triton import free_ports
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.extras import install_command
 from rsrv.wire.paths import make_private
 from tests.unit.control.peers import FakeRuntime, entry
 from tests.unit.junk import throw_junk
@@ -183,7 +184,7 @@ async def test_without_opentelemetry_it_serves_and_says_what_is_missing(
         line = (await control.stderr.readline()).decode()
 
         assert "traces.endpoint: no spans are exported: No module named 'opentelemetry." in line
-        assert "Install 'rsrv[serve]'" in line
+        assert install_command("serve") in line
         await listening(control)
         await place.end()
         await control.communicate()

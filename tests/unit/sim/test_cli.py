@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.extras import install_command
 from rsrv.sim.cli import main
 
 GOOD = """
@@ -105,7 +106,7 @@ def test_without_matplotlib_there_are_metrics(
     assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.json"]
-    assert "pip install 'rsrv[sim]'" in capsys.readouterr().err
+    assert install_command("sim") in capsys.readouterr().err
 
 
 def test_metrics_for_programs(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:

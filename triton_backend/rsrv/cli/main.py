@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
+from rsrv.extras import install_command
 from rsrv.gpu.report import PARTS
 from rsrv.text import nearest
 from rsrv_gen.cli import add_compile_for
@@ -83,7 +84,10 @@ def _print_completion(shell: str) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
-        print("rsrv completion: argcomplete is not installed; install 'rsrv[bundles]'", file=sys.stderr)
+        print(
+            f"rsrv completion: argcomplete is not installed; run {install_command('bundles')}",
+            file=sys.stderr,
+        )
         return 1
     print(shellcode(COMMANDS, shell=shell))
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv import logs
+from rsrv.extras import install_command
 from rsrv.wire import paths
 
 if TYPE_CHECKING:
@@ -172,7 +173,10 @@ def _exporting(settings: "Settings", runtimes: "Runtimes") -> "Exporting | None"
         from rsrv.control.exporting import Collector, Exporting
     except ImportError as error:
         log.error(
-            "traces.endpoint: no spans are exported: %s. Install 'rsrv[serve]' for %s", error, sys.executable
+            "traces.endpoint: no spans are exported: %s. With %s, run %s",
+            error,
+            sys.executable,
+            install_command("serve"),
         )
         return None
 

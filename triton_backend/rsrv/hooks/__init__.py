@@ -26,5 +26,5 @@ def floats(array: npt.NDArray[Any], name: str) -> None:
 def needs(package: str) -> ImportError:
     """Return the error to raise if `package` is not installed."""
     return ImportError(
-        f"{package} is not installed where the hooks run, with tritonserver's Python: pip install 'rsrv[hooks]'"
+        f"{package} is not installed where the hooks run, with tritonserver's Python: pip install --no-deps {package}"
     )

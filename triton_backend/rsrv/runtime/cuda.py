@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from rsrv.extras import install_command
+
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 #: patterns of device nodes: if one exists, this process may use an NVIDIA card. WSL2 has /dev/dxg without such a card, too
@@ -58,7 +60,7 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
     """Return why jax has no GPU and what to do. `reason`: what jax says, if anything; `refusal`: by `find_refusal`."""
     why = f"jax finds no GPU{f': {reason}' if reason else ''}; "
     if not plugin:
-        why += "it has no CUDA plugin: install 'rsrv[serve,cuda13]' (or cuda12)"
+        why += f"it has no CUDA plugin: run {install_command('serve', 'cuda13')} (or cuda12)"
     elif "CUDA_ERROR_DEVICE_UNAVAILABLE" in refusal:
         why += (
             f"the driver refuses the card ({refusal}), because another process has it and its compute mode admits only one, or "
@@ -74,7 +76,7 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
     else:
         why += (
             f"the machine has a card ({card}{refusal and f'; {refusal}'}), so NVIDIA's driver or a library of CUDA is missing or too old: look for jax's "
-            "messages above, try nvidia-smi, and install 'rsrv[serve,cuda13]' again (or cuda12)"
+            f"messages above, try nvidia-smi, and run {install_command('serve', 'cuda13')} again (or cuda12)"
         )
     return f"{why}. To serve from the CPU, set runtime.platform to cpu"
 

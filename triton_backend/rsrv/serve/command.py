@@ -15,6 +15,7 @@ from pathlib import Path
 
 import rsrv
 from rsrv import logs
+from rsrv.extras import install_command
 from rsrv.serve import demo, repositories, server, view
 from rsrv.serve.plan import ServeError, ServerPlan
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
@@ -41,8 +42,8 @@ def run(options: Namespace) -> int:
         repositories.check(options.bundles, settings)
         if "RSRV_RUNTIME_PYTHON" not in os.environ and find_spec("jax") is None:
             raise ServeError(
-                f"jax, which executes the models, is not installed for {sys.executable}. Install 'rsrv[serve]', or name a "
-                "Python that has it in RSRV_RUNTIME_PYTHON"
+                f"jax, which executes the models, is not installed for {sys.executable}. Run "
+                f"{install_command('serve')}, or name a Python that has it in RSRV_RUNTIME_PYTHON"
             )
         options.tritonserver = find_tritonserver(options.tritonserver, _ask)
         planned = server.make_plan(options, settings)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rsrv.extras import install_command
 from rsrv.sim.decisions import decision_lines, fleet_decision_lines
 from rsrv.sim.fleet import rows, summarize_fleet, with_mode
 from rsrv.sim.metrics import summarize
@@ -103,7 +104,8 @@ def _plots(module: str) -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print("rsrv-sim: no plots, because matplotlib is missing: pip install 'rsrv[sim]'", file=sys.stderr)
+        hint = install_command("sim")
+        print(f"rsrv-sim: no plots, because matplotlib is missing: {hint}", file=sys.stderr)
         return None
 
 

@@ -1,0 +1,30 @@
+"""Commands that install rsrv's extras, for messages about a package that is missing."""
+
+import json
+from typing import Any
+from urllib.parse import unquote
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that adds `extras`, from where rsrv came: a folder, a wheel, Git or an index."""
+    wanted = f"[{','.join(extras)}]"
+    origin = _origin()
+    url: str = origin.get("url", "")
+    if url.startswith("file://"):
+        editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}'{unquote(url.removeprefix('file://'))}{wanted}'"
+    if git := origin.get("vcs_info"):
+        url = f"{git['vcs']}+{url}@{git['commit_id']}"
+    return f"pip install 'rsrv{wanted}{url and f' @ {url}'}'"
+
+
+def _origin() -> dict[str, Any]:
+    """Return pip's record of where rsrv came from (PEP 610); nothing if that was an index."""
+    # Imported only for a message: commands start faster without it.
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin: dict[str, Any] = json.loads(distribution("rsrv").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return {}
+    return origin

@@ -10,7 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -26,7 +28,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from tests.e2e import bundles
-from tests.e2e.calls import Refused, caller, outcome, refusal
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, is_alive, make_repository, running_triton
 from tests.e2e.lives import place, version, write_version
 from tests.waiting import wait_until
@@ -467,6 +469,39 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     assert (steady.models[0].policy.weight, steady.models[0].paused) == (3.0, pb.PAUSE_HOLD)
     assert steady.scheduler.launch_ahead_ms == 1.5
     control.rsrv("policy", "steady", "--weight", "1")
+
+
+def test_a_restart_under_load_fails_no_request(control: Control) -> None:
+    """Of 16 clients' requests none fails and all answers are right; the next runtime has what rsrv.yaml says by now."""
+    server, stop = control.server, threading.Event()
+    answered_at: list[float] = []
+
+    def work(call: Caller, number: int) -> None:
+        rng = np.random.default_rng(number)
+        while not stop.is_set():
+            x = rng.integers(-50, 51, (int(rng.integers(1, 9)), 64)).astype(np.float32)
+            np.testing.assert_array_equal(call("exact", {"x": x})["y"], x @ bundles.exact_kernel())
+            answered_at.append(time.monotonic())
+
+    file = server.server.model_repository / "rsrv.yaml"
+    file.write_text(file.read_text().replace("residency_factor: 4.0", "residency_factor: 7.0"))
+    before = control.status().devices[0].runtime.instance
+    with ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(at_once, server, 16, work)
+        try:
+            wait_until(lambda: len(answered_at) > 200 or clients.done())
+            told = control.rsrv("restart")
+            count = len(answered_at)
+            wait_until(lambda: len(answered_at) > count + 200 or clients.done())
+        finally:
+            stop.set()
+        clients.result()
+    gap = max(after - before for before, after in pairwise(sorted(answered_at)))
+    print(f"{told.strip()}; the clients' longest gap: {gap:.2f} s")
+
+    status = control.status()
+    assert status.devices[0].runtime.instance != before
+    assert status.scheduler.residency_factor == 7
 
 
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:

@@ -344,7 +344,7 @@ async def served(
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         live = Live(runtimes, cards, dict, every=0.1)
         service = ControlService(
-            ControlledServer(os.getpid(), repository, parsed),
+            ControlledServer(os.getpid(), repository / "rsrv.yaml", parsed),
             runtimes,
             lifecycle,
             placing,

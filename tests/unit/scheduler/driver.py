@@ -48,6 +48,8 @@ from rsrv.scheduler.events import (
     WarmUp,
     WarmUpEnded,
     WeightsLoaded,
+    WindDown,
+    WoundDown,
 )
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
@@ -119,6 +121,8 @@ class Driver:
         self.limits: dict[str, int] = {}
         #: model -> runs in progress when it was told to drain.
         self.finishing: dict[str, set[int]] = {}
+        #: Whether it winds down, or has.
+        self.winding_down = False
         #: Models to be evicted, which may still be resident.
         self.leaving: set[str] = set()
         #: model -> epoch of its present load.
@@ -187,6 +191,8 @@ class Driver:
             self.leaving.discard(event.model)
         if isinstance(event, SettingsChanged):
             self.settings = event.settings
+        if isinstance(event, WindDown):
+            self.winding_down = event.within is not None
         if (
             isinstance(event, WeightsLoaded | LoadFailed | LoadAbandoned)
             and self.loading.get(event.model) == event.epoch
@@ -204,7 +210,7 @@ class Driver:
         for instruction in out:
             self._watch(instruction)
         # No run waits beside a free place, or beyond its deadline.
-        able = any(not self._stalled(run) for run in self.waiting_runs.values())
+        able = not self.winding_down and any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
         assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())
         return out
@@ -272,6 +278,9 @@ class Driver:
         """Return a new run with a fresh id; `deadline` is absolute."""
         self._next_id += 1
         return Run(self._next_id, meta, deadline, priority, max_waiting, models)
+
+    def wind_down(self, within: float | None) -> list[Instruction]:
+        return self.send(WindDown(within))
 
     def ask(self, *runs: Run) -> list[Instruction]:
         return self.send(RunsAsked(runs))
@@ -367,6 +376,10 @@ class Driver:
                 self.warming.add(instruction.model)
             case GiveUp():
                 self.given_up.append(instruction.model)
+            case WoundDown(runs, executions):
+                assert self.winding_down
+                assert (runs, executions) == (len(self.under_way), len(self.executing))
+                self.winding_down = not (runs or executions)
             case EvictWeights():
                 assert instruction.model not in self.warming
                 assert self.held(instruction.model) or not any(
@@ -442,6 +455,7 @@ class Driver:
         return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
 
     def _watch_admit(self, id: int) -> None:
+        assert not self.winding_down
         assert self._places_taken() < self.settings.meta_concurrency
         run = self.waiting_runs[id]
         assert not self._stalled(run)
@@ -472,6 +486,8 @@ class Driver:
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
         assert execute.dispatch not in self.executing
+        # The runs in progress need executions to end; a second try began before this.
+        assert self.under_way or execute.again or not self.winding_down
         requests = [self.requests[request] for request in execute.requests]
         assert requests
         assert execute.rows == sum(request.rows for request in requests) <= execute.size

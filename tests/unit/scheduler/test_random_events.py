@@ -208,6 +208,10 @@ class RandomEvents(RuleBasedStateMachine):
     def compact(self) -> None:
         self.driver.send(Compact())
 
+    @rule(within=st.sampled_from([None, None, 0.0, 0.002, 1.0]))
+    def wind_down(self, within: float | None) -> None:
+        self.driver.wind_down(within)
+
     @precondition(lambda self: self.driver.warming)
     @rule(
         data=st.data(),
@@ -533,6 +537,7 @@ def _drain_and_replay(driver: Driver) -> None:
     """Let all requests end; then a fresh scheduler gives the same instructions for the recorded events."""
     loaded = [name for name, one in driver.scheduler.snapshot().models.items() if not one.draining]
     driver.pause(None, *loaded)
+    driver.wind_down(None)
     for _ in range(10_000):
         if driver.loading:
             driver.load(next(iter(driver.loading)))

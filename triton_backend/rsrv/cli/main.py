@@ -137,14 +137,8 @@ def parser() -> CommandParser:
     prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
     evict = command("evict", "evict weights that are not pinned")
     _target(evict)
-    for one, default in ((prefetch, "those where placement has the model"), (evict, "all")):
-        one.add_argument(
-            "--device",
-            type=int,
-            action="append",
-            metavar="N",
-            help=f"a device's number; may be repeated (default: {default})",
-        )
+    _add_device(prefetch, "those where placement has the model")
+    _add_device(evict, "all")
     placement = command("placement", "show on which devices models run, why, and what would move next")
     placement.add_argument(
         "--dry-run", action="store_true", help="pack all models with the changes below, and change nothing"
@@ -193,6 +187,18 @@ def parser() -> CommandParser:
 
     reload = command("reload", "load a model's bundle as it is now; return when it is served")
     reload.add_argument("model", metavar="MODEL")
+    restart = command("restart", "replace the runtimes, which read rsrv.yaml and the installed packages anew")
+    _add_device(restart, "all, one after another")
+    restart.add_argument(
+        "--drain",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="limit of executions and runs of meta models in progress; default: %(default)g",
+    )
+    restart.add_argument(
+        "--force", action="store_true", help="if the limit is reached, restart and have them begin again"
+    )
     profile = command("profile", "record a profile of the runtime and its device")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
@@ -342,6 +348,16 @@ def _add_connection(parser: argparse.ArgumentParser, kind: str, listen: str, *, 
     option("--tls-ca", "TLS with these authorities", type=Path, metavar="PEM")
     option("--tls-cert", "this client's certificate, and", type=Path, metavar="PEM")
     option("--tls-key", "its key", type=Path, metavar="PEM")
+
+
+def _add_device(to: argparse.ArgumentParser, default: str) -> None:
+    to.add_argument(
+        "--device",
+        type=int,
+        action="append",
+        metavar="N",
+        help=f"a device's number; may be repeated (default: {default})",
+    )
 
 
 def _target(of: argparse.ArgumentParser) -> None:

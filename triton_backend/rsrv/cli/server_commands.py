@@ -238,6 +238,17 @@ def _reload(server: Server) -> int:
     return server.done(answer, f"{model}: the bundle is served as it is now")
 
 
+def _restart(server: Server) -> int:
+    options = server.options
+    request = pb.RestartRequest(devices=_devices(server), drain_s=options.drain, force=options.force)
+    answer = server.wait("Restart", request, "restarting")
+    gaps = [
+        f"device {one.number}: the first model was back after {one.first_s:.2f} s, all after {one.all_s:.2f} s"
+        for one in answer.devices
+    ]
+    return server.done(answer, "\n".join(gaps))
+
+
 def _profile(server: Server) -> int:
     action, seconds = server.options.action, server.options.seconds
     if (action is None) == (seconds is None):
@@ -274,5 +285,6 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "continue": _continue,
     "abort": _abort,
     "reload": _reload,
+    "restart": _restart,
     "profile": _profile,
 }

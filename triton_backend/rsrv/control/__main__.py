@@ -116,7 +116,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
-    served = ControlledServer(options.server_pid, repository, settings)
+    served = ControlledServer(options.server_pid, options.settings, settings)
     service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:

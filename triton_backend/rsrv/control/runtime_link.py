@@ -271,6 +271,11 @@ class RuntimeLink:
             )
         return self._ready
 
+    @property
+    def loading(self) -> set[str]:
+        """Names of the models and meta models that have no ready version, and one that is being loaded."""
+        return {entry["name"] for entry in self._entries.values() if entry["state"] == "loading"} - self.ready
+
     def served(self) -> set[str]:
         """Return the names of the models and meta models with a connected stub; none while the runtime is down."""
         return {entry["name"] for entry in self._entries.values() if entry["stubs"]} if self._up else set()
@@ -300,8 +305,8 @@ class RuntimeLink:
         """Return the status of docs/protocol.md. Raises RuntimeDown."""
         return await self._ask(Kind.STATUS, {}, Kind.STATUS_REPLY)
 
-    async def slow_command(self, command: Command) -> dict[str, Any]:
-        """Send a command that takes long, on a connection of its own: answers keep their order, so others would wait.
+    async def slow_command(self, command: Command, seconds: float = _SLOW_COMMAND_S) -> dict[str, Any]:
+        """Send a command that takes up to `seconds`, on a connection of its own: answers keep their order, so others would wait.
 
         Raises RuntimeDown, StatusError.
         """
@@ -313,9 +318,7 @@ class RuntimeLink:
             raise RuntimeDown from None
         try:
             answer = connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-            await asyncio.wait(
-                {answer, self._down}, timeout=_SLOW_COMMAND_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({answer, self._down}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() or answer.cancelled():
                 raise RuntimeDown
             return _check(answer.result(), "INTERNAL")

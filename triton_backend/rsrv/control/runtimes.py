@@ -6,6 +6,8 @@ server's state is that of the others, and a command fails if no runtime carries 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,23 @@ LoadPositions = Mapping[int, tuple[str, int]]
 _STATES = ("ready", "loading", "leaving", "failed")
 #: The same for its weights; None is for meta models.
 _WEIGHTS = ("resident", "loading", "absent", None)
+
+
+#: Seconds beyond the bound of a runtime's drain for its answer.
+_GRACE_S = 10.0
+#: Seconds between two looks for models that do not return.
+_RETURN_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RestartedDevice:
+    """A restart of a runtime: seconds from its last answer until the first model, and all models, were ready again."""
+
+    number: int
+    first_s: float
+    all_s: float
+    #: Models that were ready before and are not now.
+    missing: list[str]
 
 
 def server_devices(directory: Path) -> list[str]:
@@ -152,7 +171,7 @@ class Runtimes:
 
         The others get it later if its effect lasts. Raises RuntimeDown, StatusError if none carried it out.
         """
-        chosen = self._chosen(devices)
+        chosen = self.chosen(devices)
         answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
         for number, refusal in refusals.items():
             chosen[number].send_later(command, refusal)
@@ -166,7 +185,7 @@ class Runtimes:
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
-        chosen = self._chosen(None)
+        chosen = self.chosen(None)
         answers, refusals = await self._ask(chosen, lambda _, link: link.configure(changes))
         for number, refusal in refusals.items():
             if isinstance(refusal, RuntimeDown):
@@ -180,8 +199,36 @@ class Runtimes:
         answers, _ = await self._ask(self.live, lambda _, link: link.status())
         return answers
 
-    def _chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
-        """Return the links of these devices, of all if there are none. Raises InvalidArgument."""
+    async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
+        """Have a runtime end for the next one; return when its models have returned, as far as they do.
+
+        Raises RuntimeDown, StatusError; then the runtime goes on.
+        """
+        link, clock = self.links[number], asyncio.get_running_loop().time
+        before, instance = link.ready, link.instance
+        command = {"command": "restart", "drain_s": drain_s, "force": force}
+        await link.slow_command(command, drain_s + _GRACE_S)
+        began, first = clock(), 0.0
+        while True:
+            seen = self.changes
+            if link.instance != instance and link.up:
+                now, back = clock() - began, before & link.ready
+                first = first or (now if back else 0.0)
+                # A stub whose model was unloaded meanwhile does not return.
+                awaited = link.loading | (link.returning() - link.served())
+                if not (before - back) & awaited:
+                    return RestartedDevice(number, first, now, sorted(before - back))
+            elif not link.up and not link.returning():
+                if before:
+                    text = f"no runtime of device {number} has come back; the server's log says why"
+                    raise StatusError("UNAVAILABLE", text)
+                return RestartedDevice(number, 0.0, 0.0, [])  # the next model starts it
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RETURN_LOOK_S):
+                    await self.wait_change(seen)
+
+    def chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
+        """Return the links of these devices by number, of all if there are none. Raises InvalidArgument."""
         for number in devices or ():
             if number >= len(self.links):
                 raise InvalidArgument(

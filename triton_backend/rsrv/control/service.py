@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from rsrv.control.runtime_link import (
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.settings import CHANGEABLE, Settings
+from rsrv.settings import CHANGEABLE, Settings, SettingsError, read_settings
 
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
@@ -39,8 +40,13 @@ class ControlledServer:
     """The tritonserver of the control process."""
 
     pid: int
-    repository: Path
+    #: rsrv.yaml, in the model repository; the settings are those that the runtimes have read.
+    settings_file: Path
     settings: Settings
+
+    @property
+    def repository(self) -> Path:
+        return self.settings_file.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> None:
         self._server = server
         self._settings = server.settings
+        self._restarting = False
         self._runtimes = runtimes
         self._lifecycle = lifecycle
         self._placing = placing
@@ -312,6 +319,38 @@ class ControlService(control_pb2_grpc.ControlServicer):
             aborted=sum(one["aborted"] for one in said.values()),
             executing=sum(one["executing"] for one in said.values()),
         )
+
+    # --- the runtimes ---------------------------------------------------------------------------------------
+
+    @steers
+    async def Restart(self, request: pb.RestartRequest) -> pb.RestartResponse:
+        if not 0 <= request.drain_s < inf:
+            raise InvalidArgument("drain_s must be a number of seconds, at least 0")
+        chosen = self._runtimes.chosen(request.devices)
+        if self._restarting:
+            raise StatusError("FAILED_PRECONDITION", "another restart is under way; wait for its end")
+        self._restarting = True
+        try:
+            file = self._server.settings_file
+            settings = read_settings(file if file.exists() else None)
+            answer = pb.RestartResponse()
+            for number in chosen:
+                one = await self._runtimes.restart(number, request.drain_s, force=request.force)
+                if one.missing:
+                    raise StatusError(
+                        "ABORTED",
+                        f"device {number} was restarted, and {', '.join(one.missing)} did not return; rsrv status and the "
+                        "server's log say why. Devices after it were not restarted",
+                    )
+                answer.devices.add(number=number, first_s=one.first_s, all_s=one.all_s)
+        except SettingsError as error:
+            raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
+        finally:
+            self._restarting = False
+        # These sections of the control process's own settings are shown as those of the runtimes.
+        update = {"models": settings.models, "scheduler": settings.scheduler}
+        self._settings = self._settings.model_copy(update=update)
+        return answer
 
     # --- bundles and profiles -----------------------------------------------------------------------------
 

@@ -221,16 +221,19 @@ def main(argv: list[str] | None = None) -> int:
         )
     # A batch makes hundreds of short-lived objects: collect garbage after many batches, not after each.
     gc.set_threshold(20_000, 20, 20)
+    status = 0
     try:
         loop.run()
+        log.info("the runtime ends for the next one")
     except BaseException:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
-        # The loop failed: no model that is being built is to blame.
-        box.clear()
+        status = _EXIT_FAILED
     with suppress(Exception):
         loop.clear()
+    # Last, because threads may still begin something: no model is to blame for this end.
+    box.clear()
     # The interpreter's own exit waits for threads, and the stubs would wait as long.
-    os._exit(_EXIT_FAILED)
+    os._exit(status)
 
 
 def _command(

@@ -1,7 +1,7 @@
 """Commands of operators while the runtime runs: COMMAND and CONFIGURE, carried out or refused with a reason.
 
 A command is answered when the scheduler has taken in its events, in the order of the connection's commands. One that
-takes time (`profile`) delays those that follow it on its connection, and no others.
+takes time (`profile`, `restart`) delays those that follow it on its connection, and no others.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,10 @@ def _is_whole(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -104,6 +109,10 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "load": _SINCE,
     "metrics": {},
     "overview": {},
+    "restart": {
+        "drain_s": _Field(_is_duration, "a number of seconds, at least 0", required=True),
+        "force": _Field(lambda value: isinstance(value, bool), "true or false"),
+    },
     "profile": {"directory": _Field(_is_text_or_none, "a string")},
     "timeline": _SINCE,
     "traces": _SINCE,
@@ -233,6 +242,10 @@ class Commands:
         self._transport = transport
         self._outbox = outbox
         self._profiler = Profiler(inbox)
+        #: the connection of the `restart` that is under way, and whether to end even if something is in progress
+        self._restart: tuple[PeerConnection, bool] | None = None
+        #: whether the runtime ends now, for the next one
+        self.ends = False
         #: commands that wait until an earlier one of their connection is answered
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
         #: answers that wait for the scheduler to take in the events of their command; some are made only then
@@ -259,8 +272,11 @@ class Commands:
             raise ProtocolError(f"{len(waiting)} commands wait for their answers already")
 
     def leave(self, connection: PeerConnection) -> None:
-        """Drop the waiting commands of a closed connection."""
+        """Drop the waiting commands of a closed connection, and withdraw its `restart`."""
         self._waiting.pop(connection, None)
+        if self._restart is not None and self._restart[0] is connection and not self.ends:
+            self._restart = None
+            self._outbox.append(ev.WindDown(None))
 
     def answer(self) -> None:
         """Answer the commands that were carried out."""
@@ -270,9 +286,28 @@ class Commands:
             self._transport.guard(connection, connection.send_object, Kind.COMMANDED, value)
 
     def profile_changed(self, message: ProfileChanged) -> None:
-        """Answer `profile`, and carry out the commands that have waited for it."""
+        """Answer `profile`."""
         self._profiler.state = "recording" if message.recording else "idle"
-        connection, refused = message.connection, message.refused
+        self._answer_late(message.connection, message.refused)
+
+    def wound_down(self, end: ev.WoundDown) -> None:
+        """Answer `restart`: the runtime ends, or something is still in progress."""
+        if self._restart is None:
+            return  # it is being withdrawn
+        connection, forced = self._restart
+        self.ends = forced or not (end.runs or end.executions)
+        refused = None
+        if not self.ends:
+            self._restart = None
+            refused = CommandRefused(
+                "FAILED_PRECONDITION",
+                f"{end.runs} runs of meta models and {end.executions} executions have not ended in time, so nothing was "
+                "restarted. Wait longer with --drain, or have them begin again in the next runtime with --force",
+            )
+        self._answer_late(connection, refused)
+
+    def _answer_late(self, connection: PeerConnection, refused: CommandRefused | None) -> None:
+        """Answer a command that took time, and carry out those that have waited for it."""
         waiting = self._waiting.pop(connection, None)
         if waiting is None:
             return  # the connection has ended
@@ -332,6 +367,15 @@ class Commands:
                 return self._reports.metrics()
             case "overview":
                 return self._reports.overview()
+            case "restart":
+                if self._restart is not None:
+                    raise CommandRefused(
+                        "FAILED_PRECONDITION", "another restart is under way; wait for its end"
+                    )
+                self._restart = connection, command.get("force", False)
+                self._waiting[connection] = deque()
+                self._outbox.append(ev.WindDown(command["drain_s"]))
+                return None
             case "profile":
                 self._profile(connection, command.get("directory"))
                 return None

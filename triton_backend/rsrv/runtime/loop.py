@@ -132,6 +132,7 @@ class Loop:
     # --- rounds -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Serve until `stop`, or until an operator restarts the runtime."""
         while self._serving:
             self.step()
         self._transport.close()
@@ -179,6 +180,9 @@ class Loop:
         while self._catalog.moves:
             key = self._catalog.moves.pop()
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
+        if self._commands.ends:
+            requests.send_answers()
+            self._stop()
 
     def stop(self) -> None:
         """From any thread: leave `run`, and end all connections as the process's end would."""
@@ -395,6 +399,8 @@ class Loop:
                     self._registry.give_up(instruction)
                 case ev.Admit():
                     self._requests.admit(instruction)
+                case ev.WoundDown():
+                    self._commands.wound_down(instruction)
                 case _:
                     assert_never(instruction)
 

@@ -276,6 +276,17 @@ class SettingsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WindDown:
+    """Come to rest for the next runtime: admit no run, and start no execution once no run is in progress.
+
+    Ends in `WoundDown`. Queued requests stay queued.
+    """
+
+    #: seconds for runs and executions to end; None: withdraw an earlier `WindDown`, and go on as before.
+    within: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: end what is due. The caller sends it at `Scheduler.next_wakeup()`."""
 
@@ -299,6 +310,7 @@ Event = (
     | LoadAbandoned
     | Compact
     | SettingsChanged
+    | WindDown
     | Tick
 )
 
@@ -374,6 +386,15 @@ class Admit:
     run: int
 
 
+@dataclass(frozen=True, slots=True)
+class WoundDown:
+    """The end of a `WindDown`: without runs and executions, nothing starts any more; with some, all goes on as before."""
+
+    #: numbers of those that have not ended in time.
+    runs: int
+    executions: int
+
+
 class Outcome(Enum):
     """End of a request; exactly one of these."""
 
@@ -415,4 +436,6 @@ class Finish(NamedTuple):
     error: str | None = None
 
 
-Instruction = Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Admit | Finish
+Instruction = (
+    Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Admit | WoundDown | Finish
+)

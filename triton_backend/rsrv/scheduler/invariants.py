@@ -11,7 +11,7 @@ Of requests:
 Of executions:
     6. each is on weights that are on the device, its useful rows within its size;
     7. the device is never idle while a resident model has work that need not be held back, unless a compaction of the
-       device's memory is due.
+       device's memory is due, or the runtime is about to end.
 
 Of weights:
     8. each tensor belongs to one group, and the owners of a group are the models that have it; its users are the owners
@@ -33,7 +33,7 @@ Of statistics:
 
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
-    13. as many run as may while any waits, and no more but those admitted before the limit shrank; runs that call a held
+    13. as many run as may while any waits, unless the runtime is about to end, and no more but those admitted before the limit shrank; runs that call a held
        model do not count;
     14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run is due.
 """
@@ -186,7 +186,8 @@ def _check_admission(scheduler: Scheduler) -> None:
     stalled = {id for id, run in admission.live.items() if held.intersection(run.models)}
     _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take places (13)")
     able = admission.waiting.keys() - stalled
-    _require(not able or admission.taken >= admission.limit, "a run waits that could be admitted (13)")
+    full = admission.closed or admission.taken >= admission.limit
+    _require(not able or full, "a run waits that could be admitted (13)")
     _require(admission.waiting.keys() <= admission.live.keys(), "a run waits that is not known (14)")
     _require(admission.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
     for name, meta in admission.snapshot().items():
@@ -233,7 +234,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         and scheduler._residency.weights.loading is None
     )
     _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
-    if not running and not scheduler._residency.compaction.pauses:
+    if not running and not scheduler._residency.compaction.pauses and not scheduler._is_closed:
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)

@@ -58,6 +58,7 @@ class MetaAdmission:
         "_order",
         "ahead",
         "asked",
+        "closed",
         "limit",
         "live",
         "stalled",
@@ -69,6 +70,8 @@ class MetaAdmission:
         self._models = models
         self._discipline = discipline
         self.limit = limit
+        #: True if no run is admitted, because the runtime is about to end.
+        self.closed = False
         #: admitted runs that call a held model.
         self.stalled: set[int] = set()
         #: places taken above the limit: by runs admitted before it shrank, or that went on after others took their places.
@@ -189,7 +192,7 @@ class MetaAdmission:
         while (id := self._deadlines.first()) is not None and self._deadlines[id] <= now:
             self._leave(self.live.pop(id)).expired += 1
             out.append(Finish(id, Outcome.EXPIRED))
-        while self.taken < self.limit and (id := self._order.first()) is not None:
+        while not self.closed and self.taken < self.limit and (id := self._order.first()) is not None:
             meta = self._leave(self.live[id])
             meta.running += 1
             meta.admitted += 1

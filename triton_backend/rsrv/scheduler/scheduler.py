@@ -40,6 +40,8 @@ from rsrv.scheduler.events import (
     Tick,
     WarmUpEnded,
     WeightsLoaded,
+    WindDown,
+    WoundDown,
 )
 from rsrv.scheduler.history import History
 from rsrv.scheduler.inflight import InFlight
@@ -93,6 +95,8 @@ class Scheduler:
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
         self._round = 0.0
+        #: when winding down must have ended, -inf once it has; None: nobody has asked for it.
+        self._rest_until: float | None = None
         #: what `_plan` does, in this order.
         residency = self._residency
         self._steps = (
@@ -117,6 +121,7 @@ class Scheduler:
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next load, while none
            runs; (d) executions, while fewer than `depth` are in flight; (e) the next load again, where a dispatch may
            have changed which one is first.
+        5. Come to rest, if it was told to wind down: nothing is in progress any more, or the time for it is over.
 
         So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other.
 
@@ -130,6 +135,8 @@ class Scheduler:
         self._apply(event, now, out)
         self._expire(now, out)
         self._plan(now, out)
+        if self._rest_until is not None:
+            self._come_to_rest(now, out)
         self._now = now
         return out
 
@@ -220,6 +227,9 @@ class Scheduler:
                 self._remove(event.model, now, out)
             case SettingsChanged():
                 self._change(event.settings, now, out)
+            case WindDown():
+                self._rest_until = None if event.within is None else now + event.within
+                self._admission.closed = event.within is not None
             case _:
                 assert_never(event)
 
@@ -259,7 +269,7 @@ class Scheduler:
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
         running = self._running
-        if len(running) >= self.settings.depth or self._residency.compaction.pauses:
+        if len(running) >= self.settings.depth or self._residency.compaction.pauses or self._is_closed:
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
@@ -468,6 +478,27 @@ class Scheduler:
             if state is not WeightState.LOADING:
                 self._loads.demand(model, discipline.rank(model))
 
+    # --- the end of the runtime ------------------------------------------------------------------------------
+
+    @property
+    def _is_closed(self) -> bool:
+        """True if no execution starts any more, because the runtime is about to end."""
+        return self._rest_until is not None and not self._admission.running
+
+    def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
+        """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
+        assert self._rest_until is not None
+        runs, executions = self._admission.running, len(self._running)
+        if not runs and not executions:
+            if self._rest_until > -inf:
+                self._rest_until = -inf
+                out.append(WoundDown(0, 0))
+        elif now >= self._rest_until > -inf:
+            self._rest_until, self._admission.closed = None, False
+            out.append(WoundDown(runs, executions))
+            self._admission.proceed(now, out)
+            self._plan(now, out)
+
     # --- deadlines that cannot be met ------------------------------------------------------------------------
 
     def _shed(self, now: float, out: list[Instruction]) -> None:
@@ -491,7 +522,7 @@ class Scheduler:
 
         The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
         holding a model back for more requests, or of protecting weights that others wait to replace; the retry of a
-        pinned model's failed load; the time to give the device its next execution.
+        pinned model's failed load; the time to give the device its next execution, or to have come to rest.
         """
         soonest = inf
         if self._queues.deadlines.heap:
@@ -505,7 +536,9 @@ class Scheduler:
         delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
             soonest = min(soonest, self._delayed[delayed])
-        if not self._residency.compaction.pauses:
+        if self._rest_until is not None and self._rest_until > -inf:
+            soonest = min(soonest, self._rest_until)
+        if not self._residency.compaction.pauses and not self._is_closed:
             if self._queues.queued or self._loads.prefetched or self._loads.required:
                 soonest = min(soonest, self._loads.next_try())
             if 0 < len(self._running) < self.settings.depth:

@@ -14,6 +14,7 @@ from rsrv.scheduler.events import (
     LoadWeights,
     Outcome,
     WarmUp,
+    WoundDown,
 )
 from rsrv.sim.record import FleetRecord, Record
 
@@ -60,6 +61,8 @@ def _line(instruction: Instruction, record: Record) -> str:
             return f"GIVE UP {model}"
         case Admit(run=run):
             return f"ADMIT run={run}"
+        case WoundDown(runs=runs, executions=executions):
+            return f"WOUND DOWN runs={runs} executions={executions}"
         case Finish(request=request, outcome=outcome, reason=reason):
             model = record.requests[request - 1].request.model
             why = "" if reason is None else f" reason={reason.value}"

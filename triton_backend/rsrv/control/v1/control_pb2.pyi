@@ -569,6 +569,32 @@ class ReloadWeightsResponse(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ...) -> None: ...
 
+class RestartRequest(_message.Message):
+    __slots__ = ("devices", "drain_s", "force")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    drain_s: float
+    force: bool
+    def __init__(self, devices: _Optional[_Iterable[int]] = ..., drain_s: _Optional[float] = ..., force: bool = ...) -> None: ...
+
+class RestartResponse(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[RestartedDevice]
+    def __init__(self, devices: _Optional[_Iterable[_Union[RestartedDevice, _Mapping]]] = ...) -> None: ...
+
+class RestartedDevice(_message.Message):
+    __slots__ = ("number", "first_s", "all_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_S_FIELD_NUMBER: _ClassVar[int]
+    ALL_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    first_s: float
+    all_s: float
+    def __init__(self, number: _Optional[int] = ..., first_s: _Optional[float] = ..., all_s: _Optional[float] = ...) -> None: ...
+
 class StartProfileRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

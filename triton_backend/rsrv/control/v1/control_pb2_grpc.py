@@ -89,6 +89,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/rsrv.control.v1.Control/Restart',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/rsrv.control.v1.Control/StartProfile',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
@@ -222,6 +227,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """Replace runtimes, one device after another: each reads rsrv.yaml and the installed packages anew. What executes is
+        answered before, and what waits after. Returns when the models serve again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Record what the runtime and its device do (jax.profiler), until StopProfile. One at a time.
         """
@@ -349,6 +362,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReloadWeights,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -698,6 +716,33 @@ class Control(object):
             '/rsrv.control.v1.Control/ReloadWeights',
             rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/Restart',
+            rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,136 @@
+"""Restarts of runtimes by the control service and the command: one after another, and what stops them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.control.v1 import control_pb2 as pb
+from tests.unit.control.peers import FakeRuntime, Served, entry, served
+from tests.unit.control.test_cli import shell
+from tests.unit.control.test_service import refusal
+from tests.waiting import looped
+
+RESTART = {"command": "restart", "drain_s": 30.0, "force": False}
+
+
+def replaceable(server: Served, **next_entries: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Have each runtime end at `restart`, and another one with these entries take its place; return the commands."""
+    said: list[tuple[int, dict[str, Any]]] = []
+
+    def answer(number: int, runtime: FakeRuntime, command: dict[str, Any]) -> dict[str, Any]:
+        said.append((number, command))
+        if command["command"] == "restart":
+            runtime._loop.call_later(0.01, replace, number, runtime)
+        return {}
+
+    def replace(number: int, runtime: FakeRuntime) -> None:
+        runtime.die()
+        again = FakeRuntime(runtime._path, instance=f"9{number}" * 8)
+        again.entries = next_entries or runtime.entries
+        again.answers = lambda command: answer(number, again, command)
+        server.all[number] = again
+
+    for number, runtime in enumerate(server.all):
+        runtime.answers = lambda command, number=number, runtime=runtime: answer(number, runtime, command)  # type: ignore[misc]
+    return said
+
+
+def end(server: Served) -> None:
+    for runtime in server.all:
+        runtime.die()
+
+
+@looped
+async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
+    """The second device follows when the models of the first are back; the answer has the gap of each."""
+    async with served(tmp_path, models=["a", "b"], devices=2) as server:
+        said = replaceable(server)
+
+        answer = await server.control.Restart(pb.RestartRequest(drain_s=30))
+
+        assert said == [(0, RESTART), (1, RESTART)]
+        assert [one.number for one in answer.devices] == [0, 1]
+        assert all(0 < one.first_s <= one.all_s < 10 for one in answer.devices)
+        assert [link.instance for link in server.runtimes.links] == ["90" * 8, "91" * 8]
+        end(server)
+
+
+@looped
+async def test_one_device_is_named(tmp_path: Path) -> None:
+    """The other one is not asked; an unknown number is refused."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        said = replaceable(server)
+        await server.control.Restart(pb.RestartRequest(devices=[1], drain_s=5, force=True))
+        assert said == [(1, {"command": "restart", "drain_s": 5.0, "force": True})]
+
+        code, text = await refusal(server.control.Restart(pb.RestartRequest(devices=[2])))
+        assert (code, text) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "there is no device 2: the server's devices are 0 to 1",
+        )
+        end(server)
+
+
+@looped
+async def test_wrong_settings_change_nothing(tmp_path: Path) -> None:
+    """An invalid rsrv.yaml is refused with its problem before a runtime hears of it; a valid one is shown afterwards."""
+    async with served(tmp_path, models=["a"]) as server:
+        said = replaceable(server)
+        file = server.repository / "rsrv.yaml"
+        file.write_text("models: {a: {weight: heavy}}")
+
+        code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert text.startswith(f"nothing was restarted: {file}: models.a.weight: ")
+        assert not said
+
+        file.write_text("models: {a: {weight: 3}}")
+        await server.control.Restart(pb.RestartRequest(drain_s=30))
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+        assert status.models[0].policy.weight == 3
+        end(server)
+
+
+@looped
+async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> None:
+    """The error names the model that failed in the next runtime; the second device goes on as it was."""
+    async with served(tmp_path, models=["a", "b"], devices=2) as server:
+        failed = entry("b", state="failed", error="no room", weights="absent")
+        said = replaceable(server, **{"a@1": entry("a"), "b@1": failed})
+
+        code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
+
+        assert code is grpc.StatusCode.ABORTED
+        assert text.startswith("device 0 was restarted, and b did not return")
+        assert said == [(0, RESTART)]
+        end(server)
+
+
+@looped
+async def test_a_refusal_of_the_runtime_is_passed_on(tmp_path: Path) -> None:
+    """A runtime in which something is still in progress goes on, and the caller learns why."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.answers = lambda command: {"error": "2 runs", "code": "FAILED_PRECONDITION"}
+        code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=0)))
+        assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, "2 runs")
+
+
+def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each device; a number below 0 is a wrong command line."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = replaceable(rsrv.server)
+            done = await rsrv("restart", "--device", "0", "--drain", "7")
+            assert done.status == 0, done.err
+            assert done.out.startswith("device 0: the first model was back after 0.")
+            assert said == [(0, {**RESTART, "drain_s": 7.0})]
+            assert (await rsrv("restart", "--device", "-1")).status == 2
+            end(rsrv.server)
+
+    run()

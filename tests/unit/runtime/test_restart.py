@@ -1,0 +1,145 @@
+"""The command `restart`: a runtime ends for the next one, which answers what waited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.runtime.activity import Phase
+from rsrv.runtime.crash_history import BlackBox, CrashHistory
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire import paths
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.metas import queued
+from tests.unit.runtime.test_residency import answered
+from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
+from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
+
+SETTINGS = load_settings("stub: {in_place_ms: 0}")
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(SETTINGS)
+
+
+@pytest.fixture
+def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+    engine = make_engine(runtime, doubling)
+    yield engine
+    runtime.device.gate.set()
+    engine.close()
+
+
+def ask(engine: Engine) -> FakeRequest:
+    request = FakeRequest({"x": rows(1)})
+    assert engine.execute([request]) is None
+    return request
+
+
+def one_executes_and_one_waits(runtime: Runtime, engine: Engine) -> tuple[FakeRequest, FakeRequest]:
+    runtime.device.gate.clear()
+    executing = ask(engine)
+    assert runtime.device.gate.waiting.wait(10)
+    waiting = ask(engine)
+    wait_until(lambda: queued("doubling") == 1)
+    return executing, waiting
+
+
+def until_a_restart_is_under_way(runtime: Runtime) -> None:
+    with Operator(runtime) as second:
+        refused = second.do("restart", drain_s=30)
+        assert refused["error"] == "another restart is under way; wait for its end"
+
+
+def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
+    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
+) -> None:
+    """The old runtime executes only the first request, the next one the second and one that came in between."""
+    executing, waiting = one_executes_and_one_waits(runtime, engine)
+    runtime.device.executed.clear()
+    with Operator(runtime) as operator:
+        operator.send(command="restart", drain_s=30.0)
+        until_a_restart_is_under_way(runtime)
+        runtime.device.gate.set()
+        wait_until(lambda: not runtime.alive)
+
+    assert runtime.device.executed == [1]
+    between = ask(engine)
+    start_runtime(SETTINGS)
+    assert [answered(one) for one in (executing, waiting, between)] == [1, 1, 1]
+
+
+def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:
+    """The command fails with what is in progress, and the runtime answers as before."""
+    executing, waiting = one_executes_and_one_waits(runtime, engine)
+    with Operator(runtime) as operator:
+        refused = operator.do("restart", drain_s=0.001)
+
+        assert refused["code"] == "FAILED_PRECONDITION"
+        assert "0 runs of meta models and 1 executions have not ended in time" in refused["error"]
+        runtime.device.gate.set()
+        assert [answered(one) for one in (executing, waiting)] == [1, 1]
+        assert operator.do("restart", drain_s=30) == {}
+
+
+def test_a_forced_restart_begins_again_what_is_in_progress(
+    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
+) -> None:
+    """An execution that does not end in time is the next runtime's; it is answered once, and right."""
+    asked = one_executes_and_one_waits(runtime, engine)
+    with Operator(runtime) as operator:
+        assert operator.do("restart", drain_s=0, force=True) == {}
+    wait_until(lambda: not runtime.alive)
+
+    start_runtime(SETTINGS)
+    assert [answered(one) for one in asked] == [1, 1]
+
+
+def test_a_second_restart_is_refused_and_one_whose_caller_left_is_withdrawn(
+    runtime: Runtime, engine: Engine
+) -> None:
+    """When the first caller has left, the waiting request executes, and the runtime lives."""
+    executing, waiting = one_executes_and_one_waits(runtime, engine)
+    first = Operator(runtime)
+    first.send(command="restart", drain_s=30)
+    until_a_restart_is_under_way(runtime)
+    first.close()
+
+    runtime.device.gate.set()
+    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert runtime.alive
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "drain_s: missing"),
+        ({"drain_s": -1}, "drain_s: must be a number of seconds, at least 0 (found -1)"),
+        ({"drain_s": True}, "drain_s: must be a number"),
+        ({"drain_s": 1, "force": "yes"}, "force: must be true or false (found 'yes')"),
+    ],
+)
+def test_wrong_fields_are_refused(runtime: Runtime, fields: dict[str, Any], problem: str) -> None:
+    """The answer names the field; the runtime goes on."""
+    with Operator(runtime) as operator:
+        refused = operator.do("restart", **fields)
+        assert refused["code"] == "INVALID_ARGUMENT"
+        assert problem in refused["error"]
+
+
+def test_a_planned_end_blames_no_model(tmp_path: Path) -> None:
+    """What a thread was doing is no reason to refuse a model later."""
+    box = BlackBox(tmp_path)
+    box.memory[0] = Phase.BUILDING
+    box.clear()
+
+    BlackBox(tmp_path)
+    assert not (tmp_path / paths.DEATHS).exists()
+    assert CrashHistory(tmp_path / paths.DEATHS).verdict("a") is None

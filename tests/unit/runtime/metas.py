@@ -126,6 +126,7 @@ def meta_engine(
     triton: FakeCallees | None = None,
     outputs: tuple[WireTensor, ...] = OUTPUTS,
     batched: bool = True,
+    restartable: bool = False,
 ) -> Iterator[MetaEngine]:
     """Start the engine of a meta model's stub, connected to `runtime`.
 
@@ -142,6 +143,7 @@ def meta_engine(
         batched,
         Session(runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}),
         lambda settings: bls,
+        restartable=restartable,
     )
     try:
         yield engine

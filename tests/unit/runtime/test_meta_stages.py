@@ -31,10 +31,9 @@ class StagedMeta:
         process = StubProcess(Responses(FakePbUtils))
         process.devices = 2
         write_meta(path, "def run(inputs, call): ...", "ab")
+        self._start = start
         for device in (0, 1):
-            runtime = start(load_settings("scheduler: {meta_concurrency: 4}"), devices=2)
-            # The next runtime takes the socket's path.
-            runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
+            runtime = self.start_runtime(device)
             calls = {name: str(bundles[name]) for name in "ab"}
             engine = MetaEngine(
                 Tensors(FakePbUtils),
@@ -48,9 +47,17 @@ class StagedMeta:
                 lambda settings: pytest.fail("nothing goes through Triton"),
                 process=process,
             )
-            self.runtimes.append(runtime)
             self.engines.append(engine)
         process.stages = lambda device: {"a": self.engines[0], "b": self.engines[1]}
+        process.live = lambda: self.engines[:1]
+
+    def start_runtime(self, device: int) -> Runtime:
+        """Start a runtime of a device, the first one or another one after its end."""
+        runtime = self._start(load_settings("scheduler: {meta_concurrency: 4}"), devices=2)
+        # The next runtime takes the socket's path.
+        runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
+        self.runtimes[device:] = [runtime, *self.runtimes[device + 1 :]]
+        return runtime
 
 
 def kept(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -112,11 +119,19 @@ def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -
         assert_y(answer_of(one), rows(1, 2 * (2 * value + 1) + 2))
 
 
-def test_a_stage_whose_runtime_is_gone_fails_its_run_alone(staged: StagedMeta) -> None:
-    """The client is told to try again."""
-    staged.runtimes[1].stop()
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_run_by_stage_outlives_one_of_its_runtimes(staged: StagedMeta, device: int) -> None:
+    """The run leaves the other device, too, and enters both again when there is another runtime."""
+    requests = [request(1, value) for value in range(6)]
+    staged.runtimes[device].device.gate.clear()
+    assert staged.engines[0].execute(requests) is None
+    assert staged.runtimes[device].device.gate.waiting.wait(20)
+    staged.runtimes[device].stop()
+    staged.runtimes[device].device.gate.set()
 
-    (answer,) = ask(staged.engines[0], request())
+    staged.start_runtime(device)
 
-    assert answer.error is not None
-    assert "[rsrv:RUNTIME_DOWN]" in answer.error.message
+    for value, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, 2 * (2 * value + 1) + 2))
+    (later,) = ask(staged.engines[0], request(1, 9))
+    assert_y(later, rows(1, 40))

@@ -12,6 +12,7 @@ import pytest
 
 from rsrv.stub.bls import Bls, ThroughTriton, failure_of, limit, pool_size
 from rsrv.stub.calls import Callee
+from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.replies import RequestFailure, tag_failure
 from rsrv.stub.session import Remote
@@ -187,10 +188,12 @@ def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callab
     endpoint: Any = None
     ended: list[None] = []
     spans = Spans(lambda: ended.append(None))
-    run = ThroughTriton(make(), in_ns(10), "", 0, OpenSpan(spans, "ab" * 16, "cd" * 8))
-    for device in (None, 1):
+    calls = ThroughTriton(make(), in_ns(10), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
+    connection: Any = None
+    run = DirectRun(connection, 7, 0, 0, 0, "")
+    for run.stage in (None, 1):
         ended.clear()
-        run.internal(Callee(0, remote, endpoint), {"x": X}, False, 7, device).wait(in_ns(10))
+        calls.internal(Callee(0, remote, endpoint), {"x": X}, False, 7, run).wait(in_ns(10))
         wait_until(lambda: bool(ended))
 
     assert [span.attributes.get("rsrv.stage.device") for span in spans.take()[0]] == [None, 1]

@@ -76,6 +76,13 @@ class CallSlice:
     def target(self, index: int, block: Block) -> Array | None:
         return self.targets[index]
 
+    def mark(self) -> None:
+        """Set the first byte of its outputs in shared memory."""
+        for target in self.targets:
+            if target is not None and target.nbytes:
+                target.reshape(-1).view(np.uint8)[0] = 1
+                return
+
     def settle(self, *, succeeded: bool) -> None:
         """On the loop: give the kept outputs to the run; after a failure there may be another try."""
         if succeeded:
@@ -261,7 +268,9 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     alone = len(dispatch.slices) == 1 and dispatch.rows == dispatch.size
     for part in dispatch.slices:
         # If this process dies, the stub knows by this that the request may be the cause.
-        if isinstance(part, RequestSlice) and part.outputs_at < len(part.segment):
+        if isinstance(part, CallSlice):
+            part.mark()
+        elif part.outputs_at < len(part.segment):
             part.segment[part.outputs_at] = 1
     nbytes = dispatch.inputs.places(dispatch.size)[1]
     staged = None if alone else staging.take(nbytes)

@@ -22,6 +22,7 @@ import numpy as np
 
 from rsrv.logs import TEXT, of_request, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
+from rsrv.stub.direct import DirectRun
 from rsrv.stub.replies import RequestFailure, untag
 from rsrv.stub.request import RUN, RUN_DEVICE
 from rsrv.stub.session import UNLOADED
@@ -417,11 +418,8 @@ def _about(call: _BlsCall) -> dict[str, Any]:
 class ThroughTriton:
     """The sub-calls of one run through Triton: tensors travel by value, and none stays on the device."""
 
-    def __init__(
-        self, bls: Bls, deadline_ns: int, client_id: str, device: int, span: OpenSpan | None = None
-    ) -> None:
-        """`client_id` is that of the run's request, `device` that of the run. Calls become children of `span`."""
-        self._device = device
+    def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
+        """`client_id` is that of the run's request. Calls become children of `span`."""
         self._bls = bls
         self._client_id = client_id
         self._deadline_ns = deadline_ns
@@ -433,12 +431,9 @@ class ThroughTriton:
         return _TritonCall(self._start(name, arrays), {})
 
     def internal(
-        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int, device: int | None = None
+        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int, run: DirectRun
     ) -> "_TritonCall":
-        """Call a model of the runtime, in the run with this token. Raises RequestFailure.
-
-        `device` has the call, if the run goes by stage.
-        """
+        """Call a model of the runtime, in the run with this token. Raises RequestFailure."""
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
@@ -450,11 +445,11 @@ class ThroughTriton:
         future = self._start(
             remote.name,
             arrays,
-            device,
+            run.stage,
             outputs=[wire.name for wire in remote.outputs],
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             run=token,
-            device=self._device if device is None else device,
+            device=run.device,
         )
         return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
 _LATE = "the deadline passed, and the model runtime does not answer"
+#: for the client; the model's author can say `restartable: true`
+LOST_TENSOR = (
+    "the model runtime ended with a tensor that this request kept on the device; send the request again"
+)
 _NO_MEMORY = "the server has no memory for this request; try again later"
 #: seconds; a deadline may be further away than poll can wait
 _MAX_WAIT_S = 3600.0
@@ -45,6 +50,9 @@ class DeviceTensor(Elsewhere):
 
     def spot(self, run: "DirectRun", tensor: Tensor, rows: int) -> Spot:
         """Return the place of the tensor as this input of a call with this many rows. Raises RequestFailure."""
+        if self._run is not run and self._run.down:
+            run.lacks_tensor = True
+            raise RequestFailure(Status.RUNTIME_DOWN, LOST_TENSOR)
         if self._run is not run:
             raise RequestFailure(
                 Status.INTERNAL,
@@ -75,8 +83,10 @@ class DirectCall:
     callee: Callee
     plan: ExecutionPlan
     client_rows: int | None
-    #: held until the call has ended: the runtime reads them
-    inputs: list[Array]
+    #: inputs of the module, held until the call has ended: the runtime reads them
+    values: list[Array | DeviceTensor]
+    #: names of the outputs that stay on the device
+    kept: frozenset[str]
     #: by name
     outputs: dict[str, Array | DeviceTensor]
     #: time.perf_counter of the call, and its span if it is traced
@@ -84,6 +94,17 @@ class DirectCall:
     span: OpenSpan | None
     outcome: Results | RequestFailure | None = None
     future: asyncio.Future[Results] | None = None
+
+    @property
+    def marker(self) -> Array | None:
+        """The first byte of the outputs in shared memory, which the runtime sets when the device gets the call."""
+        arrays = (array for array in self.outputs.values() if not isinstance(array, DeviceTensor))
+        return next((array.reshape(-1).view(np.uint8)[:1] for array in arrays if array.nbytes), None)
+
+    @property
+    def launched(self) -> bool:
+        """False if no device has had the call. Without outputs in shared memory nothing tells, so it may have."""
+        return (marker := self.marker) is None or bool(marker[0])
 
     def end(self, outcome: Results | RequestFailure) -> None:
         self.outcome = outcome
@@ -141,6 +162,7 @@ class DirectRun:
         self._priority = priority
         self._tag = tag
         self._client_id = client_id
+        self.device = 0
         #: its device, if the run goes by stage
         self.stage: int | None = None
         #: whether the run has begun on another device
@@ -158,8 +180,14 @@ class DirectRun:
         self._numbers = itertools.count()
         #: numbers of device tensors that were garbage-collected
         self.released: deque[int] = deque()
-        #: whether the connection must not be used any more
-        self.broken = False
+        #: whether the connection must not be used any more, because the runtime is gone or for another reason
+        self.broken = self.down = False
+        #: whether the device had a call that failed because the runtime is gone
+        self.suspect = False
+        #: whether a call needed a tensor that another runtime had
+        self.lacks_tensor = False
+        #: the event loop that reads the connection, and the connection's number there
+        self._listening: tuple[asyncio.AbstractEventLoop, int] | None = None
 
     # --- entering and leaving -----------------------------------------------------------------------------
 
@@ -203,43 +231,62 @@ class DirectRun:
     # --- calls --------------------------------------------------------------------------------------------
 
     def start(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep) -> DirectCall:
-        """Send a call. Raises RequestFailure."""
+        """Send a call; one that a lost runtime does not get ends at once. Raises RequestFailure."""
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         try:
-            return self._start(callee, inputs, keep, since, span)
+            arrays = check_inputs(callee, inputs)
+            kept = check_keep(callee, keep)
+            values, plan = callee.endpoint.prepare(arrays, self._client_id, span)
+            rows = arrays[callee.remote.inputs[0].name].shape[0] if callee.remote.batched else None
+            return self._send(DirectCall(self, callee, plan, rows, list(values), kept, {}, since, span))
         except RequestFailure as failure:
             end_call(span, callee.remote.name, since, failure, self.stage)
             raise
 
-    def _start(
-        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, since: float, span: OpenSpan | None
-    ) -> DirectCall:
-        arrays = check_inputs(callee, inputs)
-        kept = check_keep(callee, keep)
-        values, plan = callee.endpoint.prepare(arrays, self._client_id, span)
-        rows = arrays[callee.remote.inputs[0].name].shape[0] if callee.remote.batched else None
-        (id,) = self._connection.next_ids(1)
-        call = DirectCall(self, callee, plan, rows, [], {}, since, span)
+    def again(self, lost: DirectCall, callee: Callee) -> DirectCall:
+        """Send a call that another runtime did not answer, with its inputs as they were then. Raises RequestFailure.
+
+        Its outputs get other memory: a runtime that was only stopped may still write to the old.
+        """
+        since, span = time.perf_counter(), None if self.span is None else self.span.child()
+        call = DirectCall(
+            self, callee, lost.plan, lost.client_rows, list(lost.values), lost.kept, {}, since, span
+        )
+        try:
+            return self._send(call)
+        except RequestFailure as failure:
+            end_call(span, callee.remote.name, since, failure, self.stage)
+            raise
+
+    def _send(self, call: DirectCall) -> DirectCall:
+        plan = call.plan
         try:
             spots = [
-                self._place(value, planned.tensor, plan.rows, call.inputs)
-                for value, planned in zip(values, plan.inputs, strict=True)
+                self._place(call, index, planned.tensor, plan.rows)
+                for index, planned in enumerate(plan.inputs)
             ]
-            targets = [
-                self._target(planned, plan.rows, planned.tensor.name in kept, call)
-                for planned in plan.outputs
-            ]
+            targets = [self._target(planned, plan.rows, call) for planned in plan.outputs]
         except OSError:
             raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
         if not plan.rows:
             call.end(self._results(call))
             return call
-        self.enter()
-        self._calls[id] = call
-        if span is not None:
-            self._connection.mark([span.mark(id)])
-        frame = Call(id, self._token, callee.index, plan.variant, plan.rows, spots, targets)
-        self._guard(lambda: self._connection.call([frame], self._releases()))
+        if (marker := call.marker) is not None:
+            marker[0] = 0
+        (id,) = self._connection.next_ids(1)
+        try:
+            self.enter()
+            self._calls[id] = call
+            if call.span is not None:
+                self._connection.mark([call.span.mark(id)])
+            frame = Call(id, self._token, call.callee.index, plan.variant, plan.rows, spots, targets)
+            self._guard(lambda: self._connection.call([frame], self._releases()))
+        except RequestFailure as failure:
+            if failure.status is not Status.RUNTIME_DOWN:
+                raise
+            self._calls.pop(id, None)
+            if call.outcome is None:
+                call.end(failure.copy())
         return call
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -251,22 +298,22 @@ class DirectRun:
     def _releases(self) -> list[Release]:
         return [Release(self._token, self.released.popleft()) for _ in range(len(self.released))]
 
-    def _place(self, value: Any, tensor: Tensor, rows: int, held: list[Array]) -> Spot:
+    def _place(self, call: DirectCall, index: int, tensor: Tensor, rows: int) -> Spot:
+        value = call.values[index]
         if isinstance(value, DeviceTensor):
             return value.spot(self, tensor, rows)
         place = self._connection.locate(value)
         if place is None:
-            # The array is not in shared memory: the client sent it, or numpy made it.
+            # The array is not in this connection's memory: the client sent it, or numpy or an earlier runtime made it.
             copy = self._connection.array(value.shape, value.dtype)
             copy[...] = value
-            value, place = copy, self._connection.locate(copy)
+            call.values[index], place = copy, self._connection.locate(copy)
             assert place is not None
-        held.append(value)
         return Spot(Where.MEMORY, *place)
 
-    def _target(self, planned: PlannedTensor, rows: int, keep: bool, call: DirectCall) -> Spot:
+    def _target(self, planned: PlannedTensor, rows: int, call: DirectCall) -> Spot:
         tensor = planned.tensor
-        if keep and rows:
+        if tensor.name in call.kept and rows:
             number = next(self._numbers)
             call.outputs[tensor.name] = DeviceTensor(self, number, tensor, rows)
             return Spot(Where.DEVICE, 0, number)
@@ -319,13 +366,21 @@ class DirectRun:
             call.end(self._refused or RequestFailure(done.status, done.text))
         else:
             call.end(self._results(call))
-        call.inputs.clear()
+        call.values.clear()
         call.resolve()
+
+    def look(self) -> None:
+        """Notice a runtime that is gone, without waiting."""
+        with suppress(TimeoutError, RequestFailure):
+            self._receive(0)
 
     def fail(self, failure: RequestFailure) -> None:
         """Fail all calls in flight, for the connection must not be used any more."""
         self.broken = True
         self._entering = None
+        if self._listening is not None and not self._listening[0].is_closed():
+            # A lost connection would stay readable, and its number may be another's soon.
+            self._listening[0].remove_reader(self._listening[1])
         lost, self._calls = self._calls, {}
         self._lost += lost.values()
         for call in lost.values():
@@ -340,19 +395,13 @@ class DirectRun:
         except TimeoutError:
             raise
         except (Closed, ProtocolError, OSError):
+            self.down, self.suspect = True, any(call.launched for call in self._calls.values())
             self.fail(RequestFailure(Status.RUNTIME_DOWN, DOWN))
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive the runtime's frames while the event loop runs."""
-        fd = self._connection.sock.fileno()
-        loop.add_reader(fd, self._read_now, loop, fd)
-
-    def _read_now(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        try:
-            self._receive(0)
-        except TimeoutError:
-            pass
-        except RequestFailure:
-            # The calls have failed. A lost connection would stay readable.
-            loop.remove_reader(fd)
+        if self._listening is None or self._listening[0] is not loop:
+            fd = self._connection.sock.fileno()
+            loop.add_reader(fd, self.look)
+            self._listening = loop, fd

@@ -170,7 +170,7 @@ class Engine:
         self.session = session
         self._process = process or StubProcess(responses)
         if process is None:
-            self._process.resubmission.place = self.take_over
+            self._process.live = lambda: [self]
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
@@ -262,6 +262,7 @@ class Engine:
             self._process.guard_hooks(self._attachment.settings["stub"], SENDER_THREADS)
 
     def close(self) -> None:
+        self._process.resubmission.close()
         self._guard.close()
         self._deferred.close()
         self.session.close()

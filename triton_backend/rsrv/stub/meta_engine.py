@@ -7,12 +7,9 @@ which ask for admission with their first sub-call. The others wait in the runtim
 import inspect
 import logging
 import queue
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -27,16 +24,13 @@ from rsrv.stub.calls import (
     AsyncCall,
     Callee,
     CallError,
-    Keep,
-    Pending,
     SyncCall,
-    check_keep,
     grace,
     make_callees,
     run_async,
 )
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import CHECK_PERIOD_S, SENDER_THREADS, DeferredReplies
+from rsrv.stub.deferred import SENDER_THREADS, DeferredReplies
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import (
     Array,
@@ -48,6 +42,7 @@ from rsrv.stub.endpoint import (
     read_inputs,
 )
 from rsrv.stub.hook_guard import HookGuard
+from rsrv.stub.meta_run import CallRouter, MetaRequest, PlacedRun, RunPlace
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
@@ -55,73 +50,18 @@ from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import OpenSpan
-from rsrv.wire.calls import Entrance, RunExit, pack_entrances
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.calls import RunExit, pack_entrances
+from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
 Run = Callable[[dict[str, Array], Any], Any]
-#: of a run that goes by stage: the run on the device of each callee, and the callee there, by name
-Stages = Mapping[str, tuple[DirectRun, Callee]]
 
 #: seconds that execute() may wait at most, as for other models
 _MAX_BLOCK_S = 0.2
 #: weights of a shorter and of a longer run in the learned length
 _FALL, _RISE = 0.5, 0.02
-
-
-@dataclass(slots=True, eq=False)
-class MetaRequest:
-    """One request of a meta model in the stub."""
-
-    id: int  # of its ENTER
-    request: ClientRequest
-    attachment: Attachment
-    connection: RuntimeConnection  # of its ENTER, if it has to wait
-    #: random, so that other requests cannot name it
-    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
-    admitted: bool = False
-    response: Any = None
-    checked: float = 0.0
-    cancelling: bool = False
-    #: arrays that the response may refer to
-    results: Sequence[Array] = ()
-    #: the queue at which execute() waits for it
-    inbox: queue.SimpleQueue["MetaRequest"] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def write(self) -> Entrance:
-        deadline_ns, priority, _ = self.request.params
-        return Entrance(self.id, self.token, deadline_ns, priority, tag=self.request.tag)
-
-    def finish(self, done: Completion) -> None:
-        self.admitted = done.status is Status.OK
-        if self.request.span is not None:
-            self.request.span.add_child("queue", self.request.since, done.text)
-        if not self.admitted:
-            self.fail(done.status, done.text)
-
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.results)
-
-    def release(self) -> None:
-        self.request.triton, self.results = None, ()
-
-    def check(self) -> None:
-        """Raise RequestFailure if the request is late or cancelled."""
-        if 0 < self.request.params.deadline_ns <= time.monotonic_ns():
-            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
-        now = time.monotonic()
-        reply = self.request.reply
-        if reply is not None and now - self.checked > CHECK_PERIOD_S:
-            self.checked = now
-            if reply.cancelled():
-                raise RequestFailure(Status.CANCELLED, "the request was cancelled")
 
 
 class MetaEngine:
@@ -139,15 +79,18 @@ class MetaEngine:
         session: Session,
         make_bls: Callable[[dict[str, Any]], Bls],
         *,
+        restartable: bool = False,
         process: StubProcess | None = None,
     ) -> None:
         """`hooks` are those of the callees, by name; `external` names models outside of the runtime.
 
-        `process` is shared with the model's other replicas; None: there is no other.
+        `restartable` allows `run` to begin again if a runtime dies with tensors of it. `process` is shared with the
+        model's other replicas; None: there is no other.
         """
         self._tensors = tensors
         self._responses = responses
         self._run = run
+        self._restartable = restartable
         self._hooks = hooks
         self._external = external
         self._outputs = outputs
@@ -155,7 +98,7 @@ class MetaEngine:
         self.session = session
         self._process = process or StubProcess(responses)
         if process is None:
-            self._process.resubmission.place = self.take_over
+            self._process.live = lambda: [self]
         self._guard = self._process.guard
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
@@ -244,6 +187,7 @@ class MetaEngine:
         self._process.guard_hooks(self._stub_settings, self._threads)
 
     def close(self) -> None:
+        self._process.resubmission.close()
         self._guard.close()
         self._deferred.close()
         if self._bls is not None:
@@ -321,9 +265,7 @@ class MetaEngine:
             self._deferred.finish(one)
 
     def _rescue(self, one: MetaRequest) -> bool:
-        """Have a request wait for another runtime if its run was not admitted before the runtime died."""
-        if one.admitted:
-            return False
+        """Have a request, whose run was not admitted before the runtime died, wait for another one."""
         self._process.resubmission.add(one.request, self._outcomes)
         return True
 
@@ -383,74 +325,93 @@ class MetaEngine:
                 self._run_length.learn(seconds)
 
     def _execute_run(self, one: MetaRequest) -> list[Any]:
-        connection, request = self._take_connection(one), one.request
-        span = None if request.span is None else request.span.child()
-        deadline_ns, priority, _ = request.params
-        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
-        run.entered = one.admitted
+        span = None if one.request.span is None else one.request.span.child()
+        run = PlacedRun(one, partial(self._enter_again, one, span), self._process.resubmission, self._guard)
         status = Status.INTERNAL
         try:
+            run.begin(self._try_to_enter(one, span))
             one.check()
-            engines = self._process.stages(self.session.device) if self._process.devices > 1 else {}
-            tensors = self._results_by_stage(one, run, engines) if engines else self._results(one, run, {})
+            while True:
+                try:
+                    tensors = self._results(one, run, span)
+                    break
+                except RequestFailure:
+                    if not (self._restartable and run.begins_again()):
+                        raise
             status = Status.OK
             return tensors
         except RequestFailure as failure:
             status = failure.status
             raise
         finally:
-            run.leave(status, grace(deadline_ns))
-            if run.broken:
-                self._withdraw(one, status)
-            self._give_connection(one.attachment, connection, broken=run.broken)
+            run.end(status)
 
-    def _results_by_stage(
-        self, one: MetaRequest, run: DirectRun, engines: Mapping[str, "MetaEngine"]
-    ) -> list[Any]:
-        """Execute a run whose callees are on several devices, by the engines there; on each of them it is admitted.
+    def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
+        """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
+        engines: Sequence[MetaEngine] = self._process.live()
+        for engine in engines:
+            attachment = engine.session.attachment
+            if attachment is not None:
+                again = MetaRequest(0, one.request, attachment, attachment.deferred)
+                if (place := engine._try_to_enter(again, span)) is not None:
+                    return place
+        return None
 
-        All runs enter the devices in ascending order, the first one being that of `run`: otherwise two runs could wait
-        for each other's places for ever.
+    def _try_to_enter(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
+        """Give a run a place here; None: the runtime is gone. Raises RequestFailure.
+
+        If the callees are on several devices, the run is admitted on each of them, in ascending order from this one on:
+        otherwise two runs could wait for each other's places for ever.
         """
-        run.stage = self.session.device
-        run.await_admission(grace(one.request.params.deadline_ns))
-        runs = {run.stage: run}
-        with ExitStack() as stack:
-            others = {engine.session.device: engine for engine in engines.values() if engine is not self}
-            for device, engine in sorted(others.items()):
-                runs[device] = stack.enter_context(engine.stage_of(one, run.span))
-            stages = {
-                name: (runs[engine.session.device], engine._callees[name]) for name, engine in engines.items()
-            }
-            return self._results(one, run, stages)
-
-    @contextmanager
-    def stage_of(self, one: MetaRequest, span: OpenSpan | None) -> Iterator[DirectRun]:
-        """Admit a run that has begun on another device. Raises RequestFailure."""
-        attachment, (deadline_ns, priority, _) = self.session.attachment, one.request.params
-        if attachment is None:
-            raise RequestFailure(Status.RUNTIME_DOWN, self.session.down)
-        connection = self._take_connection(
-            MetaRequest(0, one.request, attachment, attachment.deferred, one.token)
-        )
-        request, status = one.request, Status.INTERNAL
-        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
-        run.stage, run.further = self.session.device, True
+        place = RunPlace(one.token, one.request.params.deadline_ns)
         try:
-            run.await_admission(grace(deadline_ns))
-            yield run
-            status = Status.OK
+            self._join(place, one, span)
+            engines = self._process.stages(self.session.device) if self._process.devices > 1 else {}
+            if engines:
+                self._join_stages(place, one, span, engines)
+            return place
         except RequestFailure as failure:
-            status = failure.status
-            raise
-        finally:
-            run.leave(status, grace(deadline_ns))
-            self._give_connection(attachment, connection, broken=run.broken)
+            place.leave(failure.status)
+            place.release(failure.status)
+            if failure.text != DOWN:
+                raise
+            return None
 
-    def _results(self, one: MetaRequest, run: DirectRun, stages: Stages) -> list[Any]:
+    def _join(
+        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None
+    ) -> tuple[DirectRun, Mapping[str, Callee]]:
+        """Add this device to a run's place. Raises RequestFailure."""
+        connection, callees = self._take_connection(one)
+        request, (deadline_ns, priority, _) = one.request, one.request.params
+        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
+        run.entered, run.device = one.admitted, self.session.device
+        place.add(run, partial(self._release, one, connection, run))
+        place.callees.update({name: (run, callee) for name, callee in callees.items()})
+        return run, callees
+
+    def _join_stages(
+        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, engines: Mapping[str, "MetaEngine"]
+    ) -> None:
+        """Admit a run that has a place here on the other devices, too. Raises RequestFailure."""
+        until_ns = grace(one.request.params.deadline_ns)
+        others = {engine.session.device: engine for engine in engines.values() if engine is not self}
+        place.first.stage = self.session.device
+        place.first.await_admission(until_ns)
+        for device, engine in sorted(others.items()):
+            attachment = engine.session.attachment
+            if attachment is None:
+                raise RequestFailure(Status.RUNTIME_DOWN, engine.session.down)
+            further = MetaRequest(0, one.request, attachment, attachment.deferred, one.token)
+            mine = place.callees.copy()
+            run, callees = engine._join(place, further, span)
+            place.callees = mine | {name: (run, callees[name]) for name in callees if engines[name] is engine}
+            run.stage, run.further = device, True
+            run.await_admission(until_ns)
+
+    def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
         arrays = read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        results = self._call_user(one, run, arrays, stages)
+        results = self._call_user(one, run, arrays, span)
         one.results = check_results(results, self._outputs, rows, "run", one.request.id)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
@@ -458,23 +419,13 @@ class MetaEngine:
         ]
 
     def _call_user(
-        self, one: MetaRequest, run: DirectRun, arrays: dict[str, Array], stages: Stages
+        self, one: MetaRequest, run: PlacedRun, arrays: dict[str, Array], span: OpenSpan | None
     ) -> dict[str, Array]:
         client_id, deadline_ns = one.request.id, one.request.params.deadline_ns
         triton = None
         if self._bls is not None:
-            triton = ThroughTriton(self._bls, deadline_ns, client_id, self.session.device, run.span)
-        router = CallRouter(
-            run,
-            self._callees,
-            self._external,
-            triton,
-            deadline_ns,
-            one.token,
-            self._guard,
-            through_triton=self._through_triton,
-            stages=stages,
-        )
+            triton = ThroughTriton(self._bls, deadline_ns, client_id, span)
+        router = CallRouter(run, self._external, triton, deadline_ns, through_triton=self._through_triton)
         started, error = time.perf_counter(), ""
         try:
             with self._guard.within("run", client_id):
@@ -494,20 +445,22 @@ class MetaEngine:
         finally:
             router.over = True
             self.meters.hook(self.session.model, "run", time.perf_counter() - started)
-            if run.span is not None:
-                run.span.end("run", started, error, {})
+            if span is not None:
+                span.end("run", started, error, {})
 
     # --- connections --------------------------------------------------------------------------------------
 
-    def _take_connection(self, one: MetaRequest) -> RuntimeConnection:
+    def _take_connection(self, one: MetaRequest) -> tuple[RuntimeConnection, Mapping[str, Callee]]:
+        """Return a connection for a run, and the callees there."""
         attachment = one.attachment
         with self._lock:
             if attachment is not self._attachment:
                 raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the request came for a runtime that is gone
+            callees = self._callees
             if self._connections:
-                return self._connections.pop()
+                return self._connections.pop(), callees
         try:
-            return self.session.open_connection(attachment.key)
+            return self.session.open_connection(attachment.key), callees
         except UNREACHABLE as error:
             client_id = one.request.id
             log.error(
@@ -526,13 +479,16 @@ class MetaEngine:
                 # Otherwise the runtime would count the run as running for good.
                 self._deferred.lose(one.attachment)
 
-    def _give_connection(
-        self, attachment: Attachment, connection: RuntimeConnection, *, broken: bool
+    def _release(
+        self, one: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status
     ) -> None:
-        if not broken:
+        """Take back the connection of a run that has ended with `status`."""
+        if run.broken:
+            self._withdraw(one, status)
+        else:
             connection.tidy()
         with self._lock:
-            if attachment is self._attachment and not broken:
+            if one.attachment is self._attachment and not run.broken:
                 self._connections.append(connection)
                 return
         connection.close()
@@ -549,65 +505,3 @@ def _failure_of(error: BaseException, client_id: str, guard: HookGuard) -> Reque
     # asyncio keeps the error in the frames of its traceback.
     error.__traceback__ = None
     return failure
-
-
-class CallRouter:
-    """Sends each sub-call of one run straight to the runtime or through Triton; `Callees`."""
-
-    def __init__(
-        self,
-        run: DirectRun,
-        callees: Mapping[str, Callee],
-        external: Collection[str],
-        triton: ThroughTriton | None,
-        deadline_ns: int,
-        token: int,
-        guard: HookGuard,
-        *,
-        through_triton: bool,
-        stages: Stages,
-    ) -> None:
-        """`stages` are empty, or have all callees: then no tensor stays on a device, as the next stage may have another."""
-        self._stages = stages
-        self._guard = guard
-        self._run = run
-        self._callees = callees
-        self._external = external
-        self._triton = triton
-        self._deadline_ns = deadline_ns
-        self._token = token
-        self._through_triton = through_triton
-        self._thread = threading.get_ident()
-        #: whether the run has ended: its connection may be another run's now
-        self.over = False
-
-    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
-        if self.over or threading.get_ident() != self._thread:
-            raise RequestFailure(
-                Status.INTERNAL, "call is for the thread that executes `run`, until that returns"
-            )
-        if self._triton is not None and name in self._external:
-            return self._triton.external(name, inputs)
-        callee = self._callees.get(name)
-        if callee is None:
-            raise RequestFailure(
-                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
-            )
-        run = self._run
-        if self._stages:
-            run, callee = self._stages[name]
-            check_keep(callee, keep)
-            keep = False
-        if self._triton is None or not self._through_triton:
-            return run.start(callee, inputs, keep)
-        with self.waiting():
-            run.await_admission(grace(self._deadline_ns))
-        return self._triton.internal(callee, inputs, keep, self._token, run.stage)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return self._guard.waiting()
-
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if self._through_triton:
-            return np.empty(shape, dtype)
-        return self._run.scratch(shape, dtype)

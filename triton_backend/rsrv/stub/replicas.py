@@ -43,6 +43,9 @@ class StubProcess:
         self.devices = 1
         #: requests that wait for a runtime
         self.resubmission = Resubmission(self.sessions)
+        self.resubmission.place = self._place
+        #: the live replicas, the first to answer first
+        self.live: Callable[[], Sequence[Any]] = lambda: ()
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
 
@@ -54,6 +57,10 @@ class StubProcess:
         except BaseException:
             self.sessions.remove(session)
             raise
+
+    def _place(self, request: ClientRequest) -> bool:
+        """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
+        return any(one.take_over(request) for one in self.live())
 
     def _stop(self) -> None:
         for session in self.sessions:
@@ -124,14 +131,12 @@ class Replicas:
         """
         self._make = make
         self._responses = process.responses
-        self._resubmission = process.resubmission
         self._placement = placement
         number, first = _first_reachable(make, devices)
         self._first = first
         attachment = first.session.attachment
         count = devices() if attachment is None else attachment.direct.devices
-        process.devices, process.resubmission.place = count, self._place
-        process.stages = self._stages
+        process.devices, process.live, process.stages = count, self._live, self._stages
         self._preference = by_preference(name, count)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -274,10 +279,12 @@ class Replicas:
                     # The other requests have answers already, or still get them.
                     log.exception("a request could not be answered")
 
-    def _place(self, request: ClientRequest) -> bool:
-        """Give a request that waits for a runtime to the replica that answers first; `Resubmission.place`."""
+    def _live(self) -> list[ModelReplica]:
+        """Return the replicas that have a runtime, the first to answer first; of a run by stage that where it begins."""
+        if apart := self._apart:
+            return [self._begin_stages(apart)]
         found = sorted(((one.answers_in_s(), one) for one in self._replicas.values()), key=itemgetter(0))
-        return any(one.take_over(request) for seconds, one in found if seconds < inf)
+        return [one for seconds, one in found if seconds < inf]
 
     # --- the process --------------------------------------------------------------------------------------
 
@@ -310,7 +317,6 @@ class Replicas:
             self._closed.set()
         for reporting in self._reporting:
             reporting.close()
-        self._resubmission.close()
         for one in self._replicas.values():
             one.close()
         if self._placement is not None:

@@ -89,6 +89,23 @@ class Resubmission:
         if failure is not None:
             _end(one, failure)
 
+    def may_go_on(self, request: ClientRequest) -> bool:
+        """Tell whether a run whose runtime has died may look for another one now, or has to ask again. Thread-safe.
+
+        Raises RequestFailure if it cannot wait longer. The run keeps its thread, so it does not count among the waiting.
+        """
+        now = self._clock()
+        if not request.retry_until:
+            request.retry_until = now + self.retry_s
+        with self._lock:
+            failure = self._why_over(request, now)
+            if failure is not None:
+                raise failure
+            is_turn = not request.deaths or request is self._suspect or not self._has_suspect()
+            if request.deaths and is_turn:
+                self._suspect = request
+            return is_turn
+
     def look(self) -> None:
         """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""
         now = self._clock()
@@ -98,7 +115,7 @@ class Resubmission:
         is_down, checks = False, MAX_CHECKS
         for one in waiting:
             request = one.request
-            failure = self._why_over(one, now)
+            failure = self._why_over(request, now)
             if failure is None and checks and now - one.checked > CHECK_PERIOD_S:
                 one.checked, checks = now, checks - 1
                 if _is_cancelled(request):
@@ -130,23 +147,23 @@ class Resubmission:
         """Return the reason why a request cannot begin to wait."""
         if one.request.failure is not None:
             return one.request.failure
-        if one.request.deaths >= MAX_DEATHS:
-            return RequestFailure(Status.INTERNAL, SUSPECT)
         nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
-        # Only the runtime that is gone knows the run of a sub-call.
+        # Only the runtime that is gone knows the run of a sub-call, which its meta model repeats in the next one.
         if one.request.params.run or len(self._waiting) >= MAX_REQUESTS or nbytes > MAX_BYTES:
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
-        return self._why_over(one, now)
+        return self._why_over(one.request, now)
 
-    def _why_over(self, one: WaitingRequest, now: float) -> RequestFailure | None:
+    def _why_over(self, request: ClientRequest, now: float) -> RequestFailure | None:
         """Return the reason why a request cannot wait any longer."""
-        if one.request.reply is not None and one.request.reply.sent:
+        if request.deaths >= MAX_DEATHS:
+            return RequestFailure(Status.INTERNAL, SUSPECT)
+        if request.reply is not None and request.reply.sent:
             return RequestFailure(Status.DEADLINE, LATE)
         if self._closed:
             return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
         is_down = all(session.attachment is None for session in self._sessions)
         # A suspect, for which there is a runtime, only waits for its turn.
-        if now >= one.request.retry_until and (is_down or not one.request.deaths):
+        if now >= request.retry_until and (is_down or not request.deaths):
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
         if is_down:
             reasons = [session.down for session in self._sessions]

@@ -1,0 +1,380 @@
+"""Runs of meta models that have begun outlive their runtime: the calls under way are repeated in the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.loader import Hooks
+from rsrv.settings import load_settings
+from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.resubmission import SUSPECT
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from tests.builders import write_meta
+from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.metas import (
+    OUTPUTS,
+    FakeCallees,
+    Pause,
+    Run,
+    answer_of,
+    assert_fails,
+    assert_served,
+    assert_y,
+    awaiting,
+    both_kinds,
+    model_engine,
+    request,
+    rows,
+    status_of,
+)
+from tests.waiting import wait_until
+
+#: text for a client whose run had a tensor on the device that is gone
+LOST = "a tensor that this request kept on the device"
+
+
+class Deaths:
+    """A meta model's runtimes, one after another."""
+
+    def __init__(self, start: StartRuntime, settings: str = "") -> None:
+        self._start = start
+        self._settings = load_settings(settings)
+        self.runtime: Runtime = start(self._settings)
+
+    def die(self) -> None:
+        self.runtime.stop()
+
+    def die_in_a_call(self) -> None:
+        """Have the runtime die while its device, which is held, executes."""
+        assert self.runtime.device.gate.waiting.wait(20)
+        self.die()
+        self.runtime.device.gate.set()
+
+    def come_back(self) -> None:
+        self.runtime = self._start(self._settings)
+
+
+@pytest.fixture
+def deaths(start_runtime: StartRuntime) -> Deaths:
+    return Deaths(start_runtime)
+
+
+def stopping(pause: Pause) -> Run:
+    """Return a run of two calls that pauses between them."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        if inputs["x"][0, 0] != 100:
+            pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    return run
+
+
+@both_kinds
+def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: StartMeta, run: Run) -> None:
+    """Runs inside and runs that wait for admission are all answered, each once, and right."""
+    engine = start_meta(deaths.runtime, run)
+    requests = [request(value=n) for n in range(5)]
+    deaths.runtime.device.gate.clear()
+    assert engine.execute(requests) is None
+    wait_until(lambda: status_of()["waiting"] == 3)
+    deaths.die_in_a_call()
+
+    deaths.come_back()
+
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    assert_served(engine)
+    assert all(one.answers.empty() for one in requests)
+
+
+def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta: StartMeta) -> None:
+    """Results of the dead runtime are inputs of the next one, and what was executed is not executed again."""
+    pause = Pause()
+    engine = start_meta(deaths.runtime, stopping(pause))
+    one = request(value=3)
+    assert engine.execute([one]) is None
+    pause.reached()
+    deaths.die()
+    deaths.come_back()
+    wait_until(lambda: engine.ready)
+    before = len(deaths.runtime.device.executed)
+
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 16))
+    assert len(deaths.runtime.device.executed) == before + 1
+
+
+def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
+    deaths: Deaths, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime that admitted it died before the run had a connection."""
+    pause = Pause()
+    engine = start_meta(deaths.runtime, stopping(pause))
+    requests = [request(value=n) for n in range(3)]
+    assert engine.execute(requests[:2]) is None
+    pause.reached(2)
+    assert engine.execute(requests[2:]) is None
+    wait_until(lambda: status_of()["waiting"] == 1)
+    taken: Callable[..., Any] = engine._take_connection
+
+    def take(one: Any) -> Any:
+        if one.admitted:
+            deaths.die()
+            wait_until(lambda: not engine.ready)
+        return taken(one)
+
+    monkeypatch.setattr(engine, "_take_connection", take)
+    pause.go(1)
+    wait_until(lambda: not engine.ready)
+    deaths.come_back()
+    pause.go(2)
+
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, 4 * n + 4))
+
+
+def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_meta: StartMeta) -> None:
+    """A buffer that the run fills again for the next call does not change the call before."""
+
+    async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        buffer, calls = np.zeros_like(inputs["x"]), []
+        for n in range(8):
+            buffer[:] = n
+            calls.append(call("ab"[n % 2], {"x": buffer}))
+        ends = await asyncio.gather(*calls)
+        return {"y": sum(10**n * end["y"].astype(np.float64) for n, end in enumerate(ends)).astype("f4")}
+
+    engine = start_meta(deaths.runtime, run)
+    deaths.runtime.device.gate.clear()
+    one = request()
+    assert engine.execute([one]) is None
+    deaths.die_in_a_call()
+
+    deaths.come_back()
+
+    expected = sum(10**n * (2 * n + 1 + n % 2) for n in range(8))
+    assert_y(answer_of(one), rows(1, expected))
+
+
+def test_a_run_goes_on_at_the_other_device(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """It does not wait for its own device's next runtime, and its tensors go there with it."""
+    pause, runtimes = Pause(), list[Runtime]()
+    process = StubProcess(Responses(FakePbUtils))
+    write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
+
+    def make(device: int) -> MetaEngine:
+        # The next runtime takes the socket's path, so this one's connections must be there before.
+        runtimes.append(start_runtime(devices=2))
+        calls = {name: str(doublings[name]) for name in "ab"}
+        return MetaEngine(
+            Tensors(FakePbUtils),
+            Responses(FakePbUtils),
+            stopping(pause),
+            {"a": Hooks(), "b": Hooks()},
+            (),
+            OUTPUTS,
+            True,
+            Session(runtimes[-1].open, "meta", str(tmp_path / "meta"), calls, device),
+            lambda settings: pytest.fail("nothing goes through Triton"),
+            process=process,
+        )
+
+    replicas = Replicas(make, "meta", process)
+    wait_until(lambda: len(process.sessions) == 2)
+    one = request(value=3)
+    assert replicas._replicas[0].execute([one]) is None
+    pause.reached()
+    runtimes[0].stop()
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 16))
+    replicas.close()
+
+
+# --- tensors on the device -------------------------------------------------------------------------------------
+
+
+def keeping(pause: Pause, begun: list[float]) -> Run:
+    """Return `stopping` with the first result on the device; it notes its beginnings."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        begun.append(inputs["x"][0, 0])
+        first = call("a", inputs, keep_on_device=True)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    return run
+
+
+def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_meta: StartMeta) -> None:
+    """The client is told why, and may try again."""
+    pause, begun = Pause(), list[float]()
+    engine = start_meta(deaths.runtime, keeping(pause, begun))
+    one = request()
+    assert engine.execute([one]) is None
+    pause.reached()
+    deaths.die()
+    deaths.come_back()
+    pause.go()
+
+    answer = answer_of(one)
+    assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] stage 'b': ")
+    assert_fails(answer, FakeError.UNAVAILABLE, LOST)
+    assert len(begun) == 1
+
+
+def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
+    """It gets its inputs again, and the client the right answer."""
+    pause, begun = Pause(), list[float]()
+    engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
+    one = request(value=5)
+    assert engine.execute([one]) is None
+    for count in (1, 2):
+        pause.reached()
+        assert begun == [5] * count
+        deaths.die()
+        deaths.come_back()
+        pause.go()
+    pause.reached()
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 24))
+    assert begun == [5] * 3
+
+
+def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
+    deaths: Deaths, start_meta: StartMeta
+) -> None:
+    """Its own runtime did not die, so beginning again would be in vain."""
+    kept: list[Any] = []
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        kept.append(call("a", inputs, keep_on_device=True)["y"])
+        return {"y": call("b", {"x": kept[0]})["y"].copy()}
+
+    engine = start_meta(deaths.runtime, run, restartable=True)
+    one, late = request(), request()
+    assert engine.execute([one]) is None
+    assert_y(answer_of(one), rows(1, 8))
+    deaths.die()
+    deaths.come_back()
+    wait_until(lambda: engine.ready)
+    assert engine.execute([late]) is None
+
+    assert_fails(answer_of(late), FakeError.INTERNAL, "by another request, which is over")
+    assert len(kept) == 2
+
+
+# --- limits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, start_meta: StartMeta) -> None:
+    """Its calls may be the cause; later runs are served."""
+    pause = Pause()
+    engine = start_meta(deaths.runtime, stopping(pause))
+    one = request()
+    deaths.runtime.device.gate.clear()
+    assert engine.execute([one]) is None
+    deaths.die_in_a_call()
+    deaths.come_back()
+    pause.reached()
+    deaths.runtime.device.gate.clear()
+    pause.go()
+    deaths.die_in_a_call()
+
+    assert_fails(answer_of(one), FakeError.INTERNAL, SUSPECT)
+    deaths.come_back()
+    wait_until(lambda: engine.ready)
+    assert_served(engine)
+
+
+def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
+    deaths: Deaths, start_meta: StartMeta
+) -> None:
+    """Behind other work, no device had the call."""
+    pause = Pause()
+    engine = start_meta(deaths.runtime, stopping(pause))
+    one = request(value=3)
+    assert engine.execute([one]) is None
+    pause.reached()
+    for _ in range(3):
+        deaths.die()
+        deaths.come_back()
+        wait_until(lambda: engine.ready)
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 16))
+
+
+@both_kinds
+@pytest.mark.parametrize("kind", ["deadline", "cancelled", "unloaded", "retry_s"])
+def test_a_run_waits_no_longer_than_its_request(
+    start_runtime: StartRuntime, start_meta: StartMeta, run: Run, kind: str
+) -> None:
+    """Deadline, cancellation, unloading and `retry_s` end the wait for a runtime."""
+    deaths = Deaths(start_runtime, "stub: {retry_s: 0.2}" if kind == "retry_s" else "stub: {retry_s: 60}")
+    engine = start_meta(deaths.runtime, run)
+    one = request(timeout=1.0 if kind == "deadline" else 0)
+    deaths.runtime.device.gate.clear()
+    assert engine.execute([one]) is None
+    deaths.die_in_a_call()
+    if kind == "cancelled":
+        one.cancelled = True
+    if kind == "unloaded":
+        engine.close()
+
+    code, text = {
+        "deadline": (FakeError.UNAVAILABLE, "[rsrv:DEADLINE]"),
+        "cancelled": (FakeError.CANCELLED, "cancelled"),
+        "unloaded": (FakeError.UNAVAILABLE, "the model is being unloaded"),
+        "retry_s": (FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]"),
+    }[kind]
+    assert_fails(answer_of(one), code, text)
+    assert one.answers.empty()
+
+
+# --- through Triton --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [stopping, awaiting])
+def test_calls_through_triton_are_repeated(
+    start_runtime: StartRuntime, start_meta: StartMeta, doublings: Any, run: Any
+) -> None:
+    """The callee's stub refuses a call whose runtime died; the run enters the next one, and calls again."""
+    deaths = Deaths(start_runtime, "meta: {transport: bls}")
+    engines = {name: model_engine(deaths.runtime, doublings[name], internal=True) for name in "ab"}
+    pause = Pause()
+    engine = start_meta(
+        deaths.runtime,
+        run(pause) if run is stopping else run,
+        triton=FakeCallees(engines=engines),
+    )
+    one: FakeRequest = request(value=2)
+    if run is awaiting:
+        deaths.runtime.device.gate.clear()
+        assert engine.execute([one]) is None
+        deaths.die_in_a_call()
+    else:
+        assert engine.execute([one]) is None
+        pause.reached()
+        deaths.die()
+        pause.go()
+
+    deaths.come_back()
+
+    assert_y(answer_of(one), rows(1, 12))

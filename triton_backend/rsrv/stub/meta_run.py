@@ -1,0 +1,363 @@
+"""One run of a meta model: its places on devices, one after another if runtimes die, and its sub-calls.
+
+The stub owns the inputs of a sub-call until its end. So a death costs a run time, and only the tensors that it kept on
+the device.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from rsrv.logs import of_request
+from rsrv.stub.bls import ThroughTriton
+from rsrv.stub.calls import Callee, Keep, Pending, Results, check_keep, grace
+from rsrv.stub.connection import RuntimeConnection
+from rsrv.stub.deferred import CHECK_PERIOD_S
+from rsrv.stub.direct import DirectCall, DirectRun
+from rsrv.stub.endpoint import Array
+from rsrv.stub.hook_guard import HookGuard
+from rsrv.stub.replies import RequestFailure
+from rsrv.stub.request import ClientRequest
+from rsrv.stub.resubmission import Resubmission
+from rsrv.stub.session import DOWN, Attachment
+from rsrv.wire.calls import Entrance
+from rsrv.wire.frames import Completion, Status
+
+log = logging.getLogger("rsrv.stub")
+
+#: seconds between two looks for a runtime
+_TICK_S = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class MetaRequest:
+    """One request of a meta model in the stub."""
+
+    id: int  # of its ENTER
+    request: ClientRequest
+    attachment: Attachment
+    connection: RuntimeConnection  # of its ENTER, if it has to wait
+    #: random, so that other requests cannot name it
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    admitted: bool = False
+    response: Any = None
+    checked: float = 0.0
+    cancelling: bool = False
+    #: arrays that the response may refer to
+    results: Sequence[Array] = ()
+    #: the queue at which execute() waits for it
+    inbox: SimpleQueue["MetaRequest"] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self) -> Entrance:
+        deadline_ns, priority, _ = self.request.params
+        return Entrance(self.id, self.token, deadline_ns, priority, tag=self.request.tag)
+
+    def finish(self, done: Completion) -> None:
+        self.admitted = done.status is Status.OK
+        if self.request.span is not None:
+            self.request.span.add_child("queue", self.request.since, done.text)
+        if not self.admitted:
+            self.fail(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = RequestFailure(status, text)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.results)
+
+    def release(self) -> None:
+        self.request.triton, self.results = None, ()
+
+    def check(self) -> None:
+        """Raise RequestFailure if the request is late or cancelled."""
+        if 0 < self.request.params.deadline_ns <= time.monotonic_ns():
+            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
+        now = time.monotonic()
+        reply = self.request.reply
+        if reply is not None and now - self.checked > CHECK_PERIOD_S:
+            self.checked = now
+            if reply.cancelled():
+                raise RequestFailure(Status.CANCELLED, "the request was cancelled")
+
+
+class RunPlace:
+    """A run's place on one device, or on several by stage, until the run ends or one of their runtimes does."""
+
+    def __init__(self, token: int, deadline_ns: int) -> None:
+        self.token = token
+        #: the run on the device of each callee, and the callee there, by name
+        self.callees: dict[str, tuple[DirectRun, Callee]] = {}
+        self._until_ns = grace(deadline_ns)
+        self._runs: list[DirectRun] = []
+        self._ends: list[Callable[[Status], object]] = []
+
+    def add(self, run: DirectRun, end: Callable[[Status], object]) -> None:
+        """Add a device; `end` releases its connection."""
+        self._runs.append(run)
+        self._ends.append(end)
+
+    @property
+    def first(self) -> DirectRun:
+        return self._runs[0]
+
+    @property
+    def by_stage(self) -> bool:
+        return len(self._runs) > 1
+
+    @property
+    def down(self) -> bool:
+        return any(run.down for run in self._runs)
+
+    @property
+    def suspect(self) -> bool:
+        """True if a device had one of the run's calls when its runtime died."""
+        return any(run.suspect for run in self._runs)
+
+    def look(self) -> None:
+        """Notice runtimes that are gone."""
+        for run in self._runs:
+            run.look()
+
+    def leave(self, status: Status) -> None:
+        """End the run on these devices, after its calls there."""
+        for run in reversed(self._runs):
+            run.leave(status, self._until_ns)
+
+    def abandon(self) -> None:
+        """End the run where its runtime still lives. Its connections stay, as they have the memory of further calls."""
+        self.leave(Status.RUNTIME_DOWN)
+        for run in self._runs:
+            run.fail(RequestFailure(Status.RUNTIME_DOWN, DOWN))
+
+    def release(self, status: Status) -> None:
+        """Release the connections."""
+        for end in self._ends:
+            end(status)
+
+
+class PlacedRun:
+    """A run with its present place. If a runtime there dies, the run gets another place, as a request would.
+
+    `enter` finds one, or None if there is no runtime now.
+    """
+
+    def __init__(
+        self,
+        one: MetaRequest,
+        enter: Callable[[], RunPlace | None],
+        resubmission: Resubmission,
+        guard: HookGuard,
+    ) -> None:
+        self._one = one
+        self._enter = enter
+        self._resubmission = resubmission
+        self.guard = guard
+        self._place: RunPlace | None = None
+        self._abandoned = False
+        #: whether it has had another place since `run` began
+        self._moved = False
+
+    def begin(self, first: RunPlace | None) -> None:
+        """Take the first place; None: its runtime has died. Raises RequestFailure if no other one comes."""
+        self._place = first
+        while self._place is None:
+            if self.renew() is None:
+                time.sleep(_TICK_S)
+
+    def begins_again(self) -> bool:
+        """Tell whether `run` must begin again to get tensors back that a dead runtime had, and count from here."""
+        needed = self._moved and self.place.first.lacks_tensor
+        self._moved = self.place.first.lacks_tensor = False
+        return needed
+
+    @property
+    def place(self) -> RunPlace:
+        assert self._place is not None
+        return self._place
+
+    def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
+        """Tell whether a call at a place failed because a runtime died.
+
+        Through Triton, the callee's stub may notice that first, or ask the next runtime, which has no such run.
+        """
+        if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
+            return False
+        place.look()
+        return place is not self._place or place.down or failure.text == DOWN
+
+    def renew(self) -> RunPlace | None:
+        """Return a place for calls that are to be repeated, another one if it was lost; None: there is none yet.
+
+        Raises RequestFailure if the run cannot wait longer.
+        """
+        lost, request = self._place, self._one.request
+        is_lost = lost is None or lost.down
+        if lost is not None and is_lost and not self._abandoned:
+            self._abandoned = True
+            request.deaths += lost.suspect
+            with self.guard.waiting():
+                lost.abandon()
+        self._one.check()
+        if not self._resubmission.may_go_on(request):
+            return None
+        if not is_lost:
+            return lost
+        with self.guard.waiting():
+            found = self._enter()
+        if found is not None:
+            log.info(
+                "request %r: its run goes on at another runtime", request.id, extra=of_request(request.id)
+            )
+            if lost is not None:
+                lost.release(Status.RUNTIME_DOWN)
+            self._place, self._abandoned, self._moved = found, False, True
+        return found
+
+    def end(self, status: Status) -> None:
+        """End the run where it is."""
+        if self._place is not None:
+            self._place.leave(status)
+            self._place.release(status)
+
+
+#: sends a call through Triton for a run on a device, with its token
+Start = Callable[[DirectRun, Callee, int], Pending]
+
+
+class RepeatedCall:
+    """A sub-call in a runtime, repeated if that dies; `Pending`."""
+
+    def __init__(self, run: PlacedRun, name: str, sent: DirectCall | Start) -> None:
+        self._run = run
+        self._name = name
+        self._place = run.place
+        self._pending: Pending | None = None
+        self._paused = False
+        if isinstance(sent, DirectCall):
+            self._pending = sent
+        else:
+            self._start = sent
+            self._begin()
+
+    def wait(self, until_ns: int) -> Results:
+        while True:
+            if self._pending is not None:
+                try:
+                    return self._pending.wait(until_ns)
+                except RequestFailure as failure:
+                    if not self._is_lost(failure):
+                        raise
+            while not self._is_sent_again():
+                time.sleep(_TICK_S)
+
+    async def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Results:
+        while True:
+            if self._pending is not None:
+                try:
+                    return await self._pending.when_done(loop, until_ns)
+                except RequestFailure as failure:
+                    if not self._is_lost(failure):
+                        raise
+            while not self._is_sent_again():
+                await asyncio.sleep(_TICK_S)
+
+    def _is_lost(self, failure: RequestFailure) -> bool:
+        if not self._run.is_lost(self._place, failure):
+            return False
+        if not isinstance(self._pending, DirectCall):
+            # Only the callee's stub knows whether the device had the call.
+            self._place.first.suspect = True
+        return True
+
+    def _is_sent_again(self) -> bool:
+        """Send the call to the run's place of now; False: look again after a pause."""
+        place = self._run.renew()
+        if place is None or (place is self._place and not self._paused):
+            self._paused = True
+            return False
+        self._place, self._paused = place, False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        run, callee = self._place.callees[self._name]
+        if isinstance(self._pending, DirectCall):
+            self._pending = run.again(self._pending, callee)
+            return
+        self._pending = None
+        try:
+            self._pending = self._start(run, callee, self._place.token)
+        except RequestFailure as failure:
+            if not self._run.is_lost(self._place, failure):
+                raise
+
+
+class CallRouter:
+    """Sends each sub-call of one run straight to the runtime or through Triton; `Callees`."""
+
+    def __init__(
+        self,
+        run: PlacedRun,
+        external: Collection[str],
+        triton: ThroughTriton | None,
+        deadline_ns: int,
+        *,
+        through_triton: bool,
+    ) -> None:
+        self._run = run
+        self._external = external
+        self._triton = triton
+        self._until_ns = grace(deadline_ns)
+        self._through_triton = through_triton
+        self._thread = threading.get_ident()
+        #: whether the run has ended: its connection may be another run's now
+        self.over = False
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if self.over or threading.get_ident() != self._thread:
+            raise RequestFailure(
+                Status.INTERNAL, "call is for the thread that executes `run`, until that returns"
+            )
+        if self._triton is not None and name in self._external:
+            return self._triton.external(name, inputs)
+        place = self._run.place
+        if name not in place.callees:
+            raise RequestFailure(
+                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
+            )
+        if place.by_stage:
+            # The next stage may have another device.
+            check_keep(place.callees[name][1], keep)
+            keep = False
+        if self._through_triton:
+            return RepeatedCall(self._run, name, partial(self._send_through, inputs, keep))
+        run, callee = place.callees[name]
+        return RepeatedCall(self._run, name, run.start(callee, inputs, keep))
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._run.guard.waiting()
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if self._through_triton:
+            return np.empty(shape, dtype)
+        return self._run.place.first.scratch(shape, dtype)
+
+    def _send_through(
+        self, inputs: Mapping[str, Any], keep: Keep, run: DirectRun, callee: Callee, token: int
+    ) -> Pending:
+        assert self._triton is not None
+        with self.waiting():
+            run.await_admission(self._until_ns)
+        return self._triton.internal(callee, inputs, keep, token, run)

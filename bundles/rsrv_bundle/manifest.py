@@ -3,7 +3,8 @@
 Format versions:
 
 - "2.0" is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys
-  are ignored. Of our own keys it may have `internal` and `meta.external`.
+  are ignored. Of our own keys it may have `internal`, `meta.external` and
+  `meta.restartable`.
 - "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
   known.
 - "3.1" is 3.0 with `sha256`, the checksums of the weights and of every module.
@@ -123,6 +124,7 @@ class _Parser:
             input_shapes=self.input_shapes(inputs, kind),
             meta_calls=calls,
             meta_external=external,
+            meta_restartable=self.restartable(kind),
             internal=self.internal(kind),
             provenance=self.mapping("provenance", lenient=not self.strict),
             numerics=self.numerics() if self.strict else {},
@@ -255,7 +257,7 @@ class _Parser:
             self.bad("meta.calls", "a meta model needs the list of the models it calls; it may be empty")
             return (), ()
         if self.strict:
-            self.known_keys("meta", meta, ("calls", "external"))
+            self.known_keys("meta", meta, ("calls", "external", "restartable"))
         calls = self.model_names("meta.calls", meta["calls"])
         external = self.model_names("meta.external", meta.get("external"))
         for name in external:
@@ -263,6 +265,15 @@ class _Parser:
                 rule = f"'{name}' is in meta.calls as well; a model of rsrv belongs there, any other one here"
                 self.bad("meta.external", rule)
         return calls, external
+
+    def restartable(self, kind: Kind) -> bool:
+        meta = self.document.get("meta")
+        if kind != "meta" or not isinstance(meta, dict):
+            return False
+        value = meta.get("restartable", False)
+        if not isinstance(value, bool):
+            self.bad("meta.restartable", f"must be true or false, not {value!r:.40}")
+        return value is True
 
     def model_names(self, key: str, value: Any) -> tuple[str, ...]:
         """Parse names of other models, each once."""

@@ -76,6 +76,8 @@ class Manifest:
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
+    #: a meta model's `run` may begin again if a runtime dies
+    meta_restartable: bool = False
     #: only meta models may call it; clients may not
     internal: bool = False
 

@@ -59,6 +59,8 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
         document["meta"] = {"calls": list(manifest.meta_calls)}
         if manifest.meta_external:
             document["meta"]["external"] = list(manifest.meta_external)
+        if manifest.meta_restartable:
+            document["meta"]["restartable"] = True
     if manifest.internal:
         document["internal"] = True
     if sha256:

@@ -39,9 +39,11 @@ class ConfigError(Exception):
 
 
 #: Parameters of a config.pbtxt that the stub reads. The first marks a model that only metas may call; the second
-#: has, as a JSON list, the models of Triton that a meta model calls beside rsrv's.
+#: has, as a JSON list, the models of Triton that a meta model calls beside rsrv's; the third allows its `run` to begin
+#: again.
 INTERNAL = "rsrv_internal"
 EXTERNAL = "rsrv_external"
+RESTARTABLE = "rsrv_restartable"
 
 
 def render(
@@ -94,6 +96,8 @@ def model_config(
         config.parameters[INTERNAL].string_value = "true"
     if manifest.meta_external:
         config.parameters[EXTERNAL].string_value = json.dumps(manifest.meta_external)
+    if manifest.meta_restartable:
+        config.parameters[RESTARTABLE].string_value = "true"
     return config
 
 

@@ -40,7 +40,11 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         "client_outputs": [_tensor(spec) for spec in manifest.wire_outputs],
     }
     if manifest.kind == "meta":
-        found["meta"] = {"calls": list(manifest.meta_calls), "external": list(manifest.meta_external)}
+        found["meta"] = {
+            "calls": list(manifest.meta_calls),
+            "external": list(manifest.meta_external),
+            "restartable": manifest.meta_restartable,
+        }
     else:
         found["executable_inputs"] = [_tensor(spec) for spec in manifest.inputs]
         found["executable_outputs"] = [_tensor(spec) for spec in manifest.outputs]

@@ -71,7 +71,14 @@ def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
         f"{name}: {one!r} in A, {other!r} in B"
         for name, one, other in (
             (name, getattr(a, name), getattr(b, name))
-            for name in ("format_version", "kind", "description", "internal", "compiled_batch_sizes")
+            for name in (
+                "format_version",
+                "kind",
+                "description",
+                "internal",
+                "meta_restartable",
+                "compiled_batch_sizes",
+            )
         )
         if one != other
     ]

@@ -28,8 +28,10 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    internal = ", internal" if found["internal"] else ""
-    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{internal}"
+    more = ", internal" if found["internal"] else ""
+    if found.get("meta", {}).get("restartable"):
+        more += ", restartable"
+    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{more}"
     if found["description"]:
         yield one_line(found["description"])
     yield f"sha256 {found['sha256']}"

@@ -142,6 +142,11 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
     ("external entry", changed(META, meta=calls([], [""])), "meta.external: entries are model names, not ''"),
     ("external twice", changed(META, meta=calls([], ["x", "x"])), "meta.external: 'x' is listed 2 times"),
     ("external self", changed(META, meta=calls([], ["model_a"])), "meta.external: 'model_a' must not call"),
+    (
+        "restartable type",
+        changed(META, meta=calls([], []) | {"restartable": "yes"}),
+        "meta.restartable: must be true or false, not 'yes'",
+    ),
     ("overlap", changed(META, meta=calls(["a", "b"], ["b"])), "meta.external: 'b' is in meta.calls as well"),
     ("internal", changed(META, internal=True), "internal: only a bundle of kind 'model' has it"),
     ("no client inputs", changed(META, client_inputs=None), "client_inputs: a meta model must list"),
@@ -192,6 +197,7 @@ def test_a_meta_model_may_call_models_that_are_no_bundles(tmp_path: Path) -> Non
     bundle = read_bundle(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
     assert bundle.manifest.meta_calls == ("first",)
     assert bundle.manifest.meta_external == ("tokenizer", "resnet")
+    assert not bundle.manifest.meta_restartable
 
 
 @pytest.mark.parametrize(("value", "internal"), [(None, False), (False, False), (True, True)])

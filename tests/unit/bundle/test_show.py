@@ -110,10 +110,11 @@ def test_without_jax_the_rest_is_shown(exported: Path, monkeypatch: pytest.Monke
 
 def test_a_meta_model_shows_its_callees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page of a meta model lists its callees and has no modules."""
-    calls = {"calls": ["first"], "external": ["resnet"]}
+    calls = {"calls": ["first"], "external": ["resnet"], "restartable": True}
     meta = make_bundle(tmp_path, changed(META, meta=calls), modules=(), hooks="def run(inputs, call): ...\n")
     assert cli.main(["show", str(meta)]) == 0
     out = capsys.readouterr().out
+    assert ": meta, format 3.0, restartable\n" in out
     assert "Calls\n  first\n\nCalls outside of rsrv\n  resnet\n\nHooks\n  run\n" in out
     assert "Modules" not in out
 

@@ -101,7 +101,7 @@ def test_a_bundle_is_not_written_into_itself(
 
 def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
     """The upgrade of a meta model rewrites only its manifest."""
-    calls = {"calls": ["first"], "external": ["resnet"]}
+    calls = {"calls": ["first"], "external": ["resnet"], "restartable": True}
     document = changed(META, format_version="2.0", meta=calls, description="Two.", made_up=1)
     old = make_bundle(tmp_path, document, modules=(), hooks="def run(inputs, call): ...\n")
     new = upgrade(old, tmp_path / "new", stablehlo="1.0.0").manifest
@@ -113,6 +113,7 @@ def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
         "client_outputs",
         "meta_calls",
         "meta_external",
+        "meta_restartable",
         "inputs",
     ):
         assert getattr(new, key) == getattr(before, key)

@@ -48,6 +48,7 @@ def bundle(
     input_shapes: Sequence[tuple[int, ...]] = (),
     client_inputs: Sequence[TensorSpec] | None = None,
     external: Sequence[str] = (),
+    restartable: bool = False,
 ) -> Bundle:
     """Return a bundle as the reader would, without a directory behind it."""
     manifest = Manifest(
@@ -64,6 +65,7 @@ def bundle(
         provenance={},
         numerics={},
         meta_external=tuple(external),
+        meta_restartable=restartable,
     )
     return Bundle(
         name="toy",

@@ -124,13 +124,14 @@ def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
 
 
 def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
-    """The parameters name internal and external models, and are absent otherwise."""
+    """The parameters name internal, external and restartable models, and are absent otherwise."""
     plain = bundle([spec("x", "n")], [spec("y", "n")])
     assert not rendered(plain).parameters
     config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())
     assert {key: value.string_value for key, value in config.parameters.items()} == {"rsrv_internal": "true"}
-    config = rendered(bundle([spec("x", "n")], [spec("y", "n")], external=["resnet", 'a "b"']))
-    assert json.loads(config.parameters["rsrv_external"].string_value) == ["resnet", 'a "b"']
+    meta = bundle([spec("x", "n")], [spec("y", "n")], external=["resnet", 'a "b"'], restartable=True)
+    assert json.loads(rendered(meta).parameters["rsrv_external"].string_value) == ["resnet", 'a "b"']
+    assert rendered(meta).parameters["rsrv_restartable"].string_value == "true"
 
 
 def test_the_largest_variant_counts() -> None:

@@ -28,7 +28,8 @@ class MetaModelStub:
         folder = setup.bundle.parent / "calls"
         callees = sorted(folder.iterdir()) if folder.is_dir() else []
         repository = Path(args["model_repository"]).parent
-        external = setup.config["parameters"].get("rsrv_external", {"string_value": "[]"})
+        parameters = setup.config["parameters"]
+        external = parameters.get("rsrv_external", {"string_value": "[]"})
         try:
             tensors, responses = Tensors(pb_utils), Responses(pb_utils)
             run = load_run(setup.bundle / "model.py")
@@ -56,6 +57,7 @@ class MetaModelStub:
                         setup.batched,
                         session,
                         make_bls,
+                        restartable="rsrv_restartable" in parameters,
                         process=process,
                     )
 

@@ -93,7 +93,7 @@ class _Served:
         self._ids += 1
         at = self._request.offset
         self._witness.submit(
-            [Submission(self._ids, 0, 1, 0, 0, self._request.segment, at, at + self._inputs)]
+            [Submission(self._ids, 0, 1, 0, 0, self._request.segment, 0, at, at + self._inputs)]
         )
         (done,) = self._witness.receive(_PATIENCE)
         assert (done.request, done.status) == (self._ids, Status.OK), done

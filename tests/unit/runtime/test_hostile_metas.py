@@ -120,7 +120,7 @@ MISDEEDS: dict[str, list[Deed]] = {
     "a number that is kept": [ENTER, HEAR, KEEP, HEAR, KEEP_AGAIN],
     "a number that will be kept": [ENTER, HEAR, KEEP, KEEP_AGAIN],
     "one request of two calls": [ENTER, HEAR, lambda p: p.lane.call([p.a_call(7)] * 2, [])],
-    "a submission": [lambda p: p.lane.submit([frames.Submission(0, 0, 1, 0, 0, 0, 0, 64)])],
+    "a submission": [lambda p: p.lane.submit([frames.Submission(0, 0, 1, 0, 0, 0, 0, 0, 64)])],
 }
 
 

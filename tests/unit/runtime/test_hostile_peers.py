@@ -31,7 +31,7 @@ class Client:
 
     def submission(self, id: int = 0, **changes: int) -> Submission:
         at = self.place.offset
-        good = Submission(id, 0, 1, 0, 0, self.place.segment, at, at + self.inputs)
+        good = Submission(id, 0, 1, 0, 0, self.place.segment, 0, at, at + self.inputs)
         return good._replace(**changes)
 
     def read_on(self) -> None:
@@ -54,6 +54,7 @@ MISDEEDS: dict[str, Misdeed] = {
     "a place that is not aligned": lambda c: c.lane.submit([c.submission(inputs_at=1)]),
     "an unknown segment": lambda c: c.lane.submit([c.submission(segment=77)]),
     "an unknown variant": lambda c: c.lane.submit([c.submission(variant=5)]),
+    "an unknown flag": lambda c: c.lane.submit([c.submission(flags=2)]),
     "an id that is too large": lambda c: c.lane.submit([c.submission(id=1 << 41)]),
     "one id twice": lambda c: c.lane.submit([c.submission(id=3), c.submission(id=3)]),
     "garbage": lambda c: send(c.lane.sock, os.urandom(100)),

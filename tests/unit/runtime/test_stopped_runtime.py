@@ -210,7 +210,9 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
     assert body["key"]
     with stopped(runtime):
         slab = lane.take(1024, 1)
-        submission = Submission(0, 0, 1, 0, 0, slab.place.segment, slab.place.offset, slab.place.offset + 512)
+        submission = Submission(
+            0, 0, 1, 0, 0, slab.place.segment, 0, slab.place.offset, slab.place.offset + 512
+        )
         sent = 0
         while lane.submit([submission._replace(request=sent)]):
             sent += 1
@@ -225,7 +227,7 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
             answered += len(lane.receive(1))
     slab = lane.take(8 << 20, 1)
     at = slab.place.offset
-    wait_until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, at, at + 512)]))
+    wait_until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, 0, at, at + 512)]))
     assert [done.request for done in lane.receive(20)] == [sent]
     lane.close()
 

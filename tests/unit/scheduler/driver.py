@@ -261,10 +261,11 @@ class Driver:
         deadline: float | None = None,
         run: int = 0,
         priority: int = 0,
+        alone: bool = False,
     ) -> Request:
         """Return an unsent request with a fresh id; `deadline` is absolute."""
         self._next_id += 1
-        return Request(self._next_id, model, variant, rows, deadline, priority, run)
+        return Request(self._next_id, model, variant, rows, deadline, priority, run, alone)
 
     def run_of(
         self,
@@ -362,6 +363,7 @@ class Driver:
             case LoadWeights():
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
+                assert not any(one.alone for one in self.executing.values())
                 self.loading[instruction.model] = instruction.epoch
             case AbandonLoad():
                 assert self.loading[instruction.model] == instruction.epoch
@@ -495,6 +497,10 @@ class Driver:
             assert (request.model, request.variant) == (execute.model, execute.variant)
             assert request.id in (self.again if execute.again else self.waiting)
             assert execute.again or request.deadline is None or request.deadline > self.now
+        if execute.alone:
+            assert (len(requests), self.executing, self.loading, self.warming) == (1, {}, {}, set())
+        assert execute.alone == any(request.alone for request in requests)
+        assert not any(one.alone for one in self.executing.values())
         # A second try began before this.
         assert execute.again or not self.held(execute.model)
         if execute.again:

@@ -81,6 +81,7 @@ arrivals = st.lists(
         st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
         st.sampled_from([0, 0, 0, 1, 2, 3]),  # run of a meta
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
+        st.sampled_from([False, False, False, False, True]),  # alone
     ),
     min_size=1,
     max_size=12,
@@ -268,7 +269,9 @@ class RandomEvents(RuleBasedStateMachine):
     # --- requests ------------------------------------------------------------------------------------
 
     @rule(arrivals=arrivals, pause=pauses)
-    def arrive(self, arrivals: list[tuple[str, int, int, float | None, int, int]], pause: float) -> None:
+    def arrive(
+        self, arrivals: list[tuple[str, int, int, float | None, int, int, bool]], pause: float
+    ) -> None:
         at = self.driver.now + pause
         requests = [
             self.driver.request(
@@ -278,8 +281,9 @@ class RandomEvents(RuleBasedStateMachine):
                 deadline=None if deadline is None else at + deadline,
                 run=run,
                 priority=priority,
+                alone=alone,
             )
-            for model, variant, rows, deadline, run, priority in arrivals
+            for model, variant, rows, deadline, run, priority, alone in arrivals
         ]
         self.driver.send(RequestsArrived(tuple(requests)), after=pause)
 

@@ -17,6 +17,7 @@ submissions = st.builds(
     segment=st.integers(0, 2**32 - 1),
     inputs_at=st.integers(0, 2**63),
     outputs_at=st.integers(0, 2**63),
+    flags=st.integers(0, 2**32 - 1),
     run=st.integers(0, 2**64 - 1),
     tag=st.integers(0, 2**64 - 1),
 )
@@ -66,7 +67,7 @@ def test_many_long_texts_are_split_over_frames() -> None:
 
 def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
     """MAX_ENTRIES is chosen so that a full SUBMIT stays below MAX_FRAME."""
-    full = [Submission(i, 0, 1, 0, 0, 0, 0, 0) for i in range(frames.MAX_ENTRIES)]
+    full = [Submission(i, 0, 1, 0, 0, 0, 0, 0, 0) for i in range(frames.MAX_ENTRIES)]
 
     assert len(frames.pack_submissions(full)) <= frames.MAX_FRAME
 

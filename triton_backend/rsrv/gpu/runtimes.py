@@ -167,7 +167,7 @@ class ModelClient:
                 dtype = NUMPY[tensor.dtype]
                 np.ndarray(tensor.shape(rows), dtype, slab.segment, at + place)[...] = value.view(dtype)
             (id,) = self._connection.next_ids(1)
-            self._connection.submit([Submission(id, 0, rows, variant, 0, segment, at, at + size)])
+            self._connection.submit([Submission(id, 0, rows, variant, 0, segment, 0, at, at + size)])
             (done,) = self._connection.receive(_ANSWER_S)
             if done.status is not Status.OK:
                 raise Unanswered(f"{self.name}: {done.status.name}: {done.text}")

@@ -23,7 +23,7 @@
 #include "triton.h"
 
 #define MAGIC 0x56525352u
-#define PROTOCOL_VERSION 9
+#define PROTOCOL_VERSION 10
 #define FLAT_MAGIC 0x54414c46u
 #define MAX_FRAME (128 * 1024)
 #define HEADER_BYTES 8

@@ -14,7 +14,7 @@ from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
-from rsrv.wire.frames import Completion, ProtocolError, Status
+from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status
 from rsrv.wire.layout import ALIGNMENT
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
@@ -56,9 +56,10 @@ class Requests:
         key, variants = model.key, model.interface.variants
         pending, base = self.pending, connection.id << _ID_BITS
         for submission in submissions:
-            request, deadline_ns, rows, index, priority, segment_id, inputs_at, outputs_at, token, tag = (
-                submission
-            )
+            (
+                request, deadline_ns, rows, index, priority,
+                segment_id, flags, inputs_at, outputs_at, token, tag,
+            ) = submission  # fmt: skip
             if index >= len(variants):
                 raise ProtocolError(f"SUBMIT for variant {index} of {len(variants)}")
             segment = connection.segments.get(segment_id)
@@ -71,6 +72,8 @@ class Requests:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
+            if flags > ALONE:
+                raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> _ID_BITS or id in pending:
                 self._new_id(connection, request)  # raises
@@ -91,7 +94,7 @@ class Requests:
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
             self.arrived.append(
-                ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id)
+                ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id, flags != 0)
             )
             if mark is not None:
                 self._traces.begin(id, mark, key)

@@ -104,6 +104,8 @@ class Request(NamedTuple):
     priority: int = 0
     #: the run of a meta model whose sub-call it is; 0: none. Of each run one queued request goes first.
     run: int = 0
+    #: whether its execution shares the device with nothing: no other request, execution, load or warm-up.
+    alone: bool = False
 
 
 class Run(NamedTuple):
@@ -331,6 +333,8 @@ class Execute:
     seconds: float = field(default=0.0, compare=False)
     #: whether it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
+    #: whether it is of a request that executes alone.
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ class InFlight(dict[int, StartedExecution]):
         self._freed = now
         return self.pop(dispatch)
 
+    @property
+    def alone(self) -> bool:
+        """True if the execution in flight has the device to itself."""
+        return any(one.execute.alone for one in self.values())
+
     def end_after(self, now: float) -> float | None:
         """Return when all are expected to have ended; None if the first is overdue, or there is none."""
         first = next(iter(self.values()), None)

@@ -11,7 +11,10 @@ Of requests:
 Of executions:
     6. each is on weights that are on the device, its useful rows within its size;
     7. the device is never idle while a resident model has work that need not be held back, unless a compaction of the
-       device's memory is due, or the runtime is about to end.
+       device's memory is due, the runtime is about to end, or the next request executes alone and waits for a load or a
+       warm-up to end;
+    16. a request that executes alone shares the device with no other request, execution or load, and the device is kept
+        for it only while it is next, or executes.
 
 Of weights:
     8. each tensor belongs to one group, and the owners of a group are the models that have it; its users are the owners
@@ -234,6 +237,18 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         and scheduler._residency.weights.loading is None
     )
     _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
+    kept = [one for one in running if one.execute.alone]
+    whole = len(running) == 1 and scheduler._residency.weights.loading is None
+    requests = sum(len(one.execute.requests) for one in kept)
+    _require(not kept or (whole and requests == 1), "it executes alone, and is not alone (16)")
+    waits = compaction.alone and not kept
+    _require(
+        not waits or compaction.stops or held_up or scheduler._is_closed,
+        "it executes alone, and waits for nothing (16)",
+    )
+    _require(not waits or scheduler._queues.alone > 0, "the device is kept for no request (16)")
+    queued = sum(queue.alone for state in states for queue in state.queues.values())
+    _require(scheduler._queues.alone == queued, "requests that execute alone are not counted (16)")
     if not running and not scheduler._residency.compaction.pauses and not scheduler._is_closed:
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now

@@ -199,7 +199,11 @@ class ModelState:
     def _delay_ends(self, front: VariantQueue) -> float:
         """Return when the front request has waited for others long enough; -inf if waiting gains nothing."""
         costs, entries = front.costs, front.entries
-        if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
+        if (
+            entries[0].place[0] == COMMITTED_LEVEL
+            or front.front_alone
+            or front.rows >= costs.capacities[costs.best]
+        ):
             return -inf
         program = self.program
         ahead = max(self.plan(front).seconds, front.seconds(coalesce=program.coalesce))

@@ -38,6 +38,7 @@ class RequestQueues:
     __slots__ = (
         "_models",
         "_number",
+        "alone",
         "arrived",
         "deadlines",
         "departed",
@@ -56,8 +57,8 @@ class RequestQueues:
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
         self.live: dict[int, InFlightRequest] = {}
-        #: number of waiting requests.
-        self.queued = 0
+        #: number of waiting requests, and of those that execute alone.
+        self.queued = self.alone = 0
         #: number of requests that arrived since the start.
         self.arrived = 0
         #: the latest sequence number given to a request.
@@ -150,6 +151,7 @@ class RequestQueues:
             live[request.id] = entry = InFlightRequest(request, place(level, deadline, sequence), queue, now)
             queue.push(entry)
             model.queued += 1
+            self.alone += request.alone
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
                 if sheds and not run:
@@ -243,6 +245,7 @@ class RequestQueues:
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
         """Take the first `count` requests of a queue for an execution: still in flight, but not queued."""
         self.queued -= count
+        self.alone -= queue.front_alone
         self.dirty[model] = None
         observe = model.totals.queue_wait.observe
         for entry in queue.entries[:count]:
@@ -280,6 +283,7 @@ class RequestQueues:
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
+        self.alone -= entry.request.alone
         model = self._models[entry.request.model]
         model.queued -= 1
         self.dirty[model] = None

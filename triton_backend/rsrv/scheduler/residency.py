@@ -35,16 +35,20 @@ class Compaction:
 
     - a command: the evicted weights are restored;
     - an execution, a load or a warm-up found no memory: it is retried once, with the device to itself.
+
+    Nothing else starts either while a request that executes alone is next, or executes; its weights stay.
     """
 
     __slots__ = (
         "_asked",
         "_restores",
+        "alone",
         "due",
         "pauses",
         "retried_warm_up",
         "retries",
         "retrying",
+        "stops",
         "warm_ups",
     )
 
@@ -61,11 +65,20 @@ class Compaction:
         self.retried_warm_up: ModelState | None = None
         #: whether one is to be carried out; and whether nothing else may start on the device, for it or for a retry.
         self.due = False
+        self.stops = False
+        #: whether a request that executes alone is next, or executes; and whether nothing else may start for any reason.
+        self.alone = False
         self.pauses = False
 
     def _derive(self) -> None:
         self.due = self._asked or bool(self.retries) or bool(self.warm_ups)
-        self.pauses = self.due or self.retrying or self.retried_warm_up is not None
+        self.stops = self.due or self.retrying or self.retried_warm_up is not None
+        self.pauses = self.stops or self.alone
+
+    def keep_device(self, alone: bool) -> None:
+        """Keep the device for a request that executes alone, or no longer."""
+        self.alone = alone
+        self._derive()
 
     def ask(self, *, restores: bool) -> None:
         """Compact as soon as the device is idle."""

@@ -102,7 +102,7 @@ class Scheduler:
         self._steps = (
             self._compact,
             residency.carry_out_evictions,
-            residency.load,
+            self._load,
             self._dispatch,
             self._load_again,
         )
@@ -120,7 +120,7 @@ class Scheduler:
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next load, while none
            runs; (d) executions, while fewer than `depth` are in flight; (e) the next load again, where a dispatch may
-           have changed which one is first.
+           have changed which one is first. If the next request executes alone, (c) and (d) start nothing else.
         5. Come to rest, if it was told to wind down: nothing is in progress any more, or the time for it is over.
 
         So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other.
@@ -266,10 +266,21 @@ class Scheduler:
             self._settle(now)
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
+    def _keep_device(self) -> None:
+        """Let nothing begin on the device while a request that executes alone is next, or executes."""
+        compaction = self._residency.compaction
+        if self._queues.alone or compaction.alone:
+            name = self._discipline.choose() if self._queues.alone else None
+            front = None if name is None else self._models[name].front
+            compaction.keep_device(self._running.alone or (front is not None and front.front_alone))
+
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
-        running = self._running
-        if len(running) >= self.settings.depth or self._residency.compaction.pauses or self._is_closed:
+        running, compaction = self._running, self._residency.compaction
+        if len(running) >= self.settings.depth or compaction.stops or self._is_closed:
+            return
+        self._keep_device()
+        if compaction.alone and (running or not self._residency.idle):
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
@@ -292,6 +303,7 @@ class Scheduler:
             batch.rows,
             self._queues.take(model, queue, batch.count, now),
             batch.seconds,
+            alone=compaction.alone,
         )
         running.start(execute, model, now)
         model.started(execute)
@@ -427,12 +439,17 @@ class Scheduler:
             first.model.history.add(now, "execute again", again)
             out.append(again)
 
+    def _load(self, now: float, out: list[Instruction]) -> None:
+        """Start the next load, unless the device is kept. Evictions may have changed which request is next."""
+        self._keep_device()
+        self._residency.load(now, out)
+
     def _load_again(self, now: float, out: list[Instruction]) -> None:
         """Repeat the steps about weights: the first model in line may have been shed, or a run's next request committed."""
         if self._discipline.sheds or self._queues.runs:
             self._residency.carry_out_evictions(now, out)
             if not self._queues.dirty:
-                self._residency.load(now, out)
+                self._load(now, out)
 
     # --- what follows from changes ------------------------------------------------------------------------
 

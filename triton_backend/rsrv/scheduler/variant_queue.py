@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -35,7 +35,7 @@ class VariantQueue:
     own order, so a batch passes over older requests of other variants without changing their turns.
     """
 
-    __slots__ = ("costs", "entries", "rows", "variant")
+    __slots__ = ("alone", "costs", "entries", "rows", "variant")
 
     def __init__(self, variant: int, costs: VariantCosts) -> None:
         self.variant = variant
@@ -45,6 +45,8 @@ class VariantQueue:
         self.entries: list[InFlightRequest] = []
         #: sum of the waiting rows.
         self.rows = 0
+        #: number of waiting requests that execute alone.
+        self.alone = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -57,11 +59,13 @@ class VariantQueue:
         else:
             insort(entries, entry, key=_place)
         self.rows += entry.rows
+        self.alone += entry.request.alone
 
     def remove(self, entry: InFlightRequest) -> None:
         """Take out one request. Places are unique: they end with the arrival's number."""
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
+        self.alone -= entry.request.alone
         entry.queue = None
 
     def move(self, entry: InFlightRequest, place: Place) -> None:
@@ -76,6 +80,7 @@ class VariantQueue:
         for entry in islice(self.entries, count):
             entry.queue = None
             self.rows -= entry.rows
+            self.alone -= entry.request.alone
             ids.append(entry.request.id)
         del self.entries[:count]
         return tuple(ids)
@@ -84,9 +89,18 @@ class VariantQueue:
         """Sort again after the places of requests have changed."""
         self.entries.sort(key=_place)
 
+    @property
+    def front_alone(self) -> bool:
+        """True if the first request executes alone."""
+        return self.alone > 0 and self.entries[0].request.alone
+
     def waiting_rows(self) -> Iterable[int]:
-        """Return the rows of each waiting request, in the order of service."""
-        return map(_rows, self.entries)
+        """Return the rows of each waiting request that may share the next execution, in the order of service."""
+        if not self.alone:
+            return map(_rows, self.entries)
+        if self.front_alone:
+            return (self.entries[0].rows,)
+        return map(_rows, takewhile(lambda entry: not entry.request.alone, self.entries))
 
     def seconds(self, *, coalesce: bool) -> float:
         """Expected device time of all waiting requests.

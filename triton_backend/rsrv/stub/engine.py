@@ -36,7 +36,7 @@ from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.frames import Completion, ProtocolError, Status, Submission, pack_submissions
+from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -92,6 +92,7 @@ class ModelRequest:
             plan.variant,
             priority,
             slab.place.segment,
+            ALONE if self.request.deaths else 0,
             self.inputs_at,
             self.outputs_at,
             run,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -76,6 +76,10 @@ class ProtocolError(Exception):
     """The peer broke the protocol: close the connection."""
 
 
+#: flag of a submission: nothing else uses the device while it executes, because a runtime died while it executed
+ALONE = 1
+
+
 class Submission(NamedTuple):
     """One request. Its inputs lie at `inputs_at` of the segment; its outputs go to `outputs_at`."""
 
@@ -85,13 +89,14 @@ class Submission(NamedTuple):
     variant: int
     priority: int  # Triton's: 0 default, 1 highest
     segment: int
+    flags: int  # ALONE, or 0
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
     run: int = 0  # token of the meta model's run that makes this sub-call; 0: none
     tag: int = 0  # `request_tag` of the client's id, by which the request can be aborted; 0: none
 
 
-_SUBMISSION = struct.Struct("<QqIHHI4xQQQQ")
+_SUBMISSION = struct.Struct("<QqIHHIIQQQQ")
 
 
 class Completion(NamedTuple):

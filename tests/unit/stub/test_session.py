@@ -54,6 +54,21 @@ def test_attempts_become_rarer(error: Exception, longest: float, down: str) -> N
     assert session.down == down
 
 
+def test_the_end_of_a_runtime_that_rejects_the_model_shortens_the_back_off() -> None:
+    """The next runtime may serve the model, and need not wait for a minute until it is asked."""
+    errors: list[Exception] = [Rejected("no device")] * 11 + [Closed("end of stream")] * 3
+
+    def refuse() -> Greeted:
+        raise errors.pop(0)
+
+    session = Session(refuse, "m", "/models/m")
+    session._closed = backoffs = Backoffs()
+
+    session._reconnect()
+
+    assert backoffs.seconds[9:] == [25.6, 51.2, 5, 5, 5]
+
+
 def test_a_first_load_outlives_crashes_of_the_runtime() -> None:
     """It is tried ten times while runtimes crash, and not again after another error."""
     attempts = iter([Closed("end of stream"), ConnectionResetError(), Rejected("no")])

@@ -262,8 +262,10 @@ class Session:
             else:
                 log.info("reconnected to the runtime")
                 return
+            # A runtime that has rejected the model may have ended since.
+            backoff = min(backoff, most)
             self._closed.wait(backoff)
-            backoff = min(2 * backoff, most)
+            backoff *= 2
 
     def stop(self) -> Attachment | None:
         """Take no more requests. Returns the attachment, if there was one."""

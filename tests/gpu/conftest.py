@@ -23,14 +23,19 @@ from rsrv.stub.tensors import Tensors
 from rsrv.wire import paths
 from rsrv.wire.socket import connect
 from tests.fakes import FakePbUtils
+from tests.gpu import install
 from tests.gpu.fake_gpu import INSTALLED, ROOT, FakeGpu
 from tests.unit.runtime.conftest import export_doubling
 
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    if not (INSTALLED / ".stamp").exists():
+    found = INSTALLED / install.DIGEST
+    if not found.exists():
         pytest.skip("there is no fake card; `make test-gpu` installs it")
+    assert found.read_text() == install.digest(), (
+        "the fake driver is of other sources; `make test-gpu` makes it again"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def initialize():
 '''
 
 
+#: digest of the sources of an installed driver, in its folder
+DIGEST = "driver/sources.sha256"
+
+
+def digest() -> str:
+    """Return the digest of the driver's sources: its settings have the layout of tests/gpu/fake_gpu.py only if they agree."""
+    found = sha256()
+    for source in sorted((HERE / "driver").iterdir()):
+        found.update(source.read_bytes())
+    return found.hexdigest()
+
+
 def main(target: Path) -> None:
     site = target / "site"
     if not (site / "jax_plugins").exists():
@@ -73,6 +86,7 @@ def main(target: Path) -> None:
         library.unlink(missing_ok=True)
         # One file under each name: the loader maps it once, and its parts share their state.
         library.hardlink_to(driver)
+    (target / DIGEST).write_text(digest())
 
 
 def install_newest(target: Path) -> str:

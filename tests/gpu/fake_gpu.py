@@ -33,8 +33,8 @@ class OneCard(ctypes.Structure):
         ("memory_bytes", ctypes.c_int64),
         # what other processes hold of it
         ("others_bytes", ctypes.c_int64),
-        # 1: an A100; 0: an H100. The products of cards before these are cuBLASLt's, which the fake one refuses
-        ("is_a100", ctypes.c_int64),
+        # 1: a T4, whose products are cuBLASLt's; 0: an H100
+        ("is_t4", ctypes.c_int64),
     )
 
 

@@ -183,7 +183,7 @@ def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: 
 def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path) -> None:
     """Each names itself and takes its own memory. They share a cache on disk, and neither finds the other's executables."""
     gpu.settings.count = 2
-    gpu.settings.cards[1].memory_bytes, gpu.settings.cards[1].is_a100 = 40 * GIB, 1
+    gpu.settings.cards[1].memory_bytes, gpu.settings.cards[1].is_t4 = 15 * GIB, 1
     (tmp_path / "bundles").mkdir()
     place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
     variables = {**environment(gpu, tmp_path), "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
@@ -193,20 +193,21 @@ def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path)
         for number in (0, 1):
             ready = partial(runtime_of, terminal.server_pid, number, "cats")
             wait_until(ready, what=f"device {number}", timeout=90)
-        h100, a100 = (read_status(terminal.server_pid, str(number)) for number in (0, 1))
+        h100, t4 = (read_status(terminal.server_pid, str(number)) for number in (0, 1))
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
 
     assert h100["memory"]["device"]["name"].startswith("NVIDIA H100 80GB HBM3 (GPU-01")
-    assert a100["memory"]["device"]["name"].startswith("NVIDIA A100-SXM4-40GB (GPU-02")
+    assert t4["memory"]["device"]["name"].startswith("Tesla T4 (GPU-02")
     assert sorted((call.stream, call.bytes) for call in gpu.calls("alloc")) == [
         (0, 72 * GIB),
-        (1, 36 * GIB),
+        (1, 15 * GIB * 9 // 10),
     ]
     assert "compute capability 9.0" in terminal.text
-    assert "compute capability 8.0" in terminal.text
-    # A probe, and two sizes.
-    assert [(one["compiled"], one["from_cache"]) for one in (h100, a100)] == [(3, 0), (3, 0)]
+    assert "compute capability 7.5" in terminal.text
+    # A probe, which is a product, and two sizes.
+    assert [(one["compiled"], one["from_cache"]) for one in (h100, t4)] == [(3, 0), (3, 0)]
+    assert {call.detail for call in gpu.calls("kernel") if call.pid == t4["pid"]} >= {"cublasLt"}
 
 
 def control_status(server_pid: int) -> pb.GetStatusResponse:

@@ -32,7 +32,7 @@ struct Holder {
 struct Card {
     int64_t memory_bytes;
     int64_t others_bytes;
-    int64_t is_a100;
+    int64_t is_t4;
 };
 
 // The file that tests write and every process maps. tests/gpu/fake_gpu.py has the same layout, and explains the fields.

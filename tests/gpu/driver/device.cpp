@@ -48,17 +48,18 @@ const std::map<int, int> ATTRIBUTES = {
     {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
 };
 
-// Where an A100 differs, by XLA's own description, too.
-const std::map<int, int> A100_ATTRIBUTES = {
-    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 8},
-    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
-    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 166912},
-    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 167936},
-    {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1410000},
-    {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 1215000},
-    {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 5120},
-    {CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 41943040},
-    {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 108},
+// Where a T4 differs, by NVIDIA's data sheet.
+const std::map<int, int> T4_ATTRIBUTES = {
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 7},
+    {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 5},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 65536},
+    {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, 65536},
+    {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1590000},
+    {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 5001000},
+    {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 256},
+    {CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 4194304},
+    {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 40},
+    {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, 1024},
 };
 
 const std::map<int, const char*> ERRORS = {
@@ -82,7 +83,7 @@ bool others_have_a_context(int card) {
 
 }  // namespace
 
-const char* name_of(const Card& card) { return card.is_a100 ? "NVIDIA A100-SXM4-40GB" : "NVIDIA H100 80GB HBM3"; }
+const char* name_of(const Card& card) { return card.is_t4 ? "Tesla T4" : "NVIDIA H100 80GB HBM3"; }
 
 CUcontext context_of(int card) {
     std::vector<int> visible = visible_cards();
@@ -139,8 +140,8 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
     } else {
         *value = 0;
         if (auto found = ATTRIBUTES.find(attribute); found != ATTRIBUTES.end()) *value = found->second;
-        if (!physical(visible_cards()[device]).is_a100) return CUDA_SUCCESS;
-        if (auto found = A100_ATTRIBUTES.find(attribute); found != A100_ATTRIBUTES.end()) *value = found->second;
+        if (!physical(visible_cards()[device]).is_t4) return CUDA_SUCCESS;
+        if (auto found = T4_ATTRIBUTES.find(attribute); found != T4_ATTRIBUTES.end()) *value = found->second;
     }
     return CUDA_SUCCESS;
 }

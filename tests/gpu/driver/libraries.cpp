@@ -8,14 +8,40 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 namespace {
 
 constexpr int CUDART_VERSION = 13050, CUDNN_VERSION = 92800, CUBLAS_VERSION = 130100;
 
-// An opaque object of cuBLASLt, whose size the caller does not know.
+// An opaque object, whose size the caller does not know.
 int make_object(void** object) {
     *object = calloc(1, 512);
     return 0;
+}
+
+int free_object(void* object) {
+    free(object);
+    return 0;
+}
+
+// Attributes of cuBLASLt's objects have numbers below 64 and at most eight bytes.
+int set_attribute(void* object, int attribute, const void* value, size_t bytes) {
+    memcpy(static_cast<char*>(object) + 8 * attribute, value, std::min<size_t>(bytes, 8));
+    return 0;
+}
+
+int get_attribute(void* object, int attribute, void* value, size_t bytes, size_t* written) {
+    memcpy(value, static_cast<char*>(object) + 8 * attribute, std::min<size_t>(bytes, 8));
+    if (written) *written = bytes;
+    return 0;
+}
+
+// A function of a library is a kernel of that name.
+int launch(const char* name, CUstream stream) {
+    CUfunction function;
+    cuModuleGetFunction(&function, nullptr, name);
+    return cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, nullptr, nullptr);
 }
 
 int version_part(int part, int version, int* value) {
@@ -79,10 +105,7 @@ API int cudnnSetStream(CUstream* handle, CUstream stream) {
 API int cudnnDestroy(void*) { return 0; }
 API const char* cudnnGetErrorString(int) { return "not supported by the fake cuDNN"; }
 API int cudnnBackendCreateDescriptor(int, void** descriptor) { return make_object(descriptor); }
-API int cudnnBackendDestroyDescriptor(void* descriptor) {
-    free(descriptor);
-    return 0;
-}
+API int cudnnBackendDestroyDescriptor(void* descriptor) { return free_object(descriptor); }
 API int cudnnBackendSetAttribute(void*, int, int, int64_t, const void*) { return 0; }
 API int cudnnBackendGetAttribute(void*, int attribute, int type, int64_t wanted, int64_t* count, void* values) {
     // One result of the heuristics, one engine and its number 0; no knobs, and no notes about numerics and behaviour.
@@ -92,13 +115,9 @@ API int cudnnBackendGetAttribute(void*, int attribute, int type, int64_t wanted,
     return 0;
 }
 API int cudnnBackendFinalize(void*) { return 0; }
-API int cudnnBackendExecute(CUstream* handle, void*, void*) {
-    CUfunction function;
-    cuModuleGetFunction(&function, nullptr, "cudnn");
-    return cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, *handle, nullptr, nullptr);
-}
+API int cudnnBackendExecute(CUstream* handle, void*, void*) { return launch("cudnn", *handle); }
 
-// --- cuBLAS and cuBLASLt ----------------------------------------------------------------------------------------------
+// --- cuBLAS and cuBLASLt, which has one algorithm for every product, without a workspace ----------------------------------------------------------------------------------------------
 
 API int cublasCreate_v2(void** handle) { return make_object(handle); }
 API int cublasDestroy_v2(void*) { return 0; }
@@ -118,14 +137,45 @@ API size_t cublasLtGetCudartVersion() { return CUDART_VERSION; }
 API int cublasLtGetProperty(int part, int* value) { return version_part(part, CUBLAS_VERSION, value); }
 API const char* cublasLtGetStatusString(int) { return "not supported by the fake cuBLASLt"; }
 API const char* cublasLtGetStatusName(int) { return "CUBLAS_STATUS_NOT_SUPPORTED"; }
-API int cublasLtMatmulDescCreate(void** object, int, int) { return make_object(object); }
-API int cublasLtMatrixLayoutCreate(void** object, int, uint64_t, uint64_t, int64_t) { return make_object(object); }
+API int cublasLtMatmulDescCreate(void** object, int compute, int scale) {
+    make_object(object);
+    set_attribute(*object, 0, &compute, sizeof compute);
+    return set_attribute(*object, 1, &scale, sizeof scale);
+}
+API int cublasLtMatmulDescSetAttribute(void* object, int attribute, const void* value, size_t bytes) {
+    return set_attribute(object, attribute, value, bytes);
+}
+API int cublasLtMatmulDescGetAttribute(void* object, int attribute, void* value, size_t bytes, size_t* written) {
+    return get_attribute(object, attribute, value, bytes, written);
+}
+API int cublasLtMatmulDescDestroy(void* object) { return free_object(object); }
+API int cublasLtMatrixLayoutCreate(void** object, int type, uint64_t rows, uint64_t columns, int64_t leading) {
+    make_object(object);
+    set_attribute(*object, 0, &type, sizeof type);
+    set_attribute(*object, 2, &rows, sizeof rows);
+    set_attribute(*object, 3, &columns, sizeof columns);
+    return set_attribute(*object, 4, &leading, sizeof leading);
+}
+API int cublasLtMatrixLayoutSetAttribute(void* object, int attribute, const void* value, size_t bytes) {
+    return set_attribute(object, attribute, value, bytes);
+}
+API int cublasLtMatrixLayoutGetAttribute(void* object, int attribute, void* value, size_t bytes, size_t* written) {
+    return get_attribute(object, attribute, value, bytes, written);
+}
+API int cublasLtMatrixLayoutDestroy(void* object) { return free_object(object); }
 API int cublasLtMatmulPreferenceCreate(void** object) { return make_object(object); }
+API int cublasLtMatmulPreferenceSetAttribute(void*, int, const void*, size_t) { return 0; }
+API int cublasLtMatmulPreferenceDestroy(void* object) { return free_object(object); }
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* found) {
     memset(results, 0, 96);
     *found = 1;
     return 0;
 }
+API int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*,
+                       void*, const void*, void*, size_t, CUstream stream) {
+    return launch("cublasLt", stream);
+}
+API int cublasLtDestroy(void* handle) { return free_object(handle); }
 
 // --- NVML: what rsrv and XLA ask --------------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import psutil
 import pytest
 
-from rsrv.runtime.spare import keep_spare
+from rsrv.runtime.spare import SpareKeeper
 from rsrv.stub.session import Launcher
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, read_status
@@ -70,13 +71,43 @@ def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -
 
     with socket.socket() as listener:
         command = [sys.executable, "-c", script, str(listener.fileno()), str(marks)]
+        keeper = SpareKeeper(command, os.environ, listener.fileno(), lambda: next(building, False), rest)
         with pytest.raises(InterruptedError):
-            keep_spare(command, os.environ, listener.fileno(), lambda: next(building, False), rest)
+            keeper.keep()
 
     first, second = started_at
     assert first > 5
     assert second > first
     assert pauses[first] > 10 * pauses[0]
+
+
+def renewed(keeper: SpareKeeper) -> str:
+    told: Queue[str] = Queue()
+    keeper.renew(told.put)
+    return told.get(timeout=20)
+
+
+@pytest.mark.parametrize("said", ["ready", "no module named jax"])
+def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, said: str) -> None:
+    """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
+    script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
+    mine = psutil.Process()
+    before = set(mine.children())
+    with socket.socket() as listener:
+        first = SpareKeeper(
+            [sys.executable, "-c", script, "ready"], os.environ, listener.fileno(), lambda: False
+        )
+        assert renewed(first) == ""
+        (kept,) = set(mine.children()) - before
+        first._command = [sys.executable, "-c", script, said]
+
+        told = renewed(first)
+
+        (now,) = set(mine.children()) - before
+        assert told == ("" if said == "ready" else "the next runtime could not serve: no module named jax")
+        assert (now == kept) is (said != "ready")
+        assert first._spare is not None
+        first._spare.end()
 
 
 @pytest.fixture

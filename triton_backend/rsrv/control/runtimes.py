@@ -36,8 +36,8 @@ _STATES = ("ready", "loading", "leaving", "failed")
 _WEIGHTS = ("resident", "loading", "absent", None)
 
 
-#: Seconds beyond the bound of a runtime's drain for its answer.
-_GRACE_S = 10.0
+#: Seconds beyond the bound of a runtime's drain for its answer: the next one imports its modules first.
+_GRACE_S = 90.0
 #: Seconds between two looks for models that do not return.
 _RETURN_LOOK_S = 0.25
 

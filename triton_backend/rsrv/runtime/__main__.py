@@ -14,16 +14,19 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.allocation import use_one_arena
-from rsrv.runtime.spare import keep_spare, wait_for_turn
+from rsrv.runtime.spare import SpareKeeper, wait_for_turn
 from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
+
+if TYPE_CHECKING:
+    from rsrv.settings import Settings
 
 #: a runtime that has found no device for this time ends when a model asks for it again
 _WITHOUT_DEVICE_S = 20.0
@@ -41,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", type=int, default=0, help="position in runtime.devices (default: 0)")
     parser.add_argument("--ready-fd", type=int, help="write 'ready' or the reason of a failure here")
     parser.add_argument("--listener-fd", type=int, help="be the spare of the runtime that listens here")
+    parser.add_argument("--soon", action="store_true", help="the runtime of this spare is about to end")
     options = parser.parse_args(argv)
 
     # A stub limits its memory because of its hooks, which do not run here.
@@ -60,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
-        if spare and not wait_for_turn(server):
+        if spare and not wait_for_turn(server, check=lambda: _read_settings(options), soon=options.soon):
             return 0
         # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
@@ -76,10 +80,9 @@ def main(argv: list[str] | None = None) -> int:
             keep_devices,
             resolve,
         )
-        from rsrv.settings import read_settings
         from rsrv_bundle.inspection import Inspector
 
-        settings = read_settings(options.settings if options.settings.exists() else None)
+        settings = _read_settings(options)
         logs.setup(settings.logs.format)
         environment = dict(os.environ)
         # The kernel closes a killed process's files one after another, so a spare may be here before the lock is free.
@@ -209,11 +212,12 @@ def main(argv: list[str] | None = None) -> int:
         threading.Thread(
             target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
         ).start()
+    command = _command(options.directory, options, str(options.device), environment)
+    command += ["--listener-fd", str(listener.fileno())]
+    keeper = SpareKeeper(command, environment, listener.fileno(), lambda: loop.building)
+    loop.prepare_restarts(keeper.renew)
     if settings.runtime.spare:
-        command = _command(options.directory, options, str(options.device), environment)
-        command += ["--listener-fd", str(listener.fileno())]
-        keep = partial(keep_spare, command, environment, listener.fileno(), lambda: loop.building)
-        threading.Thread(target=keep, name="spare", daemon=True).start()
+        threading.Thread(target=keeper.keep, name="spare", daemon=True).start()
     # One control process suffices for a server.
     if settings.control.enabled and options.device == 0:
         start_supervisor(
@@ -234,6 +238,12 @@ def main(argv: list[str] | None = None) -> int:
     box.clear()
     # The interpreter's own exit waits for threads, and the stubs would wait as long.
     os._exit(status)
+
+
+def _read_settings(options: argparse.Namespace) -> "Settings":
+    from rsrv.settings import read_settings
+
+    return read_settings(options.settings if options.settings.exists() else None)
 
 
 def _command(

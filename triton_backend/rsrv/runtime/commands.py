@@ -221,6 +221,21 @@ def _start_profile(device: Device, directory: Path) -> None:
 # --- commands --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class NextPrepared:
+    """The process that becomes the next runtime waits for its turn, or cannot serve for a reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Restart:
+    connection: PeerConnection
+    drain_s: float
+    #: whether to end even if something is in progress
+    force: bool
+
+
 class Commands:
     """Carries commands out. Belongs to the loop, which calls `answer` when the events of a command are handled."""
 
@@ -242,8 +257,12 @@ class Commands:
         self._transport = transport
         self._outbox = outbox
         self._profiler = Profiler(inbox)
-        #: the connection of the `restart` that is under way, and whether to end even if something is in progress
-        self._restart: tuple[PeerConnection, bool] | None = None
+        self._inbox = inbox
+        #: starts the process that becomes the next runtime; calls back, from any thread, with "" or the reason why it cannot
+        self.prepare_next: Callable[[Callable[[str], object]], object] = lambda done: done("")
+        #: the `restart` that is under way, and whether the next runtime is not there yet
+        self._restart: _Restart | None = None
+        self._preparing = False
         #: whether the runtime ends now, for the next one
         self.ends = False
         #: commands that wait until an earlier one of their connection is answered
@@ -274,7 +293,7 @@ class Commands:
     def leave(self, connection: PeerConnection) -> None:
         """Drop the waiting commands of a closed connection, and withdraw its `restart`."""
         self._waiting.pop(connection, None)
-        if self._restart is not None and self._restart[0] is connection and not self.ends:
+        if self._restart is not None and self._restart.connection is connection and not self.ends:
             self._restart = None
             self._outbox.append(ev.WindDown(None))
 
@@ -290,12 +309,24 @@ class Commands:
         self._profiler.state = "recording" if message.recording else "idle"
         self._answer_late(message.connection, message.refused)
 
+    def next_prepared(self, message: "NextPrepared") -> None:
+        """Wind down for the next runtime, or refuse `restart`."""
+        self._preparing = False
+        if self._restart is None:
+            return  # its connection has ended
+        if not message.reason:
+            self._outbox.append(ev.WindDown(self._restart.drain_s))
+            return
+        connection, self._restart = self._restart.connection, None
+        text = f"nothing was restarted: {message.reason}"
+        self._answer_late(connection, CommandRefused("FAILED_PRECONDITION", text))
+
     def wound_down(self, end: ev.WoundDown) -> None:
         """Answer `restart`: the runtime ends, or something is still in progress."""
         if self._restart is None:
             return  # it is being withdrawn
-        connection, forced = self._restart
-        self.ends = forced or not (end.runs or end.executions)
+        connection = self._restart.connection
+        self.ends = self._restart.force or not (end.runs or end.executions)
         refused = None
         if not self.ends:
             self._restart = None
@@ -368,13 +399,14 @@ class Commands:
             case "overview":
                 return self._reports.overview()
             case "restart":
-                if self._restart is not None:
+                if self._restart is not None or self._preparing:
                     raise CommandRefused(
                         "FAILED_PRECONDITION", "another restart is under way; wait for its end"
                     )
-                self._restart = connection, command.get("force", False)
+                self._restart = _Restart(connection, command["drain_s"], command.get("force", False))
                 self._waiting[connection] = deque()
-                self._outbox.append(ev.WindDown(command["drain_s"]))
+                self._preparing = True
+                self.prepare_next(lambda reason: self._inbox.post(NextPrepared(reason)))
                 return None
             case "profile":
                 self._profile(connection, command.get("directory"))

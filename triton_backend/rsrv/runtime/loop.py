@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from rsrv.runtime.activity import Activity, Phase
 from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import open_stub
-from rsrv.runtime.commands import Commands, ProfileChanged
+from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
 from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
@@ -118,6 +118,10 @@ class Loop:
         self._commands = Commands(
             self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
         )
+
+    def prepare_restarts(self, by: Callable[[Callable[[str], object]], object]) -> None:
+        """Have `by` start the next runtime before an operator's restart, as `Commands.prepare_next`."""
+        self._commands.prepare_next = by
 
     @property
     def launcher(self) -> int | None:
@@ -222,6 +226,8 @@ class Loop:
                 self._registry.warmed_up(message)
             case ProfileChanged():
                 self._commands.profile_changed(message)
+            case NextPrepared():
+                self._commands.next_prepared(message)
             case _:
                 message()
 

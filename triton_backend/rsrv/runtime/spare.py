@@ -9,12 +9,14 @@ import importlib
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 log = logging.getLogger("rsrv.runtime")
 
@@ -24,6 +26,8 @@ _QUIET_S, _LOOK_S = 2.0, 0.5
 _PAUSE_S = 30.0
 #: niceness of the imports; only a thread of its own can have one for a time
 _NICENESS = 19
+#: what a spare says when it waits for its turn, and the seconds that it has for that when it is to serve soon
+_READY, _IMPORT_S = "ready", 60.0
 #: modules of ours that import the others, and modules of jax and beside it that are imported at their first use
 _MODULES = (
     "rsrv.runtime.loop",
@@ -38,52 +42,143 @@ _MODULES = (
 )
 
 
-def keep_spare(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    listener: int,
-    is_building: Callable[[], bool],
-    rest: Callable[[float], None] = time.sleep,
-) -> None:
-    """Have a spare at all times, for as long as this process lives.
+class SpareKeeper:
+    """Starts and replaces the spare of this process."""
 
-    `command` starts the spare, which gets the descriptor `listener`; `rest` sleeps for a number of seconds.
-    """
-    while True:
-        quiet_s = 0.0
-        while quiet_s < _QUIET_S:
-            rest(_LOOK_S)
-            quiet_s = 0.0 if is_building() else quiet_s + _LOOK_S
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        listener: int,
+        is_building: Callable[[], bool],
+        rest: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`command` starts a spare, which gets the descriptor `listener`; `rest` sleeps for a number of seconds."""
+        self._command = command
+        self._environment = environment
+        self._listener = listener
+        self._is_building = is_building
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._spare: _Spare | None = None
+
+    def keep(self) -> None:
+        """Have a spare at all times, for as long as this process lives."""
+        while True:
+            quiet_s = 0.0
+            while quiet_s < _QUIET_S:
+                self._rest(_LOOK_S)
+                quiet_s = 0.0 if self._is_building() else quiet_s + _LOOK_S
+            try:
+                with self._lock:
+                    spare = self._spare = self._spare or self._start(self._command)
+                ended = f"ended with status {spare.process.wait()}"
+                spare.sock.close()
+            except OSError as error:
+                spare, ended = None, f"cannot be started: {error}"
+            with self._lock:
+                if self._spare is not spare:
+                    continue  # `renew` has replaced it
+                self._spare = None
+            log.error("the spare runtime %s; starting another in %.0f s", ended, _PAUSE_S)
+            self._rest(_PAUSE_S)
+
+    def renew(self, done: Callable[[str], object]) -> None:
+        """Replace the spare by one with the installed packages of now, on a thread.
+
+        `done` gets "" when it waits for its turn, or the reason why it cannot serve; then the spare before it stays.
+        """
+        threading.Thread(target=lambda: done(self._renew()), name="renewal", daemon=True).start()
+
+    def _renew(self) -> str:
         try:
-            # Nothing is written to the pipe: the kernel closes its end with this process.
-            spare = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=(listener,), start_new_session=True, env=environment
-            )
+            fresh = self._start([*self._command, "--soon"])
         except OSError as error:
-            ended = f"cannot be started: {error}"
-        else:
-            # Within the block, whose end closes the pipe.
-            with spare:
-                ended = f"ended with status {spare.wait()}"
-        log.error("the spare runtime %s; starting another in %.0f s", ended, _PAUSE_S)
-        rest(_PAUSE_S)
+            return f"the next runtime cannot be started: {error}"
+        reason = fresh.hear()
+        if reason != _READY:
+            fresh.end()
+            return f"the next runtime could not serve: {reason}"
+        with self._lock:
+            before, self._spare = self._spare, fresh
+        # Two would both take this process's place.
+        if before is not None:
+            before.end()
+        return ""
+
+    def _start(self, command: Sequence[str]) -> "_Spare":
+        ours, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                pass_fds=(self._listener,),
+                start_new_session=True,
+                env=self._environment,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _Spare(process, ours)
 
 
-def wait_for_turn(server: int, modules: Sequence[str] = _MODULES) -> bool:
+class _Spare(NamedTuple):
+    """The process, and a socket whose other end is its standard input: the kernel closes ours when this process dies."""
+
+    process: "subprocess.Popen[bytes]"
+    sock: socket.socket
+
+    def hear(self) -> str:
+        """Return _READY, or the reason why the spare cannot serve."""
+        self.sock.settimeout(_IMPORT_S)
+        try:
+            said = self.sock.recv(4096).decode(errors="replace")
+        except OSError as error:
+            return f"it has not imported its modules: {error}"
+        return said or "it ended; the server's log may say more"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.sock.close()
+
+
+def wait_for_turn(
+    server: int,
+    modules: Sequence[str] = _MODULES,
+    check: Callable[[], object] = lambda: None,
+    *,
+    soon: bool = False,
+) -> bool:
     """In the spare: import everything, and wait until the runtime that started this process ends.
 
-    `server` is tritonserver's pidfd. Returns False if the server has ended, too.
+    `server` is tritonserver's pidfd. `check` raises an exception if this process could not serve. `soon`: the runtime ends
+    when it hears that this process is ready. Returns False if the server has ended, too.
     """
-    thread = threading.Thread(target=_import, args=(modules,), name="import")
+    problems: list[str] = []
+    thread = threading.Thread(
+        target=_import, args=(modules, problems, 0 if soon else _NICENESS), name="import"
+    )
     thread.start()
     thread.join()
+    try:
+        check()
+    except Exception as error:  # noqa: BLE001 - told to the runtime
+        problems.append(str(error))
+    with suppress(OSError):  # the runtime has just ended
+        os.write(sys.stdin.fileno(), (problems[0] if problems else _READY).encode()[:4000])
     ready, _, _ = select.select([server, sys.stdin.fileno()], [], [])
     return server not in ready
 
 
-def _import(modules: Sequence[str]) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+def _import(modules: Sequence[str], problems: list[str], niceness: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     for name in modules:
-        # What the runtime cannot do without fails again, and is reported, when it is used.
-        with suppress(Exception):
+        try:
             importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - told to the runtime
+            # The others are only imported ahead of their use.
+            if name.startswith("rsrv"):
+                problems.append(f"{name} cannot be imported: {error}")

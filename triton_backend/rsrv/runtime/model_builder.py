@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +98,8 @@ class ModelBuilder:
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
         self._build_thread = WorkerThread("build")
+        #: builds that wait; they come before reads, so that the first of many models does not wait for all bundles
+        self._builds: deque[Callable[[], None]] = deque()
         # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
         # minutes.
         self._warm_up_thread = WorkerThread("warm up")
@@ -112,7 +115,8 @@ class ModelBuilder:
 
     def build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
         """Read a model's modules and compile them. Ends in `ModulesRead` and `ModelCompiled`, or only in the latter."""
-        self._build_thread.put(partial(self._build, key, name, bundle, settings))
+        self._builds.append(partial(self._build, key, name, bundle, settings))
+        self._build_thread.put(self._build_waiting)
 
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
         """Execute every size of a model, whose weights are on the device. Ends in `ModelWarmedUp`.
@@ -169,7 +173,12 @@ class ModelBuilder:
             self._inbox.post(DeviceReady(self._device, weight_mover, computes))
         return self._whole
 
+    def _build_waiting(self) -> None:
+        while self._builds:
+            self._builds.popleft()()
+
     def _read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
+        self._build_waiting()
         result: RequestedModels | str
         verdicts: dict[str, str] = {}
         try:

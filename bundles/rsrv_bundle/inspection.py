@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -59,24 +61,37 @@ class Inspector:
     """`rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
 
     The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module it is
-    replaced, since the module may have damaged more than it reported.
+    replaced, since the module may have damaged more than it reported. `known` has signatures by the SHA-256 of their
+    module: these modules are not parsed, and others are added.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: MutableMapping[str, Signature] | None = None) -> None:
+        self._known = known
         self._child: _Child | None = None
 
     def start(self) -> None:
-        """Start the child early, so that it has loaded jaxlib when it is needed; the next module reports a failure."""
+        """Start the child early, so that it has loaded jaxlib when it is needed, unless it may not be."""
+        if not self._known:
+            self._start()
+
+    def _start(self) -> None:
         if self._child is None:
+            # The next module reports a failure.
             with contextlib.suppress(OSError):
                 self._child = _spawn()
 
     def __call__(self, blob: bytes, file: str) -> Signature:
         """Return the signature of a module, the content of `file`. Raises BundleError, InspectorError."""
+        digest = "" if self._known is None else hashlib.sha256(blob).hexdigest()
+        if self._known is not None and digest in self._known:
+            return self._known[digest]
         try:
-            return self._look(blob, file)
+            found = self._look(blob, file)
         except _Lost:
-            return self._look(blob, file)
+            found = self._look(blob, file)
+        if self._known is not None:
+            self._known[digest] = found
+        return found
 
     def _look(self, blob: bytes, file: str) -> Signature:
         child = self._started()
@@ -107,12 +122,9 @@ class Inspector:
             raise BundleError(f"{file}: {_BLAME.format(how)}") from None
         if "problems" in answer:
             self.close()
-            self.start()
+            self._start()
             raise BundleError(answer["problems"])
-        inputs, outputs = (
-            tuple((token, tuple(shape)) for token, shape in answer[side]) for side in ("inputs", "outputs")
-        )
-        return Signature(inputs, outputs, answer["digest"], Precision(**answer["precision"]))
+        return read_signature(answer)
 
     def close(self) -> None:
         """End the process; the next module starts another."""
@@ -124,7 +136,7 @@ class Inspector:
             child.sock.close()
 
     def _started(self) -> _Child:
-        self.start()
+        self._start()
         child = self._child
         if child is not None and not child.ready:
             child.sock.settimeout(_START)
@@ -137,6 +149,15 @@ class Inspector:
                 f"{sys.executable} -m {__name__}"
             )
         return child
+
+
+def read_signature(value: Mapping[str, Any]) -> Signature:
+    """Return a signature from its JSON object. Raises LookupError, TypeError, ValueError."""
+    inputs, outputs = (
+        tuple((str(token), tuple(map(int, shape))) for token, shape in value[side])
+        for side in ("inputs", "outputs")
+    )
+    return Signature(inputs, outputs, str(value["digest"]), Precision(**value["precision"]))
 
 
 def _spawn() -> _Child:

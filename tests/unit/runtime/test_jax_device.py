@@ -387,7 +387,7 @@ def test_a_stored_executable_is_loaded_on_a_full_device(
     monkeypatch.setattr(device, "_limit", 0)
     monkeypatch.setattr(device, "_memory", lambda figure: 0)
 
-    device._compile(exported, stored=True)
+    device._compile(exported, "", stored=True)
 
     assert not caplog.records
 

@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.device import DeviceError
         from rsrv.runtime.jax_device import JaxDevice
+        from rsrv.runtime.known_modules import KnownModules
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.server_devices import (
             CARD_TIMEOUT_S,
@@ -118,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
             listener = listen(options.directory / paths.SOCKET)
         box = BlackBox(options.directory)
         box.catch_signals()
+        known = KnownModules(options.directory / paths.MODULES)
     except Exception as error:
         if not paths.start_time(options.server_pid):
             # The server and its stubs have ended meanwhile, so no other process removes the directory.
@@ -153,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
                 preallocate=settings.runtime.preallocate,
                 numerics=settings.runtime.numerics,
                 repository=options.settings.parent,
+                known=known,
                 lost=end_without_device,
             )
             note.unlink(missing_ok=True)
@@ -177,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         settings,
         make_device,
         blackbox=box,
-        inspector=Inspector(),
+        inspector=Inspector(known),
         devices=len(devices),
     )
 

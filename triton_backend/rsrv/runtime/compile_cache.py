@@ -37,6 +37,7 @@ class _Access(threading.local):
     """How each thread uses the cache, by default; see `offering`, `requiring` and `bypassing`."""
 
     entry: bytes | None = None
+    key = ""
     required = False
     bypassed = False
 
@@ -61,6 +62,7 @@ class CompileCache:
         """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
         if self.bypassed:
             return None
+        self._thread.key = key
         entry = self._thread.entry
         if entry is None and self._path is not None:
             entry = self._read(self._path / f"{key}{_SUFFIX}")
@@ -93,6 +95,11 @@ class CompileCache:
     def bypassing(self) -> AbstractContextManager[None]:
         """Neither find nor keep entries for the calling thread."""
         return self._changed("bypassed", True)
+
+    @property
+    def key(self) -> str:
+        """Key that the calling thread asked for last."""
+        return self._thread.key
 
     @property
     def bypassed(self) -> bool:

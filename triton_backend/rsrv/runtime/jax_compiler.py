@@ -13,6 +13,7 @@ from rsrv.runtime.compile_cache import CompileCache
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.numerics import hardware_of
 from rsrv.runtime.stored_executables import CompileTarget
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -120,6 +121,23 @@ def lower(exported: Any, sharding: Any = None) -> Any:
     structs = [struct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
     function: Any = jax.jit(exported.call)
     return function.lower(*structs)
+
+
+def lower_placeholder(signature: Signature) -> Any:
+    """Return jax's `Lowered` of a function with this signature, in a third of the time that a module takes.
+
+    Compiling it always fails: it can only be the description of an executable that the compilation cache has.
+    """
+    import jax
+
+    struct: Any = jax.ShapeDtypeStruct  # has no types
+    arguments, results = (
+        [struct(shape, numpy_dtype(token)) for token, shape in side]
+        for side in (signature.inputs, signature.outputs)
+    )
+    call = jax.ffi.ffi_call("rsrv_placeholder", results)
+    function: Any = jax.jit(lambda *arguments: tuple(call(*arguments)), keep_unused=True)
+    return function.lower(*arguments)
 
 
 def use_cache(cache: CompileCache) -> bool:

@@ -49,10 +49,12 @@ from rsrv.runtime.device import (
     never,
 )
 from rsrv.runtime.free_pieces import FreePieces, rounded
-from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, lower, target_of, use_cache
+from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, lower, lower_placeholder, target_of, use_cache
+from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.numerics import OVERRIDE, hardware_of
 from rsrv.runtime.stored_executables import find_executables
 from rsrv.settings import Numerics
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -105,7 +107,7 @@ class JaxDevice:
     process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
     own environment variables take precedence. `numerics` applies to CUDA's libraries and to functions traced in this
     process; models' modules are compiled as they are. Executables that a file in `repository` has for this device are
-    not compiled. `lost` is called, on the thread that uses the device, with an error of CUDA after which the process can
+    not compiled, and those of `known` modules come from the cache without lowering the module. `lost` is called, on the thread that uses the device, with an error of CUDA after which the process can
     do nothing more with the device.
     """
 
@@ -118,6 +120,7 @@ class JaxDevice:
         preallocate: bool = True,
         numerics: Numerics = "auto",
         repository: Path | None = None,
+        known: KnownModules | None = None,
         asynchronous_cpu: bool = False,
         lost: Callable[[str], object] = lambda reason: None,
     ) -> None:
@@ -189,6 +192,8 @@ class JaxDevice:
         self.target = target_of(self._device.device_kind, self.hardware.capability)
         self._stored = None if repository is None else find_executables(repository, self.target)
         self._cache = CompileCache(directory)
+        self._known = KnownModules() if known is None else known
+        self._circumstances = repr((self.target, self._device.client.platform_version))
         #: True if jax reads a cache on disk
         self._caches = False
         if directory is not None or self._stored is not None:
@@ -235,9 +240,12 @@ class JaxDevice:
         started, found = time.perf_counter(), self.cache_counts.from_cache
         stored = None if self._stored is None else self._stored.get(key[0].hex())
         try:
-            with self._cache.offering(stored):
-                exported = as_exported(module, signature)
-                compiled = self._compile(exported, stored=stored is not None)
+            compiled = self._load_known(key[0].hex(), signature, stored)
+            if compiled is None:
+                with self._cache.offering(stored):
+                    compiled = self._compile(
+                        as_exported(module, signature), key[0].hex(), stored=stored is not None
+                    )
         except Exception as error:
             self._examine(error)
             raise
@@ -248,14 +256,31 @@ class JaxDevice:
         self._jax.clear_caches()
         self._executables[key] = compiled
         if (size := compiled.memory_analysis()) is not None:
-            outputs = map(_bytes, exported.out_avals)
+            outputs = (math.prod(shape) * numpy_dtype(token).itemsize for token, shape in signature.outputs)
             self._working_bytes[compiled] = [size.temp_size_in_bytes, *outputs]
         return Executable(compiled)
 
-    def _compile(self, exported: Any, *, stored: bool) -> Any:
+    def _load_known(self, module: str, signature: Signature, stored: bytes | None) -> Any:
+        """Return the executable that the repository (`stored`) or the cache has; None: it has none that can be loaded.
+
+        `module` is a digest.
+        """
+        from jax._src import config
+
+        if stored is None and (key := self._known.entry(module, self._circumstances)) is not None:
+            stored = self._cache.get(key)
+        if stored is None:
+            return None
+        try:
+            with config.raise_persistent_cache_errors(True), self._cache.offering(stored):
+                return lower_placeholder(signature).compile()
+        except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
+            return None
+
+    def _compile(self, exported: Any, module: str, *, stored: bool) -> Any:
         """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it.
 
-        `stored`: jax is offered an executable and only loads it.
+        `module` is a digest. `stored`: jax is offered an executable and only loads it.
         """
         lowered = lower(exported)
         largest = max(map(_bytes, exported.in_avals), default=0)
@@ -267,7 +292,10 @@ class JaxDevice:
                     if (cached := self._load_cached(lowered)) is not None:
                         return cached
                     raise
-            return lowered.compile()
+            compiled = lowered.compile()
+            if self._caches and not stored:
+                self._known.add_entry(module, self._circumstances, self._cache.key)
+            return compiled
         except Exception as error:
             if not (isinstance(error, OutOfMemory) or _UNTUNED.search(str(error))):
                 raise

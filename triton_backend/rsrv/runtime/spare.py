@@ -5,6 +5,7 @@ stub starts a runtime meanwhile. The spare has no device: jax makes its client, 
 is first used.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -182,3 +183,6 @@ def _import(modules: Sequence[str], problems: list[str], niceness: int) -> None:
             # The others are only imported ahead of their use.
             if name.startswith("rsrv"):
                 problems.append(f"{name} cannot be imported: {error}")
+    # The collection after each model's build does not look at these modules then.
+    gc.collect()
+    gc.freeze()

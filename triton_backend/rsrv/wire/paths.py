@@ -19,6 +19,8 @@ OVERRIDES = "overrides.json"
 #: activity of the runtime, and the crashes of earlier ones
 BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
+#: signatures and executables of modules that the runtimes have compiled
+MODULES = "modules.jsonl"
 #: of a server, in the directory of its device 0: the resolved `runtime.devices`, and the placement table
 DEVICES = "devices.json"
 PLACEMENT = "placement"
@@ -116,7 +118,7 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX)
+    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
     replaced = (DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):

@@ -1,0 +1,103 @@
+"""Modules that earlier runtimes parsed and compiled: neither is done again, and damage costs only time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.known_modules import KnownModules
+from rsrv_bundle import inspection, read_bundle
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import check_signatures
+
+#: makes a device three times, each with what the former has left: the second lowers no module, and the third finds damage
+_THREE_DEVICES = """
+import hashlib, sys
+from pathlib import Path
+import numpy as np
+from jax._src import compilation_cache
+from rsrv.runtime.device import run
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.known_modules import KnownModules
+from rsrv_bundle import modules
+from tests.unit.runtime.conftest import build_here
+
+cache, bundle = map(Path, sys.argv[1:])
+
+def counts():
+    compilation_cache.reset_cache()
+    device = JaxDevice("cpu", cache, known=KnownModules(cache / "known"))
+    model = build_here(bundle, device)
+    for (_, size), executable in model.executables.items():
+        x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+        (y,), _ = run(device, executable, model.weights, [x])
+        np.testing.assert_array_equal(y, 2 * x + 1)
+    return device.cache_counts.compiled, device.cache_counts.from_cache
+
+print(counts())
+as_exported, modules.as_exported = modules.as_exported, None
+print(counts())
+modules.as_exported = as_exported
+for entry in cache.glob("*-checked"):
+    entry.write_bytes(hashlib.sha256(b"no executable").digest() + b"no executable")
+print(counts()[0])
+"""
+
+
+def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
+    """The answers are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
+    (tmp_path / "cache").mkdir(mode=0o700)
+    command = [sys.executable, "-c", _THREE_DEVICES, str(tmp_path / "cache"), str(doubling)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["(3, 0)", "(0, 3)", "3"]
+
+
+def test_known_modules_are_not_parsed(
+    tmp_path: Path, doubling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next runtime starts no process for parsing, and checks the bundle against the same signatures."""
+    bundle = read_bundle(doubling)
+    with closing(Inspector(KnownModules(tmp_path / "known"))) as look:
+        first = check_signatures(bundle, look)
+    monkeypatch.setattr(inspection, "_spawn", None)
+
+    with closing(Inspector(KnownModules(tmp_path / "known"))) as look:
+        look.start()
+        again = check_signatures(bundle, look)
+
+    assert again == first
+    assert [(one.digest, one.precision) for one in again.values()] == [
+        (one.digest, one.precision) for one in first.values()
+    ]
+
+
+def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    """A line that a killed runtime left half written, and lines of another version, cost what they would have saved."""
+    path = tmp_path / "known"
+    known = KnownModules(path)
+    known.add_entry("a", "here", "key")
+    known.add_entry("a", "here", "key")
+    path.write_text(path.read_text() + '{"inputs": 3}\n[]\n\xff{"module": "b", "entr')
+
+    found = KnownModules(path)
+
+    assert found.entry("a", "here") == "key"
+    assert found.entry("a", "elsewhere") is None
+    assert not found
+    assert path.read_text().count("key") == 1
+
+
+def test_a_file_that_cannot_be_written_costs_only_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of the log says so, and the process goes on with what it knows."""
+    known = KnownModules(tmp_path / "missing" / "known")
+    known.add_entry("a", "here", "key")
+    known.add_entry("b", "here", "key")
+    assert known.entry("b", "here") == "key"
+    assert len(caplog.records) == 1

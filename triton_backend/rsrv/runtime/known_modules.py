@@ -1,0 +1,91 @@
+"""Modules that this server's runtimes have parsed and compiled, so that the next runtime need not do it again."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from rsrv_bundle.inspection import read_signature
+from rsrv_bundle.modules import Signature
+
+log = logging.getLogger("rsrv.registry")
+
+
+class KnownModules(MutableMapping[str, Signature]):
+    """Signatures by the SHA-256 of the module, and names of executables in the compilation cache.
+
+    Each lies in one line of a file in the runtime's private directory. A line that cannot be read or written costs the
+    work that it would have saved. Every method may be called from any thread.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read what earlier runtimes wrote. Without a path, nothing outlives the process."""
+        self._path = path
+        self._lock = Lock()
+        self._signatures: dict[str, Signature] = {}
+        #: (SHA-256 of a module, circumstances of its compilation) -> the cache's key
+        self._entries: dict[tuple[str, str], str] = {}
+        try:
+            lines = [] if path is None else path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s cannot be read, so modules are parsed again: %s", path, error)
+            return
+        for line in lines:
+            try:
+                self._take(json.loads(line))
+            except (LookupError, TypeError, ValueError):
+                log.warning("%s: a line is damaged, and passed over", path)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "entry" in line:
+            self._entries[str(line["module"]), str(line["circumstances"])] = str(line["entry"])
+        else:
+            signature = read_signature(line)
+            self._signatures[signature.digest] = signature
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._lock:
+            if self._path is None:
+                return
+            try:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                log.warning(
+                    "%s cannot be written, so the next runtime parses modules again: %s", self._path, error
+                )
+                self._path = None
+
+    # --- executables --------------------------------------------------------------------------------------
+
+    def entry(self, module: str, circumstances: str) -> str | None:
+        """Return the key of a module's executable in the compilation cache."""
+        return self._entries.get((module, circumstances))
+
+    def add_entry(self, module: str, circumstances: str, entry: str) -> None:
+        if self.entry(module, circumstances) != entry:
+            self._entries[module, circumstances] = entry
+            self._write({"module": module, "circumstances": circumstances, "entry": entry})
+
+    # --- signatures ---------------------------------------------------------------------------------------
+
+    def __getitem__(self, module: str) -> Signature:
+        return self._signatures[module]
+
+    def __setitem__(self, module: str, signature: Signature) -> None:
+        self._signatures[module] = signature
+        self._write(dataclasses.asdict(signature))
+
+    def __delitem__(self, module: str) -> None:
+        raise TypeError("a module's signature does not change")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._signatures)
+
+    def __len__(self) -> int:
+        return len(self._signatures)

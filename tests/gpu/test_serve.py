@@ -7,14 +7,19 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc
 
 from local_triton import LOOPBACK
 from rsrv.control.v1 import control_pb2 as pb
@@ -22,13 +27,17 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import demo
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed, read_status
-from tests.e2e.lives import first_value, place, write_version
+from tests.e2e.lives import COLUMNS, first_value, place, write_version
 from tests.e2e.test_serve import serving
 from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.waiting import wait_until
 
 #: a busy machine takes minutes to compile, and to time kernels
 pytestmark = pytest.mark.timeout(540)
+
+#: seconds that a request waits for a runtime: it may take a busy machine as long to start one
+PATIENCE_S = 80
+PATIENT = f"stub: {{retry_s: {PATIENCE_S}}}\n"
 
 
 def environment(gpu: FakeGpu, folder: Path) -> dict[str, str]:
@@ -106,16 +115,62 @@ def test_one_server_uses_all_cards(
     assert len({call.pid for call in takers}) == 2
 
 
+@contextmanager
+def asking(port: int) -> Iterator[None]:
+    """Have 16 clients ask for `cats`; each request is answered, late if need be."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{port}")
+        tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
+        tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
+        while not ended.wait(0.1):
+            client.infer("cats", [tensor], client_timeout=PATIENCE_S)
+        client.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(ask) for _ in range(16)]
+        try:
+            yield
+        finally:
+            ended.set()
+    for client in clients:
+        client.result()
+
+
+def test_no_request_fails_when_the_only_runtime_ends(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Killed, or lost with its CUDA context: clients wait for the next one."""
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
+
+    with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path), settings=PATIENT) as terminal:
+        terminal.wait_for("Serving 1 of 1 models", timeout=150)
+
+        def next_after(earlier: int) -> int:
+            found = runtime_of(terminal.server_pid, 0, "cats")
+            return found if found != earlier else 0
+
+        first = runtime_of(terminal.server_pid, 0, "cats")
+        with asking(terminal.grpc_port):
+            os.kill(first, signal.SIGKILL)
+            second = wait_until(partial(next_after, first), what="the second runtime", timeout=90)
+            gpu.settings.launches_until_fault = 0
+            wait_until(partial(next_after, second), what="the third runtime", timeout=90)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+    assert [call.pid for call in gpu.calls("fault")] == [second]
+
+
 def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: Path) -> None:
     """An error of CUDA ends the runtime of its card alone, and the next one takes that card; so does a card that comes back.
 
-    The request that was executing is answered by the other card.
+    The requests that were executing are answered by the other card.
     """
     gpu.settings.count = 2
     (tmp_path / "bundles").mkdir()
     place(write_version(tmp_path / "new", 1), tmp_path / "bundles" / "cats")
 
-    with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path)) as terminal:
+    with serving(tmp_path, "--log=-", gpu=environment(gpu, tmp_path), settings=PATIENT) as terminal:
         terminal.wait_for("Serving 1 of 1 models", timeout=150)
 
         def pids() -> dict[int, int]:
@@ -129,15 +184,14 @@ def test_a_failed_card_leaves_the_requests_to_the_other(gpu: FakeGpu, tmp_path: 
             return found if len(found) == 2 and found != earlier else {}
 
         before = wait_until(partial(both_but, {}), what="both devices", timeout=90)
-        gpu.settings.launches_until_fault = 0
-        first_value(terminal.grpc_port, "cats")
-        after = wait_until(partial(both_but, before), what="the failed card's next runtime", timeout=90)
-        assert len(before.items() & after.items()) == 1
+        with asking(terminal.grpc_port):
+            gpu.settings.launches_until_fault = 0
+            after = wait_until(partial(both_but, before), what="the failed card's next runtime", timeout=90)
+            assert len(before.items() & after.items()) == 1
 
-        gpu.settings.count = 1
-        os.kill(after[1], signal.SIGKILL)
-        terminal.wait_for("jax finds no GPU", timeout=90)
-        first_value(terminal.grpc_port, "cats")
+            gpu.settings.count = 1
+            os.kill(after[1], signal.SIGKILL)
+            terminal.wait_for("jax finds no GPU", timeout=90)
         assert pids() == {0: after[0]}
         gpu.settings.count = 2
         wait_until(lambda: 1 in pids(), what="the returned card's runtime", timeout=90)

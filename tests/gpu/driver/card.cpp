@@ -157,9 +157,9 @@ CUresult fault() { return static_cast<CUresult>(the_fault.load()); }
 
 void note_launch() {
     if (cards()->launches_until_fault < 0) return;
-    if (__atomic_sub_fetch(&cards()->launches_until_fault, 1, __ATOMIC_SEQ_CST) < 0 && !the_fault) {
+    // Below, another process had it at the same time.
+    if (__atomic_sub_fetch(&cards()->launches_until_fault, 1, __ATOMIC_SEQ_CST) == -1) {
         the_fault = static_cast<int>(cards()->fault);
-        cards()->launches_until_fault = -1;  // the next process starts with a sound card
         record(now(), "fault", 0, 0, "");
     }
 }

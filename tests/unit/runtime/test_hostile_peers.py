@@ -124,6 +124,25 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
     client.lane.close()
 
 
+def test_a_stub_of_another_version_learns_what_to_do(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime disconnects the stub after its greeting, by which the stub's own error names both versions and the remedy."""
+    sock = connect(runtime.socket)
+    send(sock, frames.pack_json(Kind.HELLO, {"magic": frames.MAGIC, "version": 1}))
+    receiver = Receiver(sock)
+    welcome, fds = receiver.receive()
+    os.close(fds[0])
+    monkeypatch.setattr(frames, "PROTOCOL_VERSION", 1)
+    with pytest.raises(
+        frames.ProtocolError, match=r"version \d+ of the protocol, this side 1: .* restart tritonserver"
+    ):
+        frames.check_hello(bytes(welcome))
+    with pytest.raises(Closed):
+        receiver.receive()
+    sock.close()
+
+
 def test_json_too_deep_to_read_ends_its_connection_only(runtime: Runtime, doubling: Path) -> None:
     """Too deeply nested JSON ends its connection, even before the greeting."""
     sock = connect(runtime.socket)

@@ -18,6 +18,7 @@ import pytest
 
 from rsrv.runtime.spare import SpareKeeper
 from rsrv.stub.session import Launcher
+from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, read_status
 from tests.waiting import wait_until
@@ -87,25 +88,40 @@ def renewed(keeper: SpareKeeper) -> str:
     return told.get(timeout=20)
 
 
-@pytest.mark.parametrize("said", ["ready", "no module named jax"])
-def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, said: str) -> None:
+READY = f"speaks version {PROTOCOL_VERSION}"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (READY, ""),
+        ("no module named jax", "the next runtime could not serve: no module named jax"),
+        (
+            "speaks version 1",
+            "the next runtime could not serve: it speaks version 1 of the protocol, and the stubs speak",
+        ),
+    ],
+)
+def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(said: str, told: str) -> None:
     """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
     script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
     mine = psutil.Process()
     before = set(mine.children())
     with socket.socket() as listener:
         first = SpareKeeper(
-            [sys.executable, "-c", script, "ready"], os.environ, listener.fileno(), lambda: False
+            [sys.executable, "-c", script, READY], os.environ, listener.fileno(), lambda: False
         )
         assert renewed(first) == ""
         (kept,) = set(mine.children()) - before
         first._command = [sys.executable, "-c", script, said]
 
-        told = renewed(first)
+        answer = renewed(first)
+
+        assert answer.startswith(told)
+        assert bool(answer) is bool(told)
 
         (now,) = set(mine.children()) - before
-        assert told == ("" if said == "ready" else "the next runtime could not serve: no module named jax")
-        assert (now == kept) is (said != "ready")
+        assert (now == kept) is bool(told)
         assert first._spare is not None
         first._spare.end()
 

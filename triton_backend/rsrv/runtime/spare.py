@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from rsrv.wire.frames import PROTOCOL_VERSION
+
 log = logging.getLogger("rsrv.runtime")
 
 #: seconds without a model that is being built, before a spare starts; and between two looks
@@ -27,8 +29,10 @@ _QUIET_S, _LOOK_S = 2.0, 0.5
 _PAUSE_S = 30.0
 #: niceness of the imports; only a thread of its own can have one for a time
 _NICENESS = 19
-#: what a spare says when it waits for its turn, and the seconds that it has for that when it is to serve soon
-_READY, _IMPORT_S = "ready", 60.0
+#: what a spare says when it waits for its turn, without and with the version of the stubs that it can serve
+_CAN, _READY = "speaks version", f"speaks version {PROTOCOL_VERSION}"
+#: seconds until it says so, if it is to serve soon
+_IMPORT_S = 60.0
 #: modules of ours that import the others, and modules of jax and beside it that are imported at their first use
 _MODULES = (
     "rsrv.runtime.loop",
@@ -99,6 +103,8 @@ class SpareKeeper:
         reason = fresh.hear()
         if reason != _READY:
             fresh.end()
+            if reason.startswith(_CAN):
+                reason = f"it {reason} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
             return f"the next runtime could not serve: {reason}"
         with self._lock:
             before, self._spare = self._spare, fresh

@@ -14,6 +14,7 @@ from rsrv.wire.frames import (
     MAX_FRAME,
     Completion,
     Kind,
+    OtherVersionError,
     ProtocolError,
     check_hello,
     pack_completions,
@@ -319,7 +320,11 @@ class Transport:
                 if connection.greeted:
                     self._on_frame(connection, kind, count, frame, fds)
                 else:
-                    check_hello(frame)
+                    try:
+                        check_hello(frame)
+                    except OtherVersionError:
+                        self._greet(connection)  # by which the peer learns why it is disconnected
+                        raise
                     connection.greeted = True
                     self._greet(connection)
             finally:

@@ -76,6 +76,10 @@ class ProtocolError(Exception):
     """The peer broke the protocol: close the connection."""
 
 
+class OtherVersionError(ProtocolError):
+    """The peer speaks another version of the protocol; the message says what to do."""
+
+
 #: flag of a submission: nothing else uses the device while it executes, because a runtime died while it executed
 ALONE = 1
 
@@ -256,7 +260,7 @@ def check_hello(frame: bytes | memoryview) -> None:
     if body.get("magic") != MAGIC:
         raise ProtocolError("the peer does not speak rsrv's protocol")
     if body.get("version") != PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise OtherVersionError(
             f"the peer speaks version {body.get('version')!r} of the protocol, this side {PROTOCOL_VERSION}: "
-            "install the same rsrv for the stubs and for the runtime"
+            "install the same rsrv for the stubs and for the runtime, and restart tritonserver"
         )

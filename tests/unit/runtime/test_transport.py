@@ -49,3 +49,20 @@ def test_a_connection_ends_its_turn_after_spans(tmp_path: Path) -> None:
     read = turns(tmp_path, pack_json(Kind.SPANS, {}), 3)
 
     assert all(len(set(read[at : at + 2])) == 2 for at in (0, 2, 4))
+
+
+def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
+    """A frame counts until the peer has read it; a peer that does not read delays the end for a moment only."""
+    ignored: Callable[..., Any] = lambda *_: None
+    with listen(tmp_path / "socket") as listener:
+        transport = Transport(listener, ignored, ignored, ignored)
+        with connect(tmp_path / "socket") as peer:
+            transport.handle(transport.wait(10))
+            (connection,) = transport.connections
+            assert not connection.has_unread()
+            connection.send(hello())
+            assert connection.has_unread()
+            transport.settle()
+            peer.recv(100)
+            assert not connection.has_unread()
+        transport.close()

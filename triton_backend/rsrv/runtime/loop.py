@@ -186,6 +186,7 @@ class Loop:
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
         if self._commands.ends:
             requests.send_answers()
+            self._transport.settle()
             self._stop()
 
     def stop(self) -> None:

@@ -1,10 +1,13 @@
 """Connections of the runtime: frames on non-blocking sockets, all in one epoll. Only `wait` blocks."""
 
+import fcntl
 import logging
 import os
 import resource
 import select
 import socket
+import termios
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,6 +28,8 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
+#: seconds that peers have to read the last frames of a runtime that ends as planned, and between two looks
+_SETTLE_S, _SETTLE_LOOK_S = 0.05, 0.001
 #: limits of the backlog of a stub that does not read: frames, bytes and descriptors; beyond, its connection is closed
 _MAX_BACKLOG = 4096
 _MAX_BACKLOG_BYTES = 16 << 20
@@ -167,6 +172,10 @@ class PeerConnection:
     def congested(self) -> bool:
         return bool(self._backlog)
 
+    def has_unread(self) -> bool:
+        """True if the peer has not read all frames that were sent."""
+        return any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
+
     def send_completions(self) -> None:
         done, self.completions = self.completions, []
         for frame in pack_completions(done):
@@ -267,6 +276,12 @@ class Transport:
                 connection.watched_for_write = connection.congested
                 extra = select.EPOLLOUT if connection.congested else 0
                 self._epoll.modify(connection.sock, select.EPOLLIN | extra)
+
+    def settle(self) -> None:
+        """Wait, for a moment at most, until the peers have read all frames: the end of a connection may overtake them."""
+        until = time.monotonic() + _SETTLE_S
+        while any(connection.has_unread() for connection in self.connections) and time.monotonic() < until:
+            time.sleep(_SETTLE_LOOK_S)
 
     def close(self) -> None:
         """Close all connections without a message, as the end of the process would."""

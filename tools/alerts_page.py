@@ -32,14 +32,12 @@ def alerts() -> str:
 
 
 def _rows() -> Iterator[Sequence[str]]:
-    yield ("alert", "when", "for", "page")
+    yield ("alert", "when", "for")
     for rule in rules():
         says = rule["annotations"]
         name = f"**{rule['alert']}**" if rule["labels"]["severity"] == "critical" else rule["alert"]
         when = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", says["summary"])
-        page = says["runbook"].removeprefix("docs/")
-        title = page.partition(".")[0].capitalize()
-        yield (name, when, rule["for"], f"[{title}]({page})")
+        yield (name, when, rule["for"])
 
 
 def main() -> None:

@@ -203,11 +203,11 @@ FAMILIES: tuple[MetricFamily, ...] = (
 
 
 def table() -> str:
-    """Return the catalog as a table in Markdown."""
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    """Return the catalog as a table in Markdown. Names show the types."""
+    lines = ["| metric | labels | meaning |", "|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.help} |")
+        lines.append(f"| `{family.name}` | {labels} | {family.help} |")
     return "\n".join(lines)
 
 

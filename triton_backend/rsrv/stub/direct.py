@@ -92,19 +92,15 @@ class DirectCall:
     #: time.perf_counter of the call, and its span if it is traced
     since: float
     span: OpenSpan | None
+    #: the first outputs in shared memory, as bytes: the runtime sets the first when the device gets the call
+    marker: Array | None = None
     outcome: Results | RequestFailure | None = None
     future: asyncio.Future[Results] | None = None
 
     @property
-    def marker(self) -> Array | None:
-        """The first byte of the outputs in shared memory, which the runtime sets when the device gets the call."""
-        arrays = (array for array in self.outputs.values() if not isinstance(array, DeviceTensor))
-        return next((array.reshape(-1).view(np.uint8)[:1] for array in arrays if array.nbytes), None)
-
-    @property
     def launched(self) -> bool:
         """False if no device has had the call. Without outputs in shared memory nothing tells, so it may have."""
-        return (marker := self.marker) is None or bool(marker[0])
+        return self.marker is None or bool(self.marker[0])
 
     def end(self, outcome: Results | RequestFailure) -> None:
         self.outcome = outcome
@@ -271,8 +267,6 @@ class DirectRun:
         if not plan.rows:
             call.end(self._results(call))
             return call
-        if (marker := call.marker) is not None:
-            marker[0] = 0
         (id,) = self._connection.next_ids(1)
         try:
             self.enter()
@@ -319,6 +313,9 @@ class DirectRun:
             return Spot(Where.DEVICE, 0, number)
         array = self._connection.array(planned.shape, planned.dtype)
         call.outputs[tensor.name] = array
+        if call.marker is None and array.nbytes:
+            call.marker = array.reshape(-1).view(np.uint8)
+            call.marker[0] = 0
         place = self._connection.locate(array)
         assert place is not None
         return Spot(Where.MEMORY, *place)

@@ -190,12 +190,12 @@ class PlacedRun:
     def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
         """Tell whether a call at a place failed because a runtime died.
 
-        Through Triton, the callee's stub may notice that first, or ask the next runtime, which has no such run.
+        Through Triton, the callee's stub may ask the next runtime, which has no such run.
         """
         if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
             return False
         place.look()
-        return place is not self._place or place.down or failure.text == DOWN
+        return place is not self._place or place.down
 
     def renew(self) -> RunPlace | None:
         """Return a place for calls that are to be repeated, another one if it was lost; None: there is none yet.
@@ -274,12 +274,14 @@ class RepeatedCall:
                 await asyncio.sleep(_TICK_S)
 
     def _is_lost(self, failure: RequestFailure) -> bool:
-        if not self._run.is_lost(self._place, failure):
-            return False
-        if not isinstance(self._pending, DirectCall):
+        if isinstance(self._pending, DirectCall):
+            return self._run.is_lost(self._place, failure)
+        if self._run.is_lost(self._place, failure):
             # Only the callee's stub knows whether the device had the call.
             self._place.first.suspect = True
-        return True
+            return True
+        # The callee's stub may have lost the runtime first, or may not have reached the next one yet.
+        return failure.status is Status.RUNTIME_DOWN and failure.text == DOWN
 
     def _is_sent_again(self) -> bool:
         """Send the call to the run's place of now; False: look again after a pause."""

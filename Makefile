@@ -86,7 +86,8 @@ test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XL
 
 test-long: $(FRAMEWORKS) $(TRITON) $(GPU) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
-	RSRV_STUB__FRONT=native $(PYTEST) tests/e2e/test_answers.py tests/e2e/test_errors.py tests/e2e/test_devices.py tests/e2e/test_traces.py
+	RSRV_STUB__FRONT=native $(PYTEST) tests/e2e/test_answers.py tests/e2e/test_errors.py tests/e2e/test_devices.py tests/e2e/test_traces.py \
+		tests/e2e/test_lifetime.py::test_a_killed_runtime_comes_back_under_load
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
 check-gpu: $(GPU) bundles ## compile the bundles for five GPUs without one, and compare the figures with the recorded ones (CHECK=--renew: record them)

@@ -22,6 +22,7 @@ from rsrv.wire.frames import (
     Completion,
     Kind,
     Status,
+    Submission,
     pack_completions,
     pack_json,
     read_header,
@@ -89,8 +90,15 @@ INTERFACE = Interface(
 )
 
 
-def described(*, traced: bool = False) -> bytes:
-    return pack_flat(CLIENT, INTERFACE, batched=True, traced=traced, key="doubling@0123456789ab")
+def described(*, traced: bool = False, retry_s: float = 60.0) -> bytes:
+    retry_ns = int(1e9 * retry_s)
+    key = "doubling@0123456789ab"
+    return pack_flat(CLIENT, INTERFACE, batched=True, traced=traced, retry_ns=retry_ns, key=key)
+
+
+def submissions(frame: bytes, count: int) -> list[Submission]:
+    """Return the requests of a SUBMIT frame."""
+    return [Submission(*fields) for fields in unpack_submissions(frame, count)]
 
 
 class Connection:
@@ -133,14 +141,19 @@ class Connection:
     def answer(self, frame: bytes, count: int) -> None:
         """Double the inputs of a SUBMIT frame."""
         done = []
-        for id, _, rows, _, _, segment, inputs_at, outputs_at, *_ in unpack_submissions(frame, count):
-            memory = self.segments[segment]
-            nbytes = rows * COLUMNS * 4
-            values = memory[inputs_at : inputs_at + nbytes].view(np.float32)
-            memory[outputs_at : outputs_at + nbytes].view(np.float32)[:] = 2 * values
-            done.append(Completion(id, Status.OK, 8, rows, 1000))
+        for one in submissions(frame, count):
+            memory = self.segments[one.segment]
+            nbytes = one.rows * COLUMNS * 4
+            values = memory[one.inputs_at : one.inputs_at + nbytes].view(np.float32)
+            memory[one.outputs_at : one.outputs_at + nbytes].view(np.float32)[:] = 2 * values
+            done.append(Completion(one.request, Status.OK, 8, one.rows, 1000))
         for answer in pack_completions(done):
             send(self.sock, answer)
+
+    def launch(self, frame: bytes, count: int) -> None:
+        """Mark the outputs of a SUBMIT frame, as a runtime does that gives the requests to its device."""
+        for one in submissions(frame, count):
+            self.segments[one.segment][one.outputs_at] = 1
 
     def answer_all(self) -> None:
         """Answer requests until the front is gone."""

@@ -70,8 +70,9 @@ def test_the_flat_form_has_every_number_and_name() -> None:
     variant = (
         struct.pack("<III", 2, 1, 4) + x.replace(b"\xff\xff", b"\0\0", 1) + mask[:10] + b"\1\0" + mask[12:]
     )
-    assert pack_flat(client, interface, batched=True, slot=7, cost_ns=9, traced=True, key="a@1") == (
-        b"FLAT" + struct.pack("<IIIIIQ", 7, 1, 1, 1, 7, 9) + b"\3\0\0\0a@1" + x + mask + variant
+    numbers = {"slot": 7, "cost_ns": 9, "retry_ns": 11}
+    assert pack_flat(client, interface, batched=True, traced=True, key="a@1", **numbers) == (
+        b"FLAT" + struct.pack("<IIIIIQQ", 7, 1, 1, 1, 7, 9, 11) + b"\3\0\0\0a@1" + x + mask + variant
     )
 
 

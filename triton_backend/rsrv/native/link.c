@@ -95,32 +95,6 @@ static void set_backoff(struct link* link, int64_t most) {
     pthread_cond_broadcast(&link->changed);
 }
 
-// Gives the requests that a dead runtime did not launch to other devices; the launched ones may be the cause. Returns the
-// others, a list by `next`.
-static struct pending* rescue(struct link* link, struct pending* list) {
-    struct pending *left = NULL, *next;
-    for (struct pending* one = list; one; one = next) {
-        next = one->next;
-        one->next = NULL;
-        if (one->request && !request_launched(one)) {
-            pthread_mutex_lock(&link->lock);
-            struct place place = one->place;
-            one->place.arena = NULL;
-            pthread_mutex_unlock(&link->lock);
-            if (replicas_rescue(link->owner, link, one)) {
-                pthread_mutex_lock(&link->lock);
-                arena_give(&place);
-                pthread_mutex_unlock(&link->lock);
-                continue;
-            }
-            one->place = place;
-        }
-        one->next = left;
-        left = one;
-    }
-    return left;
-}
-
 // Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
 static void lose(struct link* link, const char* why, const char* client) {
     pthread_mutex_lock(&link->lock);
@@ -145,10 +119,15 @@ static void lose(struct link* link, const char* why, const char* client) {
     pthread_mutex_unlock(&link->lock);
     if (mends)
         log_line(LOG_ERROR, link->model, client ? "the runtime rejects the model: %s" : "lost the runtime: %s", why);
-    list = rescue(link, list);
-    for (struct pending* one = list; one; one = one->next)
-        if (one->request) request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
-    waiting_finish(link, list);
+    for (struct pending *one = list, *next; one; one = next) {
+        next = one->next;
+        one->next = NULL;
+        if (one->request) {
+            one->deaths += request_launched(one);
+            resubmission_add(link, one);
+        } else
+            waiting_finish(link, one);
+    }
     if (mends) schedule_mend(link);
     link_drop(link);  // the socket's
 }
@@ -211,6 +190,7 @@ static bool take_registered(struct link* link, const struct frame* frame, const 
         link->state = READY;
         link->backoff_ns = 0;
         link->execution_ns = interface->cost_ns;
+        atomic_store(&link->owner->retry_ns, interface->retry_ns);
         link->attempted = true;
         pthread_cond_broadcast(&link->changed);
     }
@@ -265,7 +245,7 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         right = frame.kind == REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
     // A description that is wrong once is wrong again: the model counts as rejected.
-    if (!right) lose(link, why, frame.kind == REGISTERED ? "" : NULL);
+    if (!right) lose(link, why, frame.kind == REGISTERED && !ready ? "" : NULL);
     return right;
 }
 
@@ -375,7 +355,7 @@ static void* mend_all(void* mender_of_device) {
     return NULL;
 }
 
-static bool begin_thread(void* (*run)(void*), void* argument) {
+bool begin_thread(void* (*run)(void*), void* argument) {
     pthread_t thread;
     pthread_attr_t detached;
     sigset_t all, before;
@@ -390,7 +370,7 @@ static bool begin_thread(void* (*run)(void*), void* argument) {
     return created;
 }
 
-static void begin_condition(pthread_cond_t* condition) {
+void begin_condition(pthread_cond_t* condition) {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -415,8 +395,8 @@ static void begin(void) {
     int made = epoll_create1(EPOLL_CLOEXEC);
     if (wake_fd < 0 || made < 0 || epoll_ctl(made, EPOLL_CTL_ADD, wake_fd, &event) != 0) return;
     epoll_fd = made;
-    // Last: without an epoll it would not rest.
-    if (!begin_thread(read_all, NULL)) epoll_fd = -1;
+    // The reader last: without an epoll it would not rest.
+    if (!resubmission_begin() || !begin_thread(read_all, NULL)) epoll_fd = -1;
 }
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------

@@ -9,6 +9,11 @@
 
 enum state { MISSING, REGISTERING, READY, CLOSED };
 
+// Requests in order, by `next`.
+struct queue {
+    struct pending *first, *last;
+};
+
 // A model's link. `lock` guards all below it. The reader closes the socket and ends requests that were sent, so that
 // each has one owner; whoever is the last to drop the link frees it.
 struct link {
@@ -48,6 +53,31 @@ struct link {
 };
 
 extern const char LINK_DOWN[];
+extern const char LATE[];
+
+// `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
+struct replicas {
+    uint8_t digest[16];
+    uint32_t count, home;
+    struct link* links[MAX_DEVICES];
+    _Atomic int64_t retry_ns;
+    // Requests that wait for a runtime, under the lock of resubmission.c.
+    struct queue waiting;
+    uint32_t waiting_count;
+    uint64_t waiting_bytes;
+    bool has_suspect;  // a suspect is under way
+    struct replicas* next_waiting;
+};
+
+// The first of a model's links whose runtime reads and answers first. NULL: there is none.
+struct link* replicas_soonest(struct replicas*);
+// False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon.
+bool replicas_down(struct replicas*, struct text* why);
+
+bool resubmission_begin(void);
+// Has a request, which the caller owns, wait for a runtime; or ends it with the reason why it cannot. No lock is held.
+void resubmission_add(struct link*, struct pending*);
+void resubmission_ended(struct link*, struct pending*);  // the suspect that is under way has its answer
 
 // A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
@@ -58,12 +88,14 @@ void link_await(struct link*, int64_t until_ns);     // waits for the first atte
 uint32_t link_devices(struct link*);
 // Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.
 int64_t link_answers_in_ns(struct link*);
-void link_retry(struct link*, struct pending*);      // a request of another link's runtime, which died
+void link_resubmit(struct link*, struct pending*);   // a request that has waited for a runtime
 void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
 // Under the lock: something waits on the link. The reader looks at it from time to time, until nothing does.
 void link_watch(struct link*);
+bool begin_thread(void* (*run)(void*), void* argument);
+void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
 
 // Under the lock: takes all requests that wait, a list by `next`.
 struct pending* waiting_take_all(struct link*);
@@ -72,6 +104,7 @@ struct pending* waiting_take_done(struct link*, const struct frame*);
 // Under the lock: has the runtime cancel what clients have cancelled, and takes those whose deadline passed long ago.
 // These are copies, because the runtime may write to their memory until it has ended them.
 struct pending* waiting_check(struct link*, int64_t now);
+bool waiting_is_late(const struct pending*, int64_t now);  // its deadline passed long ago
 // Answers requests, a list by `next`, and gives their memory back.
 void waiting_finish(struct link*, struct pending*);
 // Under the lock: sends the figures since the last report. If the runtime does not read now, they wait.

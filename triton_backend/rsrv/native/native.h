@@ -7,6 +7,7 @@
 //   link.c      a model's connection to a runtime, the thread that reads all of them, and those that mend them
 //   trace.c     trace contexts of requests, and ended spans until they are reported
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
+//   resubmission.c  a model's requests without a runtime: the next runtime, or another device's, gets them
 //   launch.c    where the runtime listens, and how it is started
 //   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
 //   memory.c    the shared memory of a connection, and the runtime's board
@@ -119,6 +120,7 @@ struct interface {
     char* key;         // NAME@VERSION
     uint32_t slot;     // its cell on the runtime's board; 0: it has none
     uint64_t cost_ns;  // of the shortest execution, as measured
+    int64_t retry_ns;  // that requests wait for a runtime at most
     uint32_t input_count, output_count, variant_count;
     struct tensor *client_inputs, *client_outputs;
     struct variant* variants;
@@ -214,15 +216,24 @@ struct pending {
     struct place place;
     struct trace* trace;  // NULL: not traced
     bool cancelling;
-    bool retried;  // another device's runtime had it, and died before it launched it
+    bool read;  // its parameters are
+    // For resubmission.c. A suspect was executing when a runtime died; `suspect`: it is the one that is under way.
+    struct link* link;  // that it waits on; lives until the answer
+    bool suspect;
+    uint32_t deaths;  // of runtimes that executed it
+    uint64_t waiting_bytes;
+    int64_t retry_until_ns, checked_ns;  // 0: it has not waited yet
     enum status status;
     struct text* failure;  // NULL: none
 };
 
 // The device of the run that a request says it is a sub-call of; -1: it does not say so.
 int64_t request_run_device(TRITONBACKEND_Request*);
-// Makes the request ready for its place; false: it has failed, `status` and `failure` say how.
+// Reads the parameters, once: deadlines count from then. False: the request has failed, `status` and `failure` say how.
+bool request_read_parameters(struct pending*);
+// Makes the request ready for its place, by the description of a model; false: it has failed.
 bool request_read(struct pending*, struct interface*);
+uint64_t request_input_bytes(const struct pending*);  // as far as they can be read
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void request_write(struct pending*);  // copies the inputs to its place; may fail it
 bool request_launched(const struct pending*);  // false: the runtime never gave it to its device
@@ -248,5 +259,3 @@ struct replicas;
 struct replicas* replicas_open(const char* model, const char* bundle, const char* settings, struct text* why);
 void replicas_close(struct replicas*);
 void replicas_submit(struct replicas*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
-// Gives a request of a runtime that died, and that did not launch it, to another one, once. False: there is none.
-bool replicas_rescue(struct replicas*, struct link* lost, struct pending*);

@@ -15,6 +15,7 @@
 #define MAX_VARIANTS 1000u
 #define MAX_SIZES 1000u
 #define MAX_ROWS (1u << 30)
+#define MAX_RETRY_NS (INT64_MAX / 2)  // a time of the clock can be added
 // No tensor of any compiled size is larger, so that sums of a request's bytes stay far below 64 bits.
 #define MAX_TENSOR_BYTES (1ull << 44)
 
@@ -267,6 +268,8 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
     model->variant_count = next_count(&from, MAX_VARIANTS);
     model->slot = next_u32(&from);
     model->cost_ns = next_u64(&from);
+    uint64_t retry_ns = next_u64(&from);
+    model->retry_ns = retry_ns < MAX_RETRY_NS ? (int64_t)retry_ns : MAX_RETRY_NS;
     model->key = next_text(&from);
     refuse(&from, model->slot >= BOARD_BYTES / 8, "the model's cell is not on the board");
     model->client_inputs = next_tensors(&from, model->input_count, false);

@@ -14,13 +14,6 @@
 // Bit of a mask whose devices an operator has named: no other live device answers.
 #define PINNED (UINT64_C(1) << 63)
 
-// `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
-struct replicas {
-    uint8_t digest[16];
-    uint32_t count, home;
-    struct link* links[MAX_DEVICES];
-};
-
 // Counts the devices of a server whose device 0 has no runtime; 1 if none was ever there. The file is a list of texts.
 static uint32_t count_devices(void) {
     char base[PATH_BYTES], own[PATH_BYTES], path[PATH_BYTES + 16];
@@ -92,15 +85,15 @@ void replicas_close(struct replicas* all) {
     free(all);
 }
 
-// Returns the link that answers first among these devices, but for `lost`; the first one from the model's home on if no
-// other is clearly sooner, and sets `least` to its time. NULL: none of them has a runtime that reads.
-static struct link* soonest(struct replicas* all, uint64_t mask, const struct link* lost, int64_t* least) {
+// Returns the link that answers first among these devices; the first one from the model's home on if no other is clearly
+// sooner, and sets `least` to its time. NULL: none of them has a runtime that reads.
+static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least) {
     struct link* chosen = NULL;
     *least = INT64_MAX;
     for (uint32_t i = 0; i < all->count; i++) {
         uint32_t device = (all->home + i) % all->count;
         struct link* link = all->links[device];
-        if (!link || link == lost || !(mask >> device & 1)) continue;
+        if (!link || !(mask >> device & 1)) continue;
         int64_t ns = link_answers_in_ns(link);
         if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)*least)) continue;
         chosen = link;
@@ -112,9 +105,9 @@ static struct link* soonest(struct replicas* all, uint64_t mask, const struct li
 static struct link* choose(struct replicas* all) {
     uint64_t mask = placement_mask(all->digest);
     int64_t least = INT64_MAX, elsewhere;
-    struct link* chosen = mask ? soonest(all, mask, NULL, &least) : NULL;
+    struct link* chosen = mask ? soonest(all, mask, &least) : NULL;
     if (!chosen || !(mask & PINNED)) {
-        struct link* other = soonest(all, ~mask, NULL, &elsewhere);
+        struct link* other = soonest(all, ~mask, &elsewhere);
         if (!chosen || (double)elsewhere < ELSEWHERE * (double)least) chosen = other;
     }
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
@@ -137,14 +130,25 @@ void replicas_submit(
     }
 }
 
-bool replicas_rescue(struct replicas* all, struct link* lost, struct pending* one) {
+struct link* replicas_soonest(struct replicas* all) {
     int64_t least;
-    struct link* other = one->retried || one->run || all->count == 1 ? NULL : soonest(all, UINT64_MAX, lost, &least);
-    if (!other) return false;
-    // The model may be unloaded as soon as the request is answered.
-    link_hold(other);
-    one->retried = true;
-    link_retry(other, one);
-    link_drop(other);
-    return true;
+    return soonest(all, UINT64_MAX, &least);
+}
+
+bool replicas_down(struct replicas* all, struct text* why) {
+    bool is_down = true, is_soon = false;
+    text_clear(why);
+    for (uint32_t device = 0; device < all->count && is_down; device++) {
+        struct link* link = all->links[device];
+        if (!link) continue;
+        pthread_mutex_lock(&link->lock);
+        is_down = link->state != READY;
+        // A device that has never served the model is not expected to.
+        bool expected = link->interface && strcmp(link->down.bytes, LINK_DOWN) == 0;
+        if (link->interface && !expected && !why->length) *why = link->down;
+        is_soon |= expected;
+        pthread_mutex_unlock(&link->lock);
+    }
+    if (is_soon) text_clear(why);
+    return is_down;
 }

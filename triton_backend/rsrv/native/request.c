@@ -136,7 +136,9 @@ static bool read_parameter(struct pending* one, const char* key, int type, const
     return true;
 }
 
-static bool read_parameters(struct pending* one) {
+bool request_read_parameters(struct pending* one) {
+    if (one->read) return true;
+    one->read = true;
     uint32_t count = 0;
     uint64_t timeout_us = 0;
     const char* id = "";
@@ -329,11 +331,11 @@ int64_t request_run_device(TRITONBACKEND_Request* request) {
 }
 
 bool request_read(struct pending* one, struct interface* model) {
-    one->interface = model;
     interface_hold(model);
+    interface_drop(one->interface);
+    one->interface = model;
     if (model->traced && !one->trace) one->trace = trace_begin(one->request);
-    // The parameters of a request that is retried were read before: its deadline counts from then.
-    if (!one->retried && !read_parameters(one)) return false;
+    if (!request_read_parameters(one)) return false;
     TRITONBACKEND_Input** inputs = calloc(model->input_count, sizeof *inputs);
     struct shape* shapes = calloc(model->input_count, sizeof *shapes);
     bool read = inputs && shapes;
@@ -342,6 +344,20 @@ bool request_read(struct pending* one, struct interface* model) {
     free(inputs);
     free(shapes);
     return read;
+}
+
+uint64_t request_input_bytes(const struct pending* one) {
+    uint32_t count = 0;
+    uint64_t bytes, sum = 0;
+    if (!worked(NULL, TRITONBACKEND_RequestInputCount(one->request, &count))) return 0;
+    for (uint32_t i = 0; i < count; i++) {
+        TRITONBACKEND_Input* input;
+        if (!worked(NULL, TRITONBACKEND_RequestInputByIndex(one->request, i, &input)) ||
+            !worked(NULL, TRITONBACKEND_InputProperties(input, NULL, NULL, NULL, NULL, &bytes, NULL)))
+            break;
+        sum += bytes;
+    }
+    return sum;
 }
 
 // --- shared memory --------------------------------------------------------------------------------------------------
@@ -495,6 +511,7 @@ void request_answer(struct pending* one, struct link* link) {
         if (!worked(NULL, TRITONBACKEND_ResponseNew(&response, one->request))) response = NULL;
     }
     if (one->trace && one->interface) trace_end(link, one);
+    if (one->suspect) resubmission_ended(link, one);
     // Before the answer: its client may ask for the figures.
     link_measure(link, one->status, one->begun_ns);
     if (response) worked(NULL, TRITONBACKEND_ResponseSend(response, RESPONSE_FINAL, error));

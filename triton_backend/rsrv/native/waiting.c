@@ -10,7 +10,7 @@
 #define FRAME_ENTRIES 64u
 
 static const char STUCK[] = "the model runtime takes no requests at the moment; try again later";
-static const char LATE[] = "the deadline passed before the answer was there";
+const char LATE[] = "the deadline passed before the answer was there";
 static const char NO_MEMORY[] = "the server has no memory for this request; try again later";
 
 // Bounds of the histogram of docs/protocol.md, in nanoseconds.
@@ -157,14 +157,18 @@ void waiting_finish(struct link* link, struct pending* list) {
     }
 }
 
+bool waiting_is_late(const struct pending* one, int64_t now) {
+    // A deadline that had passed before is for the runtime, too.
+    int64_t enforced = one->deadline_ns > one->begun_ns ? one->deadline_ns : one->begun_ns;
+    return one->deadline_ns && enforced < now - DEADLINE_GRACE_NS;
+}
+
 struct pending* waiting_check(struct link* link, int64_t now) {
     struct pending* late = NULL;
     for (struct pending* one = link->first; one; one = one->next) {
         bool cancelled = false;
         if (!one->request) continue;
-        // A deadline that had passed before is for the runtime, too.
-        int64_t enforced = one->deadline_ns > one->begun_ns ? one->deadline_ns : one->begun_ns;
-        if (one->deadline_ns && enforced < now - DEADLINE_GRACE_NS) {
+        if (waiting_is_late(one, now)) {
             struct pending* copy = malloc(sizeof *copy);
             if (!copy) continue;
             *copy = *one;
@@ -173,6 +177,7 @@ struct pending* waiting_check(struct link* link, int64_t now) {
             one->trace = NULL;
             interface_hold(copy->interface);
             one->request = NULL;
+            one->suspect = false;
             copy->next = late;
             late = copy;
             request_fail(copy, DEADLINE, "%s", LATE);
@@ -241,10 +246,6 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
     return count;
 }
 
-static void fail_all(struct pending** some, uint32_t from, uint32_t count, enum status status, const char* text) {
-    for (uint32_t i = from; i < count; i++) request_fail(some[i], status, "%s", text);
-}
-
 // Returns the bytes of a request's place: some, also without rows.
 static uint64_t request_bytes(const struct pending* one) {
     uint64_t bytes = one->input_bytes + one->output_bytes;
@@ -265,14 +266,21 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     for (uint32_t i = 0; i < count; i++) bytes += request_bytes(some[i]);
     // Side by side: the runtime gathers requests that lie at equal distances in one copy.
     pthread_mutex_lock(&link->lock);
-    if (link->arena && arena_take(link->arena, bytes, &all))
+    bool same = link->state == READY && link->interface == interface;
+    if (same && arena_take(link->arena, bytes, &all))
         while (placed < count) {
             some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
             placed++;
         }
     pthread_mutex_unlock(&link->lock);
-    fail_all(some, placed, count, QUEUE_FULL, NO_MEMORY);
-    for (uint32_t i = placed; i < count; i++) prepend(&failed, some[i]);
+    if (!same) {
+        for (uint32_t i = 0; i < count; i++) resubmission_add(link, some[i]);
+        return;
+    }
+    for (uint32_t i = placed; i < count; i++) {
+        request_fail(some[i], QUEUE_FULL, "%s", NO_MEMORY);
+        prepend(&failed, some[i]);
+    }
     for (uint32_t i = 0; i < placed; i++) {
         request_write(some[i]);
         // Without rows there is nothing to compute.
@@ -285,34 +293,33 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
     pthread_mutex_lock(&link->lock);
     // The places are of the connection at hand, unless the runtime was lost meanwhile.
-    bool same = link->state == READY && link->interface == interface && link->arena == (written ? some[0]->place.arena : NULL);
+    same = link->state == READY && link->arena == (written ? some[0]->place.arena : NULL);
     uint32_t sent = same ? send_all(link, some, written) : 0;
     pthread_mutex_unlock(&link->lock);
-    fail_all(some, sent, written, same ? QUEUE_FULL : RUNTIME_DOWN, same ? STUCK : LINK_DOWN);
-    for (uint32_t i = sent; i < written; i++) prepend(&failed, some[i]);
+    for (uint32_t i = sent; i < written; i++) {
+        if (same && !some[i]->retry_until_ns) {
+            request_fail(some[i], QUEUE_FULL, "%s", STUCK);
+            prepend(&failed, some[i]);
+        } else
+            resubmission_add(link, some[i]);
+    }
     waiting_finish(link, failed);
 }
 
-// Returns the model's description, held; NULL, and why for clients: no runtime serves the model.
-static struct interface* hold_interface(struct link* link, struct text* down) {
+// Returns the model's description, held. NULL: no runtime serves the model.
+static struct interface* hold_interface(struct link* link) {
     pthread_mutex_lock(&link->lock);
     struct interface* interface = link->state == READY ? link->interface : NULL;
-    if (interface)
-        interface_hold(interface);
-    else
-        *down = link->down;
+    if (interface) interface_hold(interface);
     pthread_mutex_unlock(&link->lock);
     return interface;
 }
 
-void link_retry(struct link* link, struct pending* one) {
-    struct text down;
-    struct interface* interface = hold_interface(link, &down);
-    interface_drop(one->interface);
-    one->interface = NULL;
-    one->cancelling = false;
-    if (!interface) request_fail(one, RUNTIME_DOWN, "%s", down.bytes);
-    if (interface && request_read(one, interface))
+void link_resubmit(struct link* link, struct pending* one) {
+    struct interface* interface = hold_interface(link);
+    if (!interface)
+        resubmission_add(link, one);
+    else if (request_read(one, interface))
         submit(link, interface, &one, 1);
     else
         waiting_finish(link, one);
@@ -324,10 +331,9 @@ void link_submit(
     struct pending *failed = NULL, *stack[FRAME_ENTRIES], **some = stack;
     uint32_t ready = 0;
     int64_t now = now_ns();
-    struct text down;
     link_hold(link);
     if (count > FRAME_ENTRIES) some = malloc(count * sizeof *some);
-    struct interface* interface = hold_interface(link, &down);
+    struct interface* interface = hold_interface(link);
     for (uint32_t i = 0; i < count; i++) {
         struct pending* one = some ? calloc(1, sizeof *one) : NULL;
         if (!one) {
@@ -340,12 +346,11 @@ void link_submit(
         one->instance = instance;
         one->begun_ns = now;
         if (!interface)
-            request_fail(one, RUNTIME_DOWN, "%s", down.bytes);
-        else if (request_read(one, interface)) {
+            resubmission_add(link, one);
+        else if (request_read(one, interface))
             some[ready++] = one;
-            continue;
-        }
-        prepend(&failed, one);
+        else
+            prepend(&failed, one);
     }
     waiting_finish(link, failed);
     if (ready > 0) submit(link, interface, some, ready);

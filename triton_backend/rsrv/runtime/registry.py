@@ -338,16 +338,17 @@ class Registry:
     def _send_flat(self, connection: PeerConnection, group: Registration) -> None:
         """Tell a front without a JSON parser that its model is ready."""
         (key,) = group.models
-        model = self.catalog.get(key)
+        model, settings = self.catalog.get(key), self.catalog.policy.settings
         try:
             described = pack_flat(
                 group.client,
                 model.interface,
                 batched=model.bundle.manifest.rows_first,
-                traced=self.catalog.policy.settings.traced,
+                traced=settings.traced,
                 key=key,
                 slot=self.catalog.entries[key].slot,
                 cost_ns=model.shortest_ns,
+                retry_ns=int(min(1e9 * settings.stub.retry_s, 2**63 - 1)),
             )
         except ValueError:
             raise ProtocolError(

@@ -134,8 +134,8 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
 
 #: "FLAT"
 _MAGIC = 0x54414C46
-#: magic, flags, the numbers of inputs, outputs and variants, slot and cost; then of each tensor behind its name
-_HEAD, _TYPE = struct.Struct("<IIIIIIQ"), struct.Struct("<BBh")
+#: magic, flags, the numbers of inputs, outputs and variants, slot, cost and retry_ns; then of each tensor behind its name
+_HEAD, _TYPE = struct.Struct("<IIIIIIQQ"), struct.Struct("<BBh")
 _BATCHED, _EXACT, _TRACED = 1, 2, 4
 #: the types that clients send, by number
 _FLAT_TYPES = (
@@ -151,6 +151,7 @@ def pack_flat(
     traced: bool = False,
     slot: int = 0,
     cost_ns: int = 0,
+    retry_ns: int = 0,
     key: str = "",
 ) -> bytes:
     """Return REGISTERED's document for a model without hooks; `client` and the other values as there.
@@ -159,7 +160,8 @@ def pack_flat(
     """
     inputs, outputs = client["inputs"], client["outputs"]
     flags = _BATCHED * batched | _EXACT * interface.exact | _TRACED * traced
-    parts = [_HEAD.pack(_MAGIC, flags, len(inputs), len(outputs), len(interface.variants), slot, cost_ns)]
+    counts = len(inputs), len(outputs), len(interface.variants)
+    parts = [_HEAD.pack(_MAGIC, flags, *counts, slot, cost_ns, retry_ns)]
     parts.append(_text(key))
     parts += (_flat(name, dtype, dims, None) for name, dtype, dims in (*inputs, *outputs))
     for variant in interface.variants:

@@ -1,0 +1,233 @@
+"""Requests of the native front whose runtime dies, and those that come while there is none; their errors are the Python front's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rsrv.stub.deferred import LATE
+from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
+from rsrv.stub.session import DOWN
+from rsrv.wire.frames import Kind
+from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
+from tests.unit.native.test_front import HOME, doubled, program, rejecting
+from tests.waiting import wait_until
+
+__all__ = ["program"]
+
+
+def dying(retry_s: float = 60.0, *, launches: bool = False, after: int = 1) -> Behaviour:
+    """Return a runtime that dies when it has read so many frames of requests, which it `launches` or not."""
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described(retry_s=retry_s))
+        for _ in range(after):
+            kind, count, frame = connection.receive()
+            while kind is not Kind.SUBMIT:
+                kind, count, frame = connection.receive()
+            if launches:
+                connection.launch(frame, count)
+
+    return serve
+
+
+class Outage:
+    """The next runtime, which does not register the model before `is_over`."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def serve(self, connection: Connection) -> None:
+        self.is_over.wait(60)
+        behave(connection)
+
+
+def test_the_next_runtime_answers(program: Path, tmp_path: Path) -> None:
+    """Requests in flight, and those that come while there is no runtime, get their answers from the next one."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(), outage.serve]) as front:
+        front.ask("open")
+        front.tell("batch 1 100", "send 200 8", "send 201 1")
+        outage.is_over.set()
+        single = [doubled(number) for number in (*range(1, 101), 201)]
+        assert front.hear(102) == sorted([*single, doubled(200, 8)])
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path) -> None:
+    """Requests are refused after stub.retry_s, and later ones, which wait for as long themselves, are answered."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(0.3), outage.serve]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
+        outage.is_over.set()
+        front.tell("batch 2 3")
+        assert front.hear(3) == [doubled(2), doubled(3), doubled(4)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_without_a_wait_requests_are_refused_at_once(program: Path, tmp_path: Path) -> None:
+    """`stub.retry_s: 0` is for clients that go elsewhere."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(0.0), outage.serve]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1", "send 2 1") == [
+            f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}" for number in (1, 2)
+        ]
+        outage.is_over.set()
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
+    program: Path, tmp_path: Path, devices: int
+) -> None:
+    """The one that executes at the second death fails alone; the others, and a request that came later, are answered."""
+    received: list[int] = []
+    seen = threading.Event()
+
+    def die_again(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while len(received) < 2:
+            kind, count, frame = connection.receive()
+            if kind is not Kind.SUBMIT:
+                continue
+            if not received:
+                connection.launch(frame, count)
+                seen.set()
+            received.append(count)
+
+    lives: list[list[Behaviour]] = [[dying(launches=True)], [die_again]]
+    if devices == 1:
+        lives = [[*lives[0], *lives[1]]]
+    elif HOME == 1:
+        lives.reverse()
+    with Front(program, tmp_path, *lives) as front:
+        front.ask("open")
+        front.tell("batch 1 5")
+        assert seen.wait(30)
+        # Not behind the suspects: the runtime has one of them only.
+        front.tell("send 6 1")
+        answers = front.hear(6)
+        (failed,) = (one for one in answers if " ok " not in one)
+        number = int(failed.split()[1])
+        assert failed == f"answer {number} 1 {SUSPECT}"
+        assert sorted([*answers, doubled(number)]) == sorted([failed, *(doubled(one) for one in range(1, 7))])
+        assert received == [1, 1]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
+    """A thousand wait; those beyond are refused."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(), outage.serve]) as front:
+        front.ask("open")
+        front.tell(f"batch 0 {MAX_REQUESTS + 20}")
+        refused = [front.hear()[0] for _ in range(20)]
+        assert all(one.endswith(f" 4 [rsrv:RUNTIME_DOWN] {DOWN}") for one in refused)
+        outage.is_over.set()
+        assert all(" ok 1 " in one for one in front.hear(MAX_REQUESTS))
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
+    """Inputs beyond the limit are refused, and leave room for smaller ones."""
+    outage = Outage()
+    with Front(driver("undefined"), tmp_path, [dying(), outage.serve]) as front:
+        front.ask("open")
+        front.tell("send 1 1")
+        assert front.ask(f"send 2 {MAX_BYTES // 16}") == [f"answer 2 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
+        outage.is_over.set()
+        assert front.hear() == [doubled(1)]
+        front.ask("close")
+
+
+@pytest.mark.parametrize(
+    ("send", "then", "answer"),
+    [
+        ("send 2 1", ("cancel 2",), "7 the request was cancelled"),
+        ("send 2 1 reactant_timeout_ns=100000000", (), f"4 [rsrv:DEADLINE] {LATE}"),
+        ("send 2 1 rsrv_run=5", (), f"4 [rsrv:RUNTIME_DOWN] {DOWN}"),
+        (
+            "send 2 1 rsrv_priority=-1",
+            (),
+            "3 parameter rsrv_priority must be an integer from 0 below 65535, got -1",
+        ),
+    ],
+    ids=["cancelled", "late", "a sub-call, whose run is gone", "malformed"],
+)
+def test_a_wait_that_is_in_vain_ends(
+    program: Path, tmp_path: Path, send: str, then: tuple[str, ...], answer: str
+) -> None:
+    """While there is no runtime, its client gets the reason; the request beside it waits on."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(), outage.serve]) as front:
+        front.ask("open")
+        front.tell("send 1 1", send, *then)
+        (line,) = front.hear()
+        assert line == f"answer 2 {answer}"
+        outage.is_over.set()
+        assert front.hear() == [doubled(1)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_model_that_the_next_runtime_refuses_waits_for_none(program: Path, tmp_path: Path) -> None:
+    """Its clients get the runtime's text, those that wait and those that come later."""
+    with Front(program, tmp_path, [dying(), *[rejecting("it crashed", "fix it")] * 9]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1", "send 2 1") == [
+            f"answer {number} 4 [rsrv:RUNTIME_DOWN] fix it" for number in (1, 2)
+        ]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_an_unload_waits_for_the_requests_that_wait(program: Path, tmp_path: Path) -> None:
+    """Triton ends a model after its last answer, which here comes from the next runtime."""
+    outage = Outage()
+    with Front(program, tmp_path, [dying(), outage.serve]) as front:
+        front.ask("open")
+        front.tell("batch 1 5", "close")
+        outage.is_over.set()
+        heard = [front.hear()[0] for _ in range(6)]
+        assert heard[-1] == "closed - ok 0 0"
+
+
+def test_many_deaths_leave_nothing(program: Path, tmp_path: Path) -> None:
+    """Of 20 runtimes, each second one ends while it executes: all requests are answered, and no file or memory stays."""
+    lives = iter(range(20))
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        life, left = next(lives, 0), 40
+        while left:
+            kind, count, frame = connection.receive()
+            if kind is not Kind.SUBMIT:
+                continue
+            connection.launch(frame, count)
+            if life % 2:
+                return
+            connection.answer(frame, count)
+            left -= count
+
+    with Front(program, tmp_path, [serve] * 20) as front:
+        process = Path(f"/proc/{front.process.pid}")
+
+        def resources() -> tuple[int, ...]:
+            memory = (process / "maps").read_text().count("memfd:")
+            return memory, *(len(os.listdir(process / kind)) for kind in ("fd", "task"))
+
+        assert front.ask("open", "send 0 1") == [doubled(0), "opened - ok 0 0"]
+        first = resources()
+        for number in range(0, 11 * 40, 40):
+            count = 40 if number else 39
+            front.tell(f"batch {number + 1} {count}")
+            assert front.hear(count) == sorted(doubled(number + 1 + one) for one in range(count))
+        assert not front.behaviours
+        wait_until(lambda: resources() == first, what=f"{resources()} to be {first}")
+        assert front.ask("close") == ["closed - ok 0 0"]

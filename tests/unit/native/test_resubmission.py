@@ -11,8 +11,8 @@ import pytest
 from rsrv.stub.deferred import LATE
 from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
 from rsrv.stub.session import DOWN
-from rsrv.wire.frames import Kind
-from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
+from rsrv.wire.frames import ALONE, Kind
+from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver, submissions
 from tests.unit.native.test_front import HOME, doubled, program, rejecting
 from tests.waiting import wait_until
 
@@ -86,8 +86,8 @@ def test_without_a_wait_requests_are_refused_at_once(program: Path, tmp_path: Pa
 def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
     program: Path, tmp_path: Path, devices: int
 ) -> None:
-    """The one that executes at the second death fails alone; the others, and a request that came later, are answered."""
-    received: list[int] = []
+    """The one that executes at the second death fails alone, as nothing else executed; the others, and a request that came later, are answered."""
+    received: list[tuple[int, int]] = []  # requests of a frame, and the flags of the first one
     seen = threading.Event()
 
     def die_again(connection: Connection) -> None:
@@ -100,7 +100,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
             if not received:
                 connection.launch(frame, count)
                 seen.set()
-            received.append(count)
+            received.append((count, submissions(frame, count)[0].flags))
 
     lives: list[list[Behaviour]] = [[dying(launches=True)], [die_again]]
     if devices == 1:
@@ -118,7 +118,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         number = int(failed.split()[1])
         assert failed == f"answer {number} 1 {SUSPECT}"
         assert sorted([*answers, doubled(number)]) == sorted([failed, *(doubled(one) for one in range(1, 7))])
-        assert received == [1, 1]
+        assert received == [(1, ALONE), (1, 0)]
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

@@ -322,6 +322,34 @@ def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
     assert_y(answer_of(one), rows(1, 16))
 
 
+def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
+    """A run may be long: the time between two deaths does not count."""
+    pause, now = Pause(), [0.0]
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        y = inputs["x"]
+        for _ in range(4):
+            y = call("a", {"x": y})["y"]
+            pause()
+        return {"y": y}
+
+    engine = start_meta(deaths.runtime, run)
+    engine._process.resubmission._clock = lambda: now[0]
+    one = request(value=0)
+    assert engine.execute([one]) is None
+    for _ in range(3):
+        pause.reached()
+        deaths.die()
+        deaths.come_back()
+        wait_until(lambda: engine.ready)
+        now[0] += 1000.0
+        pause.go()
+    pause.reached()
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 15))
+
+
 @both_kinds
 @pytest.mark.parametrize("kind", ["deadline", "cancelled", "unloaded", "retry_s"])
 def test_a_run_waits_no_longer_than_its_request(

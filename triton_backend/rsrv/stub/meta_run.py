@@ -225,6 +225,10 @@ class PlacedRun:
             self._place, self._abandoned, self._moved = found, False, True
         return found
 
+    def progress(self) -> None:
+        """Let the run wait for `retry_s` again after a further death, for a repeated call has an answer."""
+        self._one.request.retry_until = 0.0
+
     def end(self, status: Status) -> None:
         """End the run where it is."""
         if self._place is not None:
@@ -244,7 +248,7 @@ class RepeatedCall:
         self._name = name
         self._place = run.place
         self._pending: Pending | None = None
-        self._paused = False
+        self._paused = self._repeated = False
         if isinstance(sent, DirectCall):
             self._pending = sent
         else:
@@ -255,7 +259,7 @@ class RepeatedCall:
         while True:
             if self._pending is not None:
                 try:
-                    return self._pending.wait(until_ns)
+                    return self._answered(self._pending.wait(until_ns))
                 except RequestFailure as failure:
                     if not self._is_lost(failure):
                         raise
@@ -266,12 +270,17 @@ class RepeatedCall:
         while True:
             if self._pending is not None:
                 try:
-                    return await self._pending.when_done(loop, until_ns)
+                    return self._answered(await self._pending.when_done(loop, until_ns))
                 except RequestFailure as failure:
                     if not self._is_lost(failure):
                         raise
             while not self._is_sent_again():
                 await asyncio.sleep(_TICK_S)
+
+    def _answered(self, results: Results) -> Results:
+        if self._repeated:
+            self._run.progress()
+        return results
 
     def _is_lost(self, failure: RequestFailure) -> bool:
         if isinstance(self._pending, DirectCall):
@@ -285,11 +294,14 @@ class RepeatedCall:
 
     def _is_sent_again(self) -> bool:
         """Send the call to the run's place of now; False: look again after a pause."""
-        place = self._run.renew()
-        if place is None or (place is self._place and not self._paused):
+        if self._run.place is self._place and not self._paused:
+            # A living runtime may close a run's connection again and again, or the callee's stub may have none yet.
             self._paused = True
             return False
-        self._place, self._paused = place, False
+        place = self._run.renew()
+        if place is None:
+            return False
+        self._place, self._paused, self._repeated = place, False, True
         self._begin()
         return True
 

@@ -28,6 +28,7 @@ from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.bench.phases import say
 from tests.bench.places import WORK
+from tests.bench.processes import cpu_seconds
 from tests.bench.report import table
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 
@@ -106,8 +107,15 @@ def main() -> None:
                 rounds = []
                 for _ in range(options.rounds):
                     time.sleep(options.pause)
+                    others = [server.pid, *server.stub_pids()]
+                    before = sum(map(cpu_seconds, others))
                     rounds.append(after_a_kill(server, [path.name for path in paths[:count]]))
-                    say(f"{count} models: first {rounds[-1][0]:.2f} s, last {rounds[-1][-1]:.2f} s")
+                    runtime = int(read_status(server.pid)["pid"])
+                    say(
+                        f"{count} models: first {rounds[-1][0]:.2f} s, last {rounds[-1][-1]:.2f} s; CPU: "
+                        f"tritonserver and stubs {sum(map(cpu_seconds, others)) - before:.2f} s, "
+                        f"runtime {cpu_seconds(runtime):.2f} s, with its imports"
+                    )
         first, last = (statistics.median(one[at] for one in rounds) for at in (0, -1))
         rows.append([str(count), f"{first:.2f}", f"{last:.2f}"])
     print(table(["models", "first answer s", "all models s"], rows))

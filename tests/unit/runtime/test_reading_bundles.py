@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import pytest
 
+from rsrv.runtime.activity import Activity
+from rsrv.runtime.crash_history import CrashHistory
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
-from rsrv.runtime.models import identify
+from rsrv.runtime.model_builder import BundlesRead, ModelBuilder
+from rsrv.runtime.models import RequestedModels, identify
+from rsrv.runtime.threads import Inbox
+from rsrv.runtime.transport import PeerConnection
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv_bundle import BundleError
@@ -19,6 +25,7 @@ from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, build
 from tests.unit.runtime.test_hostile_peers import Client
+from tests.waiting import wait_until
 
 #: Bytes of the weights below, so many that other reads do not count.
 _BYTES = 64 << 20
@@ -99,3 +106,35 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     client = Client(runtime, path)
     assert client.works()
     client.lane.close()
+
+
+def test_bundles_that_requests_wait_for_are_read_first(doubling: Path) -> None:
+    """Models that register while the device starts are read in the order of need, and builds come before reads."""
+    starts = threading.Event()
+    inbox = Inbox()
+
+    def make_device() -> FakeDevice:
+        starts.wait(30)
+        return FakeDevice(lambda inputs, weights: [inputs[0]])
+
+    settings = load_settings()
+    builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), CrashHistory())
+    connection = cast(PeerConnection, None)
+    for name, asked in (("idle", False), ("busy", True), ("other", False)):
+        builder.read(connection, name, str(doubling), {}, asked=asked)
+    builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings)
+    starts.set()
+
+    ended: list[str] = []
+
+    def note_all() -> bool:
+        for message in inbox.drain():
+            if isinstance(message, BundlesRead):
+                assert isinstance(message.result, RequestedModels)
+                ended.append(message.result.name)
+            else:
+                ended.append(type(message).__name__)
+        return len(ended) == 6
+
+    wait_until(note_all)
+    assert ended == ["DeviceReady", "ModulesRead", "ModelCompiled", "busy", "idle", "other"]

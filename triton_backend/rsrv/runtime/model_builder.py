@@ -98,8 +98,9 @@ class ModelBuilder:
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
         self._build_thread = WorkerThread("build")
-        #: builds that wait; they come before reads, so that the first of many models does not wait for all bundles
-        self._builds: deque[Callable[[], None]] = deque()
+        #: actions that wait, by precedence: builds, so that the first of many models does not wait for all bundles, then
+        #: reads for stubs with requests, then other reads
+        self._waiting: tuple[deque[Callable[[], None]], ...] = (deque(), deque(), deque())
         # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
         # minutes.
         self._warm_up_thread = WorkerThread("warm up")
@@ -109,14 +110,18 @@ class ModelBuilder:
 
     # --- orders of the loop -------------------------------------------------------------------------------
 
-    def read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
-        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`."""
-        self._build_thread.put(partial(self._read, connection, name, path, calls))
+    def read(
+        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], *, asked: bool
+    ) -> None:
+        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`.
+
+        `asked`: requests wait for the model, so other bundles wait for its build.
+        """
+        self._put(1 if asked else 2, partial(self._read, connection, name, path, calls))
 
     def build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
         """Read a model's modules and compile them. Ends in `ModulesRead` and `ModelCompiled`, or only in the latter."""
-        self._builds.append(partial(self._build, key, name, bundle, settings))
-        self._build_thread.put(self._build_waiting)
+        self._put(0, partial(self._build, key, name, bundle, settings))
 
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
         """Execute every size of a model, whose weights are on the device. Ends in `ModelWarmedUp`.
@@ -142,7 +147,14 @@ class ModelBuilder:
         if self._inspector is not None:
             self._build_thread.put(self._inspector.close)
 
+    def _put(self, precedence: int, action: Callable[[], None]) -> None:
+        self._waiting[precedence].append(action)
+        self._build_thread.put(self._do_next)
+
     # --- on the threads -----------------------------------------------------------------------------------
+
+    def _do_next(self) -> None:
+        next(actions for actions in self._waiting if actions).popleft()()
 
     def _start_device(self) -> None:
         """Start the device before the first model; after a failure, each model tries again."""
@@ -173,12 +185,7 @@ class ModelBuilder:
             self._inbox.post(DeviceReady(self._device, weight_mover, computes))
         return self._whole
 
-    def _build_waiting(self) -> None:
-        while self._builds:
-            self._builds.popleft()()
-
     def _read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
-        self._build_waiting()
         result: RequestedModels | str
         verdicts: dict[str, str] = {}
         try:

@@ -103,7 +103,7 @@ class Registry:
         if not name.isprintable() or len(name) > _MAX_NAME:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
-        self._builder.read(connection, name, path, calls)
+        self._builder.read(connection, name, path, calls, asked=wanted.get("asked") is True)
 
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for; begin the lives of those that are new."""

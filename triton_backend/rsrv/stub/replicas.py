@@ -52,6 +52,7 @@ class StubProcess:
     def begin(self, session: Session) -> Attachment:
         """Attach a session, known from its first connection on: a hook may fork meanwhile. Raises one of UNREACHABLE."""
         self.sessions.append(session)
+        session.asked = lambda: self.resubmission.waits
         try:
             return session.begin()
         except BaseException:

@@ -106,6 +106,11 @@ class Resubmission:
                 self._suspect = request
             return is_turn
 
+    @property
+    def waits(self) -> bool:
+        """From any thread: whether requests wait for a runtime."""
+        return bool(self._waiting)
+
     def look(self) -> None:
         """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""
         now = self._clock()

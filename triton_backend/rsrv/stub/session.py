@@ -152,6 +152,8 @@ class Session:
         self.attachment: Attachment | None = None
         self.down = DOWN
         self.on_attach: Callable[[Attachment], None] = lambda attachment: None
+        #: whether requests wait for a runtime
+        self.asked: Callable[[], bool] = lambda: False
         #: called after `attachment` has changed
         self.on_change: Callable[[], object] = lambda: None
 
@@ -177,7 +179,7 @@ class Session:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
         direct = self._connect()
         try:
-            body = direct.register(self._registration)
+            body = direct.register({**self._registration, "asked": self.asked()})
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:

@@ -14,8 +14,9 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
 from tests.fakes import FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.metas import queued
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.metas import Run, answer_of, assert_y, both_kinds, queued, request, status_of
+from tests.unit.runtime.metas import rows as rows_of
 from tests.unit.runtime.test_residency import answered
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 from tests.unit.runtime.watchers import Operator
@@ -74,6 +75,31 @@ def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
     between = ask(engine)
     start_runtime(SETTINGS)
     assert [answered(one) for one in (executing, waiting, between)] == [1, 1, 1]
+
+
+@both_kinds
+def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_one(
+    start_runtime: StartRuntime, runtime: Runtime, start_meta: StartMeta, run: Run
+) -> None:
+    """Of three runs two are in progress: all of their calls execute in the old runtime, and none in the next one."""
+    engine = start_meta(runtime, run)
+    requests = [request(value=n) for n in range(3)]
+    runtime.device.gate.clear()
+    runtime.device.executed.clear()
+    assert engine.execute(requests) is None
+    assert runtime.device.gate.waiting.wait(20)
+    wait_until(lambda: (status_of()["running"], status_of()["waiting"]) == (2, 1))
+    with Operator(runtime) as operator:
+        operator.send(command="restart", drain_s=30)
+        until_a_restart_is_under_way(runtime)
+        runtime.device.gate.set()
+        wait_until(lambda: not runtime.alive)
+        assert operator.hear() == {}
+
+    assert sum(runtime.device.executed) == 4
+    start_runtime(SETTINGS)
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows_of(1, 4 * n + 4))
 
 
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:

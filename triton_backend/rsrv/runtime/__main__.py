@@ -26,12 +26,15 @@ from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
 
 if TYPE_CHECKING:
+    from rsrv.runtime.preparation import Preparation
     from rsrv.settings import Settings
 
 #: a runtime that has found no device for this time ends when a model asks for it again
 _WITHOUT_DEVICE_S = 20.0
 #: exit status if the watchdog, or a device that is lost or missing, ends the process, and if the loop failed
 _EXIT_HUNG, _EXIT_FAILED = 75, 70
+#: executables that were compiled ahead are kept for this time
+_FORGET_S = 60.0
 #: the process ends after this time even if its last lines cannot be logged
 _LAST_LINES_S = 10.0
 
@@ -62,9 +65,21 @@ def main(argv: list[str] | None = None) -> int:
     # Warnings are lines of the log, regardless of PYTHONWARNINGS.
     warnings.simplefilter("default")
     log = logging.getLogger("rsrv.runtime")
+    prepared: list[Preparation | None] = []
+
+    def get_ready() -> None:
+        settings = _read_settings(options)
+        if options.soon:
+            from rsrv.runtime.preparation import prepare
+
+            devices = paths.read_devices(paths.runtime_directory(options.server_pid, "0"))
+            prepared.append(
+                prepare(settings, options.settings.parent, options.directory, devices, options.device)
+            )
+
     try:
         server = os.pidfd_open(options.server_pid)
-        if spare and not wait_for_turn(server, check=lambda: _read_settings(options), soon=options.soon):
+        if spare and not wait_for_turn(server, check=get_ready, soon=options.soon):
             return 0
         # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
@@ -146,6 +161,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def make_device() -> JaxDevice:
         nonlocal missing_since
+        for one in prepared:
+            if one is not None and one.settings == settings:
+                # Models that have not registered by then do not return.
+                threading.Timer(_FORGET_S, one.executables.clear).start()
+                prepared.clear()
+                return one.device
         note = options.directory / paths.NO_DEVICE
         try:
             found = JaxDevice(

@@ -2,7 +2,7 @@
 
 The spare shares the runtime's listening socket. From the runtime's death on, connections wait there for the spare, so no
 stub starts a runtime meanwhile. The spare has no device: jax makes its client, and with it a CUDA context, when a device
-is first used.
+is first used. Only before a restart on a CPU does `preparation` use it.
 """
 
 import gc

@@ -1,0 +1,67 @@
+"""What the next runtime prepares beside the one that serves: executables of known modules, on a CPU only."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.known_modules import KnownModules
+from rsrv.runtime.preparation import prepare
+from rsrv.settings import load_settings
+from rsrv.wire.paths import MODULES
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import Signature, check_signatures, read_module, signature_of
+
+SETTINGS = load_settings("runtime: {compilation_cache_dir: null}\nmodels: {b: {max_batch_size: 1}}")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, doubling: Path) -> Path:
+    """Return a repository of two models and of one with a broken bundle."""
+    for name in "abc":
+        shutil.copytree(doubling, tmp_path / "gen" / name / "1" / "bundle")
+    (tmp_path / "gen" / "c" / "1" / "bundle" / "manifest.yaml").write_text("no manifest")
+    return tmp_path / "gen"
+
+
+def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
+    """Note the modules of a bundle as a runtime does that serves it."""
+    known = KnownModules(directory / MODULES)
+
+    def look(blob: bytes, file: str) -> Signature:
+        known[hashlib.sha256(blob).hexdigest()] = found = signature_of(blob, file)
+        return found
+
+    return check_signatures(read_bundle(bundle), look)
+
+
+def test_models_that_were_served_are_compiled(tmp_path: Path, repository: Path, doubling: Path) -> None:
+    """Compiling the same module again takes the executable that is there; a broken bundle stops nothing."""
+    signatures = remember(tmp_path, doubling)
+
+    made = prepare(SETTINGS, repository, tmp_path, ["cpu"], 0)
+
+    assert made is not None
+    # Three sizes of `a`, and the one of `b` that its settings allow.
+    assert len(made.executables) == 4
+    before = made.device.cache_counts.shared
+    for key, signature in signatures.items():
+        made.device.compile(read_module(read_bundle(doubling), key, signature), signature)
+    assert made.device.cache_counts.shared == before + len(signatures)
+
+
+def test_modules_that_no_runtime_has_seen_are_left_to_the_runtime(tmp_path: Path, repository: Path) -> None:
+    """A module that crashes the parser must not end the next runtime before its turn."""
+    made = prepare(SETTINGS, repository, tmp_path, ["cpu"], 0)
+    assert made is not None
+    assert made.executables == []
+
+
+@pytest.mark.parametrize(("devices", "platform"), [(["0", "cpu"], "auto"), (["cpu"], "cuda")])
+def test_nothing_is_prepared_for_a_gpu(tmp_path: Path, devices: list[str], platform: str) -> None:
+    """A second process would take memory of the card, which may be full."""
+    settings = load_settings(f"runtime: {{platform: {platform}}}")
+    assert prepare(settings, tmp_path, tmp_path, devices, 0) is None

@@ -1,0 +1,79 @@
+"""Work of the next runtime before its turn, beside the one that still serves: on a CPU, its device and executables.
+
+A GPU's memory may have no room for two, so there the next runtime compiles when its turn has come.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rsrv.runtime.device import Executable
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.known_modules import KnownModules
+from rsrv.runtime.models import usable
+from rsrv.runtime.numerics import treatment
+from rsrv.settings import Settings
+from rsrv.wire import paths
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import check_signatures, module_file, read_module
+from rsrv_bundle.precision import treat
+
+log = logging.getLogger("rsrv.runtime")
+
+#: seconds after which no further model is compiled ahead
+_MAX_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A device with executables, for as long as the settings stay as they were."""
+
+    settings: Settings
+    device: JaxDevice
+    #: The device forgets executables that have no user.
+    executables: list[Executable]
+
+
+def prepare(
+    settings: Settings, repository: Path, directory: Path, devices: Sequence[str], number: int
+) -> Preparation | None:
+    """Prepare the device with this number, and the models of the repository that a runtime has compiled before.
+
+    `directory`: of the runtime. None: the device is a GPU.
+    """
+    runtime = settings.runtime
+    if devices[number] != "cpu" or runtime.platform not in ("auto", "cpu"):
+        return None
+    known = KnownModules(directory / paths.MODULES)
+    device = JaxDevice(
+        "cpu", runtime.compilation_cache_dir, numerics=runtime.numerics, repository=repository, known=known
+    )
+    made = Preparation(settings, device, [])
+    until = time.monotonic() + _MAX_S
+    for folder in sorted(repository.glob("*/*/bundle")):
+        if time.monotonic() < until:
+            # What does not work here is the runtime's to report.
+            with suppress(Exception):
+                made.executables.extend(compile_ahead(folder, device, settings, known))
+    log.info("%d executables are there for the next runtime", len(made.executables))
+    return made
+
+
+def compile_ahead(
+    folder: Path, device: JaxDevice, settings: Settings, known: KnownModules
+) -> list[Executable]:
+    """Compile a model's modules as `compile_model` does. Raises for meta models, and modules that are not `known`."""
+    bundle = read_bundle(folder, verify=False)
+    signatures = check_signatures(bundle, lambda blob, _: known[hashlib.sha256(blob).hexdigest()])
+    name = folder.parent.parent.name
+    how = treatment(settings.runtime.numerics, device.hardware)
+    found = []
+    for key in usable(signatures, settings.for_model(name).max_batch_size):
+        module = read_module(bundle, key, signatures[key])
+        module, _ = treat(module, module_file(bundle, key).name, how, signatures[key].precision)
+        found.append(device.compile(module, signatures[key]))
+    return found

@@ -1,32 +1,37 @@
 """Run Helm's engine in a process of its own, because Go's runtime takes over the process's signals.
 
-    echo '{"chart": ..., "values": ..., "release": ...}' | python helm.py render
-    echo '{"chart": ...}' | python helm.py lint
+Each line of its input is a request, and each line of its output the answer to one:
 
-Prints JSON: the rendered templates, or the linter's messages. If the chart refuses the values, it exits 1
-with the reason on stderr.
+    {"do": "render", "chart": ..., "values": ..., "release": ...}    {"answer": the rendered templates}
+    {"do": "lint", "chart": ...}                                     {"answer": the linter's messages}
+
+If the chart refuses the values, the answer is {"error": the reason}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import helm_python
 
 
-def main(action: str) -> None:
-    request = json.load(sys.stdin)
-    if action == "lint":
-        json.dump(helm_python.lint(request["chart"]), sys.stdout)
-        return
-    try:
-        with helm_python.Chart.load(request["chart"]) as chart:
-            files = chart.render(request["values"], name=request["release"], namespace="prod")
-    except helm_python.HelmError as error:
-        sys.exit(str(error))
-    json.dump(files, sys.stdout)
+def answer(request: dict[str, Any]) -> Any:
+    if request["do"] == "lint":
+        return helm_python.lint(request["chart"])
+    with helm_python.Chart.load(request["chart"]) as chart:
+        return chart.render(request["values"], name=request["release"], namespace="prod")
+
+
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            found = {"answer": answer(json.loads(line))}
+        except helm_python.HelmError as error:
+            found = {"error": str(error)}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -192,25 +193,37 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
 def _files(values: Mapping[str, Any] | None, release: str) -> Mapping[str, str]:
     values = values or {}
     chosen = {"bundles": {"volume": BUNDLES}, **values, "gpu": {"perPod": 4, **values.get("gpu", {})}}
-    request = {"chart": str(CHART), "values": chosen, "release": release}
-    files: Mapping[str, str] = json.loads(_helm("render", json.dumps(request)))
+    request = {"do": "render", "chart": str(CHART), "values": chosen, "release": release}
+    files: Mapping[str, str] = _helm(json.dumps(request))
     return files
 
 
 def lint() -> Any:
     """Return the messages of `helm lint`."""
-    return json.loads(_helm("lint", json.dumps({"chart": str(CHART)})))
+    return _helm(json.dumps({"do": "lint", "chart": str(CHART)}))
 
 
 @cache
-def _helm(action: str, request: str) -> str:
+def _helm(request: str) -> Any:
+    engine = _engine()
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    print(request, file=engine.stdin, flush=True)
+    found = json.loads(engine.stdout.readline())
+    if "error" in found:
+        raise ChartError(found["error"])
+    return found["answer"]
+
+
+@cache
+def _engine() -> subprocess.Popen[str]:
     helm = Path(__file__).with_name("helm.py")
-    done = subprocess.run(
-        [sys.executable, helm, action], input=request, capture_output=True, text=True, check=False
+    process = subprocess.Popen(
+        [sys.executable, helm], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    if done.returncode:
-        raise ChartError(done.stderr)
-    return done.stdout
+    # The end of its input ends it.
+    atexit.register(process.communicate)
+    return process
 
 
 def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:

@@ -196,6 +196,7 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
     assert [one.number for one in load.devices if one.instance] == [0, 1]
 
 
+@pytest.mark.long
 def test_two_devices_share_a_batch(tmp_path: Path, start_triton: StartTriton) -> None:
     """Triton makes one batch of eight requests; each device executes four rows in half the time, and all are right."""
     bundle = bundles.with_sizes(bundles.ensure() / "exact", tmp_path / "exact", [4, 8])

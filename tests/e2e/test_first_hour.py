@@ -13,6 +13,7 @@ from rsrv.cli.main import main
 from tests.unit.runtime.conftest import export_doubling
 
 
+@pytest.mark.long
 def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], 
     assert (load.failed, load.wrong) == ([], [])
 
 
+@pytest.mark.long
 def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
     """One of two workers crashes under load: no answer is wrong, and HTTP loses no request.
 

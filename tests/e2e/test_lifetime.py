@@ -21,7 +21,6 @@ from examples import mlp
 from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.wire.socket import Closed, read_status
 from tests.e2e import bundles
-from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
 from tests.e2e.harness import (
     EXPLICIT,
@@ -323,25 +322,6 @@ def kill_stubs(server: RunningTriton) -> None:
             check_exact(call)
             wait_until(lambda name=name: name not in read_status(server.pid)["models"])  # type: ignore[misc]
             check_exact(call)
-    assert runtime_pid(server) == runtime
-
-
-def test_a_hook_that_ends_its_process_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
-    """os._exit in a hook fails that model's request; the others are answered, and the server lives."""
-    despite(aborted_by_a_lock, lambda: start("exact", "hooked"), end_a_process)
-
-
-def end_a_process(server: RunningTriton) -> None:
-    runtime = runtime_pid(server)
-    x = X.copy()
-    x[0, 0] = deed("preprocess", "exit")
-    with caller(server) as call:
-        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
-        refusal(lambda: call("hooked", {"x": x}))
-        check_exact(call)
-        wait_until(lambda: "hooked" not in read_status(server.pid)["models"])
-        check_exact(call)
-    assert server.server.process.poll() is None
     assert runtime_pid(server) == runtime
 
 

@@ -105,7 +105,7 @@ def execute(self, requests):
 """
 
 
-@pytest.fixture(scope="module", params=["direct", "bls"])
+@pytest.fixture(scope="module", params=["direct", pytest.param("bls", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningTriton]:

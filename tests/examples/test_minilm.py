@@ -164,6 +164,7 @@ def direct(root: Path) -> Direct:
     return Direct(root)
 
 
+@pytest.mark.long
 def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
     minilm: Pipeline, direct: Direct
 ) -> None:

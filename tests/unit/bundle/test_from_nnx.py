@@ -86,7 +86,8 @@ def test_a_sequence_takes_its_input_under_any_name(tmp_path: Path) -> None:
         export_nnx(layer, X, **options, overwrite=True)
 
 
-@pytest.mark.parametrize("cell", [nnx.GRUCell, pytest.param(nnx.OptimizedLSTMCell, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
 def test_a_recurrent_layer_is_exported(tmp_path: Path, cell: Any) -> None:
     """A recurrent layer is exported: its initial random state is replaced by zeros."""
     model: Any = nnx.RNN(cell(3, 4, rngs=nnx.Rngs(0)))

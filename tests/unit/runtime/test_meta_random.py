@@ -256,7 +256,7 @@ class House:
         ]
 
 
-@pytest.fixture(params=["direct", "direct, asynchronous", "bls"])
+@pytest.fixture(params=[pytest.param("direct", marks=pytest.mark.long), "direct, asynchronous", "bls"])
 def house(
     request: pytest.FixtureRequest,
     start_runtime: StartRuntime,

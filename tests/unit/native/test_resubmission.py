@@ -11,6 +11,7 @@ import pytest
 from rsrv.stub.deferred import LATE
 from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
 from rsrv.stub.session import DOWN
+from rsrv.wire import paths
 from rsrv.wire.frames import ALONE, Kind
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver, submissions
 from tests.unit.native.test_front import HOME, doubled, program, rejecting
@@ -119,6 +120,38 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         assert failed == f"answer {number} 1 {SUSPECT}"
         assert sorted([*answers, doubled(number)]) == sorted([failed, *(doubled(one) for one in range(1, 7))])
         assert received == [(1, ALONE), (1, 0)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize(
+    ("slot", "text", "is_blamed"),
+    [
+        (b"", b"", False),
+        (b"\4\0" + bytes(8) + b"doubling@0123456789ab", b"", False),
+        (b"\4\0" + bytes(8) + b"doubling@0123456789ab", b"Fatal", True),
+        (b"\x84\0" + bytes(8) + b"doubling@0123456789ab", b"Fatal", True),
+        (b"\4\0" + bytes(8) + b"another@0123456789ab", b"Fatal", False),
+        (b"\3\0" + bytes(8) + b"doubling@0123456789ab", b"Fatal", False),
+        (b"\4\1" + bytes(8) + b"doubling@0123456789ab", b"", True),
+        (b"\4\1" + bytes(8) + b"another@0123456789ab", b"Fatal", False),
+        (b"", b"Fatal", True),
+        (b"\5\1", b"", True),
+    ],
+    ids=[
+        "killed", "killed while it executes", "crashed", "crashed alone", "another model executes",
+        "loading", "hung", "another model hung", "crashed outside of executions", "the loop hung",
+    ],
+)  # fmt: skip
+def test_only_crashes_and_hangs_count(
+    program: Path, tmp_path: Path, slot: bytes, text: bytes, is_blamed: bool
+) -> None:
+    """After two deaths, the runtime's black box says whether its request may be the cause; otherwise the third answers."""
+    deaths = [dying(launches=True)] * 2
+    with Front(program, tmp_path, deaths) as front:
+        (front.directory(0) / paths.BLACKBOX).write_bytes(slot.ljust(7 * 512, b"\0") + text)
+        front.ask("open")
+        answer = f"answer 1 1 {SUSPECT}" if is_blamed else doubled(1)
+        assert front.ask("send 1 1") == [answer]
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

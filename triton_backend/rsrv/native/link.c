@@ -102,6 +102,7 @@ static void lose(struct link* link, const char* why, const char* client) {
     link->fd = -1;
     arena_close(link->arena);
     link->arena = NULL;
+    bool blames = link->first && board_blames(link->board, link->interface->key);
     board_unmap(link->board);
     link->board = NULL;
     struct pending* list = waiting_take_all(link);
@@ -123,7 +124,7 @@ static void lose(struct link* link, const char* why, const char* client) {
         next = one->next;
         one->next = NULL;
         if (one->request) {
-            one->deaths += request_launched(one);
+            one->deaths += blames && request_launched(one);
             resubmission_add(link, one);
         } else
             waiting_finish(link, one);
@@ -135,9 +136,11 @@ static void lose(struct link* link, const char* why, const char* client) {
 // Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
 static bool attach(struct link* link, struct text* why, bool* final) {
     struct greeted greeted;
+    char base[PATH_BYTES], own[PATH_BYTES];
     if (!runtime_open(link->settings, link->device, &greeted, why, final)) return false;
+    runtime_directory(link->device, base, own);
     int fd = greeted.fd;
-    const _Atomic uint64_t* board = board_map(greeted.board);
+    const _Atomic uint64_t* board = board_map(greeted.board, own);
     struct arena* arena = arena_new();
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = link};
     bool sent = arena && board && frame_send_json(fd, REGISTER, link->registration) > 0;

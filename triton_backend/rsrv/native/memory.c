@@ -16,6 +16,12 @@
 #define MAX_SEGMENTS 1024u
 #define MAX_BYTES (1ull << 40)
 
+// The black box, as docs/protocol.md has it.
+#define SLOT_BYTES 512u
+#define BOX_BYTES (7 * SLOT_BYTES)
+#define KEY_AT 10
+enum { EXECUTING = 4, LOOPING = 5, EXECUTING_ALONE = 0x80 };
+
 struct range {
     uint64_t offset, bytes;
 };
@@ -48,6 +54,7 @@ struct board {
     dev_t filesystem;
     ino_t file;
     uint32_t users;
+    int blackbox;  // -1: none
     void* memory;
 };
 
@@ -55,16 +62,20 @@ static pthread_mutex_t board_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct board* boards;
 
 // Under the lock.
-static struct board* map_new(int fd, const struct stat* found) {
-    struct board* board = malloc(sizeof *board);
-    if (!board) return NULL;
-    *board = (struct board){boards, found->st_dev, found->st_ino, 0, mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0)};
-    if (board->memory != MAP_FAILED) return boards = board;
-    free(board);
-    return NULL;
+static struct board* map_new(int fd, const struct stat* found, const char* directory) {
+    char path[PATH_BYTES + 16];
+    void* memory = mmap(NULL, BOARD_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    struct board* board = memory == MAP_FAILED ? NULL : malloc(sizeof *board);
+    if (!board) {
+        if (memory != MAP_FAILED) munmap(memory, BOARD_BYTES);
+        return NULL;
+    }
+    snprintf(path, sizeof path, "%s/blackbox", directory);
+    *board = (struct board){boards, found->st_dev, found->st_ino, 0, open(path, O_RDONLY | O_CLOEXEC), memory};
+    return boards = board;
 }
 
-const _Atomic uint64_t* board_map(int fd) {
+const _Atomic uint64_t* board_map(int fd, const char* directory) {
     struct stat found;
     void* memory = NULL;
     // A file that can shrink would end this process at the next look.
@@ -73,7 +84,7 @@ const _Atomic uint64_t* board_map(int fd) {
         pthread_mutex_lock(&board_lock);
         struct board* board = boards;
         while (board && (board->filesystem != found.st_dev || board->file != found.st_ino)) board = board->next;
-        board = board ? board : map_new(fd, &found);
+        board = board ? board : map_new(fd, &found, directory);
         if (board) {
             board->users++;
             memory = board->memory;
@@ -92,9 +103,34 @@ void board_unmap(const _Atomic uint64_t* memory) {
     if (--board->users == 0) {
         *at = board->next;
         munmap(board->memory, BOARD_BYTES);
+        if (board->blackbox >= 0) close(board->blackbox);
         free(board);
     }
     pthread_mutex_unlock(&board_lock);
+}
+
+bool board_blames(const _Atomic uint64_t* memory, const char* key) {
+    uint8_t box[BOX_BYTES + 1];  // one byte of the text says that there is one
+    pthread_mutex_lock(&board_lock);
+    struct board* board = boards;
+    while (board->memory != memory) board = board->next;
+    ssize_t length = pread(board->blackbox, box, sizeof box, 0);
+    pthread_mutex_unlock(&board_lock);
+    if (length < (ssize_t)BOX_BYTES) return true;
+    bool crashed = length > (ssize_t)BOX_BYTES, hung = false, loop_hung = false, found = false, blamed = false;
+    for (const uint8_t* slot = box; slot < box + BOX_BYTES; slot += SLOT_BYTES) {
+        hung |= slot[1] == 1;
+        loop_hung |= slot[0] == LOOPING && slot[1] == 1;
+    }
+    if (!crashed && !hung) return false;
+    for (const uint8_t* slot = box; slot < box + BOX_BYTES && !loop_hung; slot += SLOT_BYTES) {
+        int phase = slot[0] & ~EXECUTING_ALONE;
+        if (phase == 0 || phase > EXECUTING || !slot[KEY_AT]) continue;
+        found = true;
+        bool same = strncmp(key, (const char*)slot + KEY_AT, SLOT_BYTES - KEY_AT) == 0;
+        blamed |= phase == EXECUTING && same && (slot[1] || !hung);
+    }
+    return blamed || !found;
 }
 
 // --- the arena ------------------------------------------------------------------------------------------------------

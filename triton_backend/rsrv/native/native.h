@@ -48,6 +48,7 @@ int64_t now_ns(void);
 // --- text.c -------------------------------------------------------------------------------------------------
 
 #define TEXT_BYTES 4096
+#define PATH_BYTES 1024
 
 // A text that is cut rather than too long, and always valid UTF-8 with an end.
 struct text {
@@ -91,8 +92,10 @@ void arena_forget(struct arena*);
 
 #define BOARD_BYTES 65536u
 
-// The runtime's board, mapped to be read. NULL: the descriptor is no board. Closes the descriptor.
-const _Atomic uint64_t* board_map(int fd);
+// The board of the runtime in a directory, mapped to be read. NULL: the descriptor is no board. Closes the descriptor.
+const _Atomic uint64_t* board_map(int fd, const char* directory);
+// Tells whether executions of a model may be what ended the runtime, which is gone, by its black box; without a box, yes.
+bool board_blames(const _Atomic uint64_t*, const char* key);
 void board_unmap(const _Atomic uint64_t*);
 
 static inline uint64_t aligned(uint64_t bytes) { return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }
@@ -166,7 +169,6 @@ struct completion completion_at(const struct frame*, uint32_t index);
 
 // --- launch.c -----------------------------------------------------------------------------------------------
 
-#define PATH_BYTES 1024
 #define MAX_DEVICES 63u
 
 // A socket of a runtime after the first frames, its board's descriptor, and how many devices the server has.

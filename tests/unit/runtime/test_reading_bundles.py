@@ -108,8 +108,13 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     client.lane.close()
 
 
-def test_bundles_that_requests_wait_for_are_read_first(doubling: Path) -> None:
-    """Models that register while the device starts are read in the order of need, and builds come before reads."""
+def test_bundles_that_requests_wait_for_are_read_first(
+    doubling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that register while the device starts are read in the order of need, and builds come before reads.
+
+    Tensors that a killed runtime left in shared memory are swept when all models are built.
+    """
     starts = threading.Event()
     inbox = Inbox()
 
@@ -120,6 +125,8 @@ def test_bundles_that_requests_wait_for_are_read_first(doubling: Path) -> None:
     settings = load_settings()
     builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), CrashHistory())
     connection = cast(PeerConnection, None)
+    monkeypatch.setattr(HostStore, "sweep", lambda store: inbox.post("swept"))
+    builder.clean_up(HostStore(PrivateMemory()))
     for name, asked in (("idle", False), ("busy", True), ("other", False)):
         builder.read(connection, name, str(doubling), {}, asked=asked)
     builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings)
@@ -129,12 +136,14 @@ def test_bundles_that_requests_wait_for_are_read_first(doubling: Path) -> None:
 
     def note_all() -> bool:
         for message in inbox.drain():
-            if isinstance(message, BundlesRead):
+            if message == "swept":
+                ended.append(message)
+            elif isinstance(message, BundlesRead):
                 assert isinstance(message.result, RequestedModels)
                 ended.append(message.result.name)
             else:
                 ended.append(type(message).__name__)
-        return len(ended) == 6
+        return len(ended) == 7
 
     wait_until(note_all)
-    assert ended == ["DeviceReady", "ModulesRead", "ModelCompiled", "busy", "idle", "other"]
+    assert ended == ["DeviceReady", "ModulesRead", "ModelCompiled", "busy", "idle", "other", "swept"]

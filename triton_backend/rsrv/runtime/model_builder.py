@@ -99,8 +99,8 @@ class ModelBuilder:
         self._whole: tuple[Device, WeightMover] | None = None
         self._build_thread = WorkerThread("build")
         #: actions that wait, by precedence: builds, so that the first of many models does not wait for all bundles, then
-        #: reads for stubs with requests, then other reads
-        self._waiting: tuple[deque[Callable[[], None]], ...] = (deque(), deque(), deque())
+        #: reads for stubs with requests, other reads, and what comes when all models are built
+        self._waiting: tuple[deque[Callable[[], object]], ...] = (deque(), deque(), deque(), deque())
         # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
         # minutes.
         self._warm_up_thread = WorkerThread("warm up")
@@ -142,12 +142,14 @@ class ModelBuilder:
 
     def clean_up(self, host: HostStore) -> None:
         """Free resources that only building needs, when no model is being built."""
-        # Models that use tensors that other runtimes left in shared memory have taken them by now.
-        self._build_thread.put(host.sweep)
+        if self._waiting[3]:
+            return  # the sweep waits there
         if self._inspector is not None:
-            self._build_thread.put(self._inspector.close)
+            self._put(3, self._inspector.close)
+        # Models that use tensors that other runtimes left in shared memory have taken them by then.
+        self._put(3, host.sweep)
 
-    def _put(self, precedence: int, action: Callable[[], None]) -> None:
+    def _put(self, precedence: int, action: Callable[[], object]) -> None:
         self._waiting[precedence].append(action)
         self._build_thread.put(self._do_next)
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.activity import SLOT_BYTES, SLOTS, Activity, Phase
-from rsrv.runtime.crash_history import (
-    BlackBox,
-    CrashHistory,
-    Death,
-    UnfinishedTask,
-    blame,
-    read_slots,
-    verdict,
-)
+from rsrv.runtime.activity import Activity
+from rsrv.runtime.crash_history import BlackBox, CrashHistory, Death, blame, verdict
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
+from rsrv.wire.blackbox import SLOT_BYTES, SLOTS, Phase, UnfinishedTask, read_slots
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeError, FakeRequest
@@ -37,6 +31,7 @@ WARMING = UnfinishedTask(Phase.WARMING, hung=False, key="w@1")
 LOADING = UnfinishedTask(Phase.LOADING, hung=False, key="l@1")
 EXECUTING = UnfinishedTask(Phase.EXECUTING, hung=False, key="e@1")
 HUNG = UnfinishedTask(Phase.EXECUTING, hung=True, key="h@1")
+ALONE = UnfinishedTask(Phase.EXECUTING, hung=False, key="e@1", alone=True)
 BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
 
 
@@ -65,6 +60,10 @@ BUSY = UnfinishedTask(Phase.EXECUTING, hung=False, key="y@1", ended=2)
             [("w@1", "WARMING", "killed", 1.0), ("b@1", "BUILDING", "killed", 1.0)],
         ),
         ([WARMING, HUNG, EXECUTING], False, [("h@1", "EXECUTING", "hung", 1.0)]),
+        ([ALONE], True, []),
+        ([ALONE, BUILDING], True, []),
+        ([ALONE, BUILDING], False, [("b@1", "BUILDING", "killed", 1.0)]),
+        ([ALONE._replace(hung=True)], False, []),
     ],
 )
 def test_the_blame_of_a_death(
@@ -72,7 +71,7 @@ def test_the_blame_of_a_death(
 ) -> None:
     """A hang, then untried code, then, after a crash, the running models; least those that had run well before.
 
-    A kill -9 is not blamed on running models.
+    A kill -9 is not blamed on running models, and the second death by one request on none.
     """
     blamed = blame(found, crashed=crashed, now=1.7e9)
 
@@ -90,29 +89,37 @@ def deaths(*how: str) -> list[Death]:
         (["crashed"], True),
         (["killed", "crashed"], True),
         (["killed", "crashed", "killed"], False),
-        (["hung"], False),
-        (["crashed", "hung"], False),
+        (["hung", "crashed"], True),
+        (["hung", "crashed", "hung"], False),
     ],
 )
-def test_three_deaths_or_one_hang_exclude_a_model(how: list[str], tried: bool) -> None:
-    """Fewer deaths do not."""
+def test_three_deaths_exclude_a_model(how: list[str], tried: bool) -> None:
+    """Fewer deaths do not, for they may be due to two requests."""
     assert (verdict(deaths(*how), 1.7e9) is None) == tried
+
+
+@pytest.mark.parametrize("phase", ["BUILDING", "WARMING", "LOADING"])
+def test_one_hang_without_a_request_excludes_a_model(phase: str) -> None:
+    """The model would hang again, also after a day."""
+    hung = [Death(phase, "hung", 1.7e9)]
+
+    assert verdict(hung, 1.7e9) is not None
+    assert verdict(hung, 1.7e9 + 86400) is not None
 
 
 def test_a_verdict_has_the_cause_and_the_remedies() -> None:
     """Count, time and phase, and three ways to have the model loaded again. No path: clients see it."""
-    assert verdict(deaths("crashed", "hung"), 1.7e9) == (
-        "the model has ended the runtime 2 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
+    assert verdict(deaths("crashed", "crashed", "hung"), 1.7e9) == (
+        "the model has ended the runtime 3 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
         "loaded again until its bundle changes, the server restarts, or deaths.json in the runtime's private "
         "directory is removed"
     )
 
 
 def test_deaths_long_ago_do_not_count() -> None:
-    """A model that is always busy gets a share of each death; a model that hung once would hang again."""
+    """A model that is always busy gets a share of each death."""
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3500) is not None
     assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3700) is None
-    assert verdict(deaths("hung"), 1.7e9 + 3700) is not None
 
 
 def run_well(activity: Activity, key: str, times: int) -> None:
@@ -233,8 +240,9 @@ def test_a_successful_build_clears_earlier_deaths(tmp_path: Path) -> None:
 
 def test_a_successful_build_keeps_deaths_of_executions(tmp_path: Path) -> None:
     """A build proves nothing about executions."""
-    book = CrashHistory(tmp_path / paths.DEATHS)
-    book.add("m@1", Death("EXECUTING", "hung", 0.0))
+    book = CrashHistory(tmp_path / paths.DEATHS, lambda: 0.0)
+    for _ in range(3):
+        book.add("m@1", Death("EXECUTING", "hung", 0.0))
     book.add("m@1", Death("BUILDING", "killed", 0.0))
     book.add("n@1", Death("BUILDING", "killed", 0.0))
 
@@ -274,7 +282,8 @@ _DIE = """
 import os, sys
 from pathlib import Path
 from rsrv.runtime.crash_history import BlackBox
-from rsrv.runtime.activity import Phase, Activity
+from rsrv.runtime.activity import Activity
+from rsrv.wire.blackbox import Phase
 box = BlackBox(Path(sys.argv[1]))
 box.catch_signals()
 Activity(box.memory).launch.begin(Phase.EXECUTING, "m@1")
@@ -342,10 +351,13 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     place = runtime.loop.activity.front(runtime.loop.launcher)
     assert place is not None
     place.mark_hung()
+    assert place.task is not None
     # Copied as if the process ended now: later writes of this one are not in the copy.
     after = tmp_path / "after"
     after.mkdir()
     shutil.copy(tmp_path / paths.BLACKBOX, after)
+    for _ in range(2):  # by other requests
+        CrashHistory(after / paths.DEATHS).add(place.task.key, Death("EXECUTING", "hung", time.time()))
     runtime.stop()
     runtime.device.gate.set()
 

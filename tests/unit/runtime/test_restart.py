@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.activity import Phase
 from rsrv.runtime.crash_history import BlackBox, CrashHistory
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
+from rsrv.wire.blackbox import Phase
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import Run, answer_of, assert_y, both_kinds, queued, request, status_of

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.activity import Activity, ActivitySlot, Phase, Task, Watchdog, describe
+from rsrv.runtime.activity import Activity, ActivitySlot, Task, Watchdog, describe
 from rsrv.runtime.device import Array
 from rsrv.runtime.host_weights import HostWeights
 from rsrv.runtime.models import warm_up
 from rsrv.settings import load_settings
+from rsrv.wire.blackbox import Phase
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeDevice, FakeRequest

@@ -260,6 +260,9 @@ def main(argv: list[str] | None = None) -> int:
         loop.clear()
     # Last, because threads may still begin something: no model is to blame for this end.
     box.clear()
+    if status:
+        # A request may be: its front tells by this that the runtime was not killed.
+        box.crashed("the loop failed")
     # The interpreter's own exit waits for threads, and the stubs would wait as long.
     os._exit(status)
 

@@ -8,34 +8,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from mmap import mmap
-from struct import Struct
 from threading import Thread, get_ident
 from typing import NamedTuple
 
-
-class Phase(IntEnum):
-    """Work of a thread on a model; LOOPING needs no model."""
-
-    BUILDING = 1
-    WARMING = 2
-    LOADING = 3
-    EXECUTING = 4
-    LOOPING = 5
-
-    @property
-    def text(self) -> str:
-        return _TEXTS[self]
-
-
-_TEXTS = {
-    Phase.BUILDING: "being built",
-    Phase.WARMING: "being warmed up",
-    Phase.LOADING: "loading its weights",
-    Phase.EXECUTING: "executing",
-    Phase.LOOPING: "looping",
-}
+from rsrv.wire.blackbox import ALONE_BIT, ENDED, ENDED_AT, LONGEST_KEY, SLOT_BYTES, SLOTS, Phase
 
 
 class Task(NamedTuple):
@@ -52,13 +29,6 @@ class Task(NamedTuple):
     number: int
 
 
-#: bytes of the black box for one slot: the phase, 1 if it hung, the number of the model's tasks that ended well there
-#: (exact, or rounded down to a power of two), and the model's key with a zero byte at its end
-SLOT_BYTES = 512
-ENDED = Struct("<Q")
-ENDED_AT, KEY_AT = 2, 2 + ENDED.size
-_LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
-SLOTS = 7
 #: models that a slot counts at most, removed ones included; then it drops all counts
 _MAX_COUNTED_MODELS = 10_000
 
@@ -112,21 +82,33 @@ class ActivitySlot:
                 return task
         return None
 
-    def begin(self, phase: Phase, key: str, size: int = 0, expected: float = 0.0, number: int = 0) -> int:
-        """Begin a task and return its number. `number`: continue the task that another thread began."""
+    def begin(
+        self,
+        phase: Phase,
+        key: str,
+        size: int = 0,
+        expected: float = 0.0,
+        number: int = 0,
+        *,
+        alone: bool = False,
+    ) -> int:
+        """Begin a task and return its number.
+
+        `number`: continue the task that another thread began. `alone`: it is the execution of a request alone.
+        """
         self._number = 0
         if key != self._key:
             if len(self._before) == _MAX_COUNTED_MODELS:
                 self._before.clear()
             self._before[self._key] = self._ended
             self._key, self._ended = key, self._before.get(key, 0)
-            record = ENDED.pack(self._ended) + b"%b\0" % key.encode()[:_LONGEST_KEY]
+            record = ENDED.pack(self._ended) + b"%b\0" % key.encode()[:LONGEST_KEY]
             at = self._at + ENDED_AT
             self._memory[at : at + len(record)] = record
         self._phase = phase
         self._size = size
         self._expected = expected
-        self._memory[self._at] = phase
+        self._memory[self._at] = phase | ALONE_BIT if alone else phase
         self.thread = self.thread or get_ident()
         self._number = number = number or next(self._numbers)
         return number

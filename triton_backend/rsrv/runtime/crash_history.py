@@ -1,9 +1,8 @@
-"""Black box of a runtime, and the crash history of its server, which keeps a model from crashing runtimes for ever.
+"""Crash history of a server, which keeps a model from crashing runtimes for ever, and this runtime's own black box.
 
-The black box is a file that the runtime maps. The threads store there what they do with which model; a fatal signal
-appends their stacks. The next runtime of the same server reads it and counts crashes by model. A process cannot learn
-how one ended that is not its child: a kill -9 looks like the kernel's out-of-memory killer, and counts only against a
-model that was being built or warmed up.
+The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. A process cannot
+learn how one ended that is not its child: a kill -9 looks like the kernel's out-of-memory killer, and counts only
+against a model that was being built or warmed up.
 """
 
 import faulthandler
@@ -16,22 +15,20 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rsrv.runtime.activity import ENDED, ENDED_AT, KEY_AT, SLOT_BYTES, SLOTS, Memory, Phase
+from rsrv.runtime.activity import Memory
 from rsrv.wire import paths
+from rsrv.wire.blackbox import BYTES, How, Phase, UnfinishedTask, read_slots
 
 log = logging.getLogger("rsrv.blackbox")
 
-_BYTES = SLOT_BYTES * SLOTS
 #: sum of a model's shares of deaths from which it is not loaded: three deaths, nearly all of them its own
 _MAX_SHARES = 2.5
-#: after this time a death does not count any more, unless the model hung
+#: after this time a death does not count any more, unless the model hung before it could serve
 _DEATH_COUNTS_S = 3600.0
 #: phases whose deaths a later success clears
 _BEFORE_SERVING = ("BUILDING", "WARMING")
-
-How = Literal["hung", "crashed", "killed"]
 
 
 class Death(NamedTuple):
@@ -46,30 +43,6 @@ class Death(NamedTuple):
     share: float = 1.0
 
 
-class UnfinishedTask(NamedTuple):
-    """Task that had not ended when a runtime died."""
-
-    phase: Phase
-    hung: bool
-    key: str
-    #: tasks of the same model that had ended well in that thread
-    ended: int = 0
-
-
-def read_slots(content: bytes) -> list[UnfinishedTask]:
-    """Read a black box, without invalid records. If the loop hung, no task is to blame, and the result is empty."""
-    found: list[UnfinishedTask] = []
-    if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT_BYTES)):
-        return found
-    for at in range(0, _BYTES, SLOT_BYTES):
-        slot = content[at : at + SLOT_BYTES]
-        key = slot[KEY_AT:].partition(b"\0")[0].decode(errors="replace")
-        if key and slot[0] in (Phase.BUILDING, Phase.WARMING, Phase.LOADING, Phase.EXECUTING):
-            (ended,) = ENDED.unpack_from(slot, ENDED_AT)
-            found.append(UnfinishedTask(Phase(slot[0]), slot[1] != 0, key, ended))
-    return found
-
-
 def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
     """Return the models that a death is probably due to, by key.
 
@@ -77,9 +50,14 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
     a crash, models that executed or loaded, each with a share. A model whose task has ended well n times is 1 / (n + 1)
     as suspect as one whose task never has, so a model that is always busy is not blamed for the others. A kill -9 from
     outside is not blamed on models that executed or loaded.
+
+    No model is blamed for the second death by one request, which executed alone: the first one counts, and the request
+    is not tried again. So a model is refused for different requests only.
     """
     found = list(found)
     hung = [one for one in found if one.hung]
+    if any(one.alone for one in hung or (found if crashed else ())):
+        return {}
     untried = [one for one in found if one.phase.name in _BEFORE_SERVING]
     if hung or untried or not crashed:
         how: How = "hung" if hung else "crashed" if crashed else "killed"
@@ -93,8 +71,10 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
     """Return why a model is not loaded any more; None: it may be."""
-    deaths = [death for death in deaths if death.how == "hung" or now - death.at < _DEATH_COUNTS_S]
-    hung = [death for death in deaths if death.how == "hung"]
+    deaths = list(deaths)
+    # An execution may hang because of its request; a build, a warm-up or a load would hang again.
+    hung = [death for death in deaths if death.how == "hung" and death.phase != Phase.EXECUTING.name]
+    deaths = [death for death in deaths if death in hung or now - death.at < _DEATH_COUNTS_S]
     shares = sum(death.share for death in deaths)
     if not hung and shares < _MAX_SHARES:
         return None
@@ -169,7 +149,7 @@ class BlackBox:
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Read what the previous runtime left, and begin a new black box."""
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
-        self.memory: Memory = bytearray(_BYTES)
+        self.memory: Memory = bytearray(BYTES)
         self._fd = -1
         if directory is None:
             return
@@ -181,8 +161,8 @@ class BlackBox:
             path.unlink(missing_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.
-            if os.write(self._fd, bytes(_BYTES)) == _BYTES:
-                self.memory = mmap.mmap(self._fd, _BYTES)
+            if os.write(self._fd, bytes(BYTES)) == BYTES:
+                self.memory = mmap.mmap(self._fd, BYTES)
         except OSError as error:
             log.warning("%s: no black box: %s", path, error)
 
@@ -199,13 +179,14 @@ class BlackBox:
 
     def clear(self) -> None:
         """Clear the slots, so that the next runtime blames no model for the end that follows."""
-        self.memory[:] = bytes(_BYTES)
+        self.memory[:] = bytes(BYTES)
 
     def _take(self, content: bytes, now: float) -> None:
-        crash = content[_BYTES:].decode(errors="replace")
+        crash = content[BYTES:].decode(errors="replace")
         found = read_slots(content)
         for one in found:
-            log.error("the previous runtime died while %s was %s", one.key, one.phase.text)
+            again = " a request that had ended a runtime before" if one.alone else ""
+            log.error("the previous runtime died while %s was %s%s", one.key, one.phase.text, again)
         if crash:
             log.error("the previous runtime crashed:\n%s", crash)
         for key, death in blame(found, crashed=bool(crash), now=now).items():

@@ -14,13 +14,14 @@ from functools import partial
 
 import numpy as np
 
-from rsrv.runtime.activity import Activity, ActivitySlot, Phase
+from rsrv.runtime.activity import Activity, ActivitySlot
 from rsrv.runtime.allocation import LARGE, PageLocks, aligned
 from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Launched, OutOfMemory
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.runs import Kept, MetaRun, view
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
+from rsrv.wire.blackbox import Phase
 from rsrv.wire.layout import Block, Tensor
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
@@ -114,6 +115,8 @@ class Dispatch:
     outputs: Block
     #: some of its slices are sub-calls of meta models
     has_calls: bool = False
+    #: it is of a request that executes alone
+    alone: bool = False
 
     def kept(self, index: int) -> list[Kept | None] | None:
         """Return the tensors of an input that are on the device already, by slice; None: none is."""
@@ -522,7 +525,7 @@ class Executor:
         self, dispatch: Dispatch, device: Device, seconds: float, slot: ActivitySlot
     ) -> ExecutionEnded:
         """Execute from the inputs to the outputs."""
-        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds)
+        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, alone=dispatch.alone)
         try:
             return ExecutionEnded(
                 dispatch, finish(launch(dispatch, device, self._staging), device, self._staging)
@@ -538,7 +541,7 @@ class Executor:
     def _launch(self, dispatch: Dispatch, device: Device, seconds: float) -> None:
         """Launch; the reading thread does the rest, even of failures, so that executions end in order."""
         slot = self._activity.launch
-        number = slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds)
+        number = slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, alone=dispatch.alone)
         flight: Flight | ExecutionEnded
         try:
             flight = launch(dispatch, device, self._staging)
@@ -549,7 +552,7 @@ class Executor:
 
     def _read(self, flight: Flight | ExecutionEnded, device: Device, seconds: float, number: int) -> None:
         dispatch, slot = flight.dispatch, self._activity.read
-        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, number)
+        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, number, alone=dispatch.alone)
         if isinstance(flight, Flight):
             try:
                 ended = ExecutionEnded(dispatch, finish(flight, device, self._staging))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.activity import Activity
 from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import open_stub
 from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
@@ -40,6 +40,7 @@ from rsrv.runtime.weight_mover import LoadEnded, MemoryFreed
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
+from rsrv.wire.blackbox import Phase
 from rsrv.wire.calls import unpack_calls, unpack_entrances, unpack_leavings, unpack_releases
 from rsrv.wire.frames import (
     MAGIC,
@@ -438,7 +439,11 @@ class Loop:
             variant.inputs,
             variant.outputs,
             CallSlice in map(type, slices),
+            instruction.alone,
         )
+        if instruction.alone:
+            # If it ends this process, requests that executed before it have their answers.
+            self._requests.send_answers()
         self._executor.start(
             dispatch,
             device,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rsrv.logs import fields
-from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.activity import Activity
 from rsrv.runtime.allocation import give_back
 from rsrv.runtime.crash_history import CrashHistory
 from rsrv.runtime.device import Device, DeviceError, OutOfMemory
@@ -19,6 +19,7 @@ from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
 from rsrv.runtime.weight_mover import WeightMover, follow_residency
 from rsrv.settings import Settings
+from rsrv.wire.blackbox import Phase
 from rsrv_bundle import Bundle, BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import check_signatures, signature_of

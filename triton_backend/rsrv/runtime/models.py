@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from rsrv.logs import fields
-from rsrv.runtime.activity import ActivitySlot, Phase
+from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
 from rsrv.scheduler.events import Program
 from rsrv.settings import Residency, Settings
+from rsrv.wire.blackbox import Phase
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype

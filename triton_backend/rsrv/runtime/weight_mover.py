@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rsrv.runtime.activity import ActivitySlot, Phase
+from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, open_host_memory
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
 from rsrv.settings import Settings
+from rsrv.wire.blackbox import Phase
 from rsrv_bundle import BundleError
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.weights import TensorKey

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from rsrv.stub.memory_limits import spare_memory
 from rsrv.wire import frames
+from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.calls import (
     Call,
     Release,
@@ -64,6 +65,8 @@ class Greeted:
     board: memoryview
     #: of the server; each has a runtime
     devices: int
+    #: of the runtime; None: each end of it counts as a crash
+    blackbox: BlackBoxReader | None = None
 
 
 def greet(sock: socket.socket) -> Greeted:
@@ -127,6 +130,7 @@ class RuntimeConnection:
         #: the board's first word when requests were sent that the runtime had not noticed yet, and the time then
         self._word_at_send, self._sent_at = -1, 0.0
         self.devices = greeted.devices
+        self._blackbox = greeted.blackbox
         self._arena = Arena(spare=spare_memory)
         self._lock = Lock()  # the arena and the order of frames
         self._next_id = 0
@@ -360,6 +364,10 @@ class RuntimeConnection:
     def load_in_s(self, slots: Sequence[int]) -> float:
         """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are there."""
         return sum(self._board[slot] for slot in slots) / 1e9
+
+    def ended_by(self, key: str = "") -> bool:
+        """Tell whether executions of the model `key`, or of any, may be what ended the runtime, which is gone."""
+        return self._blackbox is None or self._blackbox.is_suspect(key)
 
     def close(self) -> None:
         with self._lock:

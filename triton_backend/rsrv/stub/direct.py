@@ -392,7 +392,8 @@ class DirectRun:
         except TimeoutError:
             raise
         except (Closed, ProtocolError, OSError):
-            self.down, self.suspect = True, any(call.launched for call in self._calls.values())
+            launched = any(call.launched for call in self._calls.values())
+            self.down, self.suspect = True, launched and self._connection.ended_by()
             self.fail(RequestFailure(Status.RUNTIME_DOWN, DOWN))
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 

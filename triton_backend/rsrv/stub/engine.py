@@ -34,6 +34,7 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status, Submission, pack_submissions
@@ -180,7 +181,7 @@ class Engine:
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
-        self._attachment = attachment = self._process.begin(session)
+        self._attachment = self._latest = attachment = self._process.begin(session)
         self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
             responses,
@@ -210,9 +211,12 @@ class Engine:
 
     def _use(self, attachment: Attachment) -> None:
         """Prepare requests for another attachment, before any thread submits one to it."""
+        if self._latest is not self._attachment:
+            self._latest.direct.close()  # its runtime died before execute() came to use it
+        self._latest = attachment
         #: of the request that was read last
         self._variant = 0
-        self._inputs = attachment.inputs
+        self._key, self._inputs = attachment.key, attachment.inputs
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
@@ -399,10 +403,17 @@ class Engine:
 
     def _rescue(self, one: ModelRequest) -> bool:
         """Have a request, whose runtime died, wait for another one."""
-        one.request.deaths += one.launched
+        request = one.request
+        if one.launched and one.connection.ended_by(self._key):
+            request.deaths += 1
+            if request.deaths == MAX_DEATHS:
+                with suppress(Exception):  # an answered request has no inputs any more
+                    self._process.resubmission.remember(
+                        read_inputs(self._tensors, request.triton, self._inputs)
+                    )
         # The dead runtime may still write to this memory, so the request gets other memory.
         one.release()
-        self._process.resubmission.add(one.request, self._outcomes)
+        self._process.resubmission.add(request, self._outcomes)
         return True
 
     def take_over(self, request: ClientRequest) -> bool:
@@ -475,6 +486,7 @@ class Engine:
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
         arrays = read_inputs(self._tensors, request.triton, self._inputs)
+        self._process.resubmission.check(arrays)
         if self._batched:
             one.client_rows = len(next(iter(arrays.values())))
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)

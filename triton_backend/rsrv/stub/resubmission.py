@@ -6,12 +6,14 @@ Inference has no side effects, and Triton keeps a request's inputs until its ans
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from rsrv.logs import of_request
 from rsrv.stub.deferred import CHECK_PERIOD_S, LATE, MAX_CHECKS
+from rsrv.stub.endpoint import Array
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, Outcomes
 from rsrv.stub.session import DOWN, UNLOADED, Session
@@ -25,8 +27,13 @@ MAX_REQUESTS, MAX_BYTES = 1000, 256 << 20
 MAX_DEATHS = 2
 #: seconds between two looks for a runtime, while a suspect is under way, and otherwise
 _SUSPECT_TICK_S, _TICK_S = 0.005, 0.02
+#: digests of inputs that are kept at most, and for how many seconds: as long as a crash counts against a model
+_MAX_DIGESTS, _DIGEST_COUNTS_S = 64, 3600.0
 
-SUSPECT = "two runtimes ended while they executed this request, so it is not tried again"
+SUSPECT = (
+    "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
+    "inputs; the server's log has the stacks of the crash, or says that the execution hung"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +51,7 @@ class Resubmission:
 
     Requests that a runtime executed when it died are suspects: they are resubmitted one after another, so that the one
     that ends the next runtime has no company of the same model. A thread looks for a runtime while requests wait.
+    Requests with the inputs of one that ended two runtimes are refused.
     """
 
     def __init__(self, sessions: Sequence[Session], clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,6 +65,8 @@ class Resubmission:
         self._waiting: list[WaitingRequest] = []
         #: the suspect that is under way
         self._suspect: ClientRequest | None = None
+        #: digest of the inputs of requests that ended two runtimes -> when it is forgotten
+        self._hostile: dict[bytes, float] = {}
         self._running = False
         self._closed = False
 
@@ -110,6 +120,18 @@ class Resubmission:
     def waits(self) -> bool:
         """From any thread: whether requests wait for a runtime."""
         return bool(self._waiting)
+
+    def remember(self, arrays: Mapping[str, Array]) -> None:
+        """Refuse requests with these inputs from now on: they ended two runtimes. Thread-safe."""
+        with self._lock:
+            if len(self._hostile) == _MAX_DIGESTS:
+                del self._hostile[next(iter(self._hostile))]
+            self._hostile[_digest(arrays)] = self._clock() + _DIGEST_COUNTS_S
+
+    def check(self, arrays: Mapping[str, Array]) -> None:
+        """Raise RequestFailure if a request with these inputs ended two runtimes. Without such a request, nothing is hashed."""
+        if self._hostile and self._clock() < self._hostile.get(_digest(arrays), 0.0):
+            raise RequestFailure(Status.INTERNAL, SUSPECT)
 
     def look(self) -> None:
         """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""
@@ -210,6 +232,15 @@ class Resubmission:
                     self._running = False
                     return
             time.sleep(_SUSPECT_TICK_S if self._has_suspect() else _TICK_S)
+
+
+def _digest(arrays: Mapping[str, Array]) -> bytes:
+    """Return a digest of a request's inputs: names, types, shapes and bytes."""
+    digest = blake2b(digest_size=16)
+    for name, array in sorted(arrays.items()):
+        digest.update(repr((name, array.dtype.str, array.shape)).encode(errors="surrogatepass"))
+        digest.update(array.tobytes())
+    return digest.digest()
 
 
 def _input_bytes(request: ClientRequest) -> int:

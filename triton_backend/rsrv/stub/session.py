@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.wire import paths
+from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import SharedMemoryError
@@ -307,6 +308,10 @@ class Launcher:
     def open(self) -> Greeted:
         """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
         directory = paths.runtime_directory(self.server_pid, self.device)
+        # A runtime makes its box before its first greeting.
+        return replace(self._open(directory), blackbox=BlackBoxReader(directory))
+
+    def _open(self, directory: Path) -> Greeted:
         if not paths.start_time(self.server_pid):
             # This process outlives its server by a moment: a runtime for it would never end, and leave its directory.
             raise LaunchError("tritonserver is gone")

@@ -1,0 +1,184 @@
+"""A request that ends runtimes: it fails alone after two, while a killed runtime costs no request anything."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.loader import Hooks
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.runtime.device import Array
+from rsrv.settings import load_settings
+from rsrv.stub.connection import Greeted, greet
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.replies import Responses
+from rsrv.stub.resubmission import SUSPECT
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire import paths
+from rsrv.wire.blackbox import BlackBoxReader
+from rsrv.wire.socket import connect
+from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartRuntime, double
+
+#: a value in the inputs of a request whose execution does not end by itself
+HOSTILE = 666.0
+
+
+class Server:
+    """Runtimes of one device, one after another, and the stubs of two models."""
+
+    def __init__(self, start: StartRuntime, directory: Path, bundles: dict[str, Path]) -> None:
+        self._start = start
+        self._directory = directory
+        #: an item for each execution of a hostile request
+        self.executing: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.released = threading.Event()
+        self.start()
+        self.hostile, self.other = (self._engine(name, bundles[name]) for name in "ab")
+
+    def start(self) -> None:
+        self.box = BlackBox(self._directory)
+        self.runtime: Runtime = self._start(
+            load_settings("stub: {in_place_ms: 0}"), compute=self._compute, blackbox=self.box
+        )
+
+    def crash(self) -> None:
+        """End the runtime as a fatal signal does, and start the next one."""
+        self.box.crashed("Fatal Python error: Segmentation fault")
+        self.kill()
+
+    def kill(self) -> None:
+        self.runtime.stop()
+        self.start()
+
+    def deaths(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the crash history."""
+        path = self._directory / paths.DEATHS
+        found: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def _compute(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+        if (inputs[0] == HOSTILE).any() and not self.released.is_set():
+            self.executing.put(None)
+            self.released.wait(60)
+        return double(inputs, weights)
+
+    def _engine(self, name: str, bundle: Path) -> Engine:
+        def open_connection() -> Greeted:
+            greeted = greet(connect(self._directory / paths.SOCKET))
+            return replace(greeted, blackbox=BlackBoxReader(self._directory))
+
+        return Engine(
+            Tensors(FakePbUtils),
+            Responses(FakePbUtils),
+            Hooks(),
+            [WireTensor("y", "f32", (-1, 3))],
+            True,
+            Session(open_connection, name, str(bundle)),
+        )
+
+
+@pytest.fixture
+def server(start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path) -> Iterator[Server]:
+    made = Server(start_runtime, tmp_path, doublings)
+    yield made
+    made.released.set()
+    made.hostile.close()
+    made.other.close()
+
+
+def request(value: float) -> FakeRequest:
+    return FakeRequest({"x": np.full((1, 3), value, np.float32)})
+
+
+def assert_answered(one: FakeRequest, expected: float) -> None:
+    answer = one.answers.get(timeout=20)
+    assert answer.error is None
+    np.testing.assert_array_equal(answer.arrays["y"], np.full((1, 3), expected, np.float32))
+
+
+def assert_refused(one: FakeRequest) -> None:
+    answer = one.answers.get(timeout=20)
+    assert answer.error is not None
+    assert answer.error.code == FakeError.INTERNAL
+    assert answer.error.message == SUSPECT
+
+
+def test_kills_cost_a_request_nothing(server: Server) -> None:
+    """It executes while four runtimes are killed, and is answered by the fifth; no model is blamed."""
+    one = request(HOSTILE)
+    assert server.hostile.execute([one]) is None
+    for _ in range(4):
+        server.executing.get(timeout=20)
+        server.kill()
+    server.executing.get(timeout=20)
+
+    server.released.set()
+
+    assert_answered(one, 2 * HOSTILE + 1)
+    attachment = server.hostile.session.attachment
+    assert attachment is not None
+    assert attachment.key not in server.deaths()
+
+
+def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> None:
+    """Requests of its model and of another one are answered, and the model is blamed once."""
+    one, others, strangers = request(HOSTILE), [request(n) for n in range(5)], [request(n) for n in range(5)]
+    assert server.hostile.execute([one]) is None
+    server.executing.get(timeout=20)
+    assert server.hostile.execute(others) is None
+    assert server.other.execute(strangers) is None
+    server.crash()
+    server.executing.get(timeout=20)
+    server.crash()
+
+    assert_refused(one)
+    for value in range(5):
+        assert_answered(others[value], 2 * value + 1)
+        assert_answered(strangers[value], 2 * value + 2)
+    ((_, deaths),) = server.deaths().items()
+    assert [death["share"] for death in deaths] == [1.0]
+
+
+def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(server: Server) -> None:
+    """Requests with its inputs are refused, in place and later; other requests are answered."""
+    one = request(HOSTILE)
+    assert server.hostile.execute([one]) is None
+    for _ in range(2):
+        server.executing.get(timeout=20)
+        server.crash()
+    assert_refused(one)
+
+    again, good = request(HOSTILE), request(1)
+    assert server.hostile.execute([again, good]) is None
+
+    assert_refused(again)
+    assert_answered(good, 3)
+    assert server.executing.empty()
+
+
+def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
+    """While one hangs, another model's request waits behind it: the death is not its own."""
+    one, stranger = request(HOSTILE), request(5)
+    assert server.hostile.execute([one]) is None
+    server.executing.get(timeout=20)
+    assert server.other.execute([stranger]) is None
+    slot = server.runtime.loop.activity.front(server.runtime.loop.launcher)
+    assert slot is not None
+    slot.mark_hung()
+    server.kill()
+
+    server.executing.get(timeout=20)
+    server.released.set()
+    assert_answered(stranger, 12)
+    assert_answered(one, 2 * HOSTILE + 1)

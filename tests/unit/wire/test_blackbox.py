@@ -1,0 +1,102 @@
+"""Black box: what a front reads of how its runtime ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.activity import Activity
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.wire import paths
+from rsrv.wire.blackbox import BYTES, BlackBoxReader, Phase, UnfinishedTask, how_it_ended, read_slots
+
+_DIE = """
+import os, sys
+from pathlib import Path
+from rsrv.runtime.activity import Activity
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.wire.blackbox import Phase
+
+box = BlackBox(Path(sys.argv[1]))
+box.catch_signals()
+Activity(box.memory).launch.begin(Phase.EXECUTING, "m@1")
+print("ready", flush=True)
+input()
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGSEGV, "crashed"), (signal.SIGABRT, "crashed"), (signal.SIGKILL, "killed")]
+)
+def test_a_crash_is_told_from_a_kill(tmp_path: Path, number: signal.Signals, how: str) -> None:
+    """The reader, opened before, reads the dead process's box although the next one has replaced it."""
+    command = [sys.executable, "-c", _DIE, str(tmp_path), str(number.value)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        reader = BlackBoxReader(tmp_path)
+        process.communicate(b"\n")
+    assert how_it_ended((tmp_path / paths.BLACKBOX).read_bytes()) == how
+    BlackBox(tmp_path)
+
+    assert reader.is_suspect("m@1") == (how == "crashed")
+    assert not reader.is_suspect("n@1")
+
+
+def test_a_hang_is_that_of_its_model(tmp_path: Path) -> None:
+    """Other models' executions waited behind it."""
+    activity = Activity(BlackBox(tmp_path).memory)
+    reader = BlackBoxReader(tmp_path)
+    activity.launch.begin(Phase.EXECUTING, "m@1")
+    activity.read.begin(Phase.EXECUTING, "n@1")
+    activity.launch.mark_hung()
+
+    assert (reader.is_suspect("m@1"), reader.is_suspect("n@1"), reader.is_suspect("")) == (True, False, True)
+
+
+def test_a_hung_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
+    """The loop executes, too."""
+    activity = Activity(BlackBox(tmp_path).memory)
+    reader = BlackBoxReader(tmp_path)
+    activity.round.begin(Phase.LOOPING, "")
+    activity.round.mark_hung()
+
+    assert reader.is_suspect("m@1")
+
+
+def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
+    """The slots are cleared, so that no model is blamed; a request may have made the loop fail."""
+    box = BlackBox(tmp_path)
+    reader = BlackBoxReader(tmp_path)
+    box.clear()
+    assert not reader.is_suspect("m@1")
+    box.crashed("the loop failed")
+
+    assert reader.is_suspect("m@1")
+
+
+def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
+    """The safe side: a request is not tried for ever. A box that was cut counts, too."""
+    assert BlackBoxReader(tmp_path).is_suspect("m@1")
+    (tmp_path / paths.BLACKBOX).write_bytes(bytes(BYTES - 1))
+
+    assert BlackBoxReader(tmp_path).is_suspect("m@1")
+
+
+def test_a_slot_says_that_a_request_executes_alone() -> None:
+    """The mark ends with the execution."""
+    memory = bytearray(BYTES)
+    activity = Activity(memory)
+    activity.launch.begin(Phase.EXECUTING, "m@1", alone=True)
+    assert read_slots(bytes(memory)) == [UnfinishedTask(Phase.EXECUTING, False, "m@1", alone=True)]
+    activity.launch.end()
+    activity.launch.begin(Phase.EXECUTING, "m@1")
+
+    (found,) = read_slots(bytes(memory))
+
+    assert not found.alone

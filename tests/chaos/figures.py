@@ -51,8 +51,6 @@ class Expected:
     victims: Collection[str] | None
     #: The reason why a request to a victim may stay unanswered; empty: it must be answered.
     excuse: str = ""
-    #: Models that do not recover by themselves, and why; all others must.
-    stays: Mapping[str, str] = field(default_factory=dict)
     #: Models whose requests may get each other's answers, and why.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
     #: Only requests in flight may fail or wait longer than LATE_S, and of each model those of the next execute().
@@ -124,7 +122,7 @@ def judge(
 
     def back(harmed: bool) -> float:
         # Strikes are meant to fail; the load shows whether the model is back.
-        asked = (r for r in records if r.protocol != STRIKE and r.model not in expected.stays)
+        asked = (r for r in records if r.protocol != STRIKE)
         return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
 
     waits = [r.ended - max(r.sent, stretch.strike) for r in touched if r.outcome != UNANSWERED]
@@ -273,7 +271,6 @@ def remarks(row: Row, expected: Expected) -> list[str]:
         *(f"FAILED: {text}" for text in row.problems),
         *([f"errors: {', '.join(errors)}"] if errors else []),
         *([f"* {expected.excuse}"] if row.unanswered and expected.excuse else []),
-        *(f"{model} does not come back by itself: {why}" for model, why in expected.stays.items()),
         *(f"wrong answers of {model}: {why}" for model, why in expected.mixes_up.items() if row.wrong),
         *row.notes,
     ]

@@ -84,11 +84,10 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:
     """Wait until all models have answered right for a while, the time is over, or the server died."""
-    awaited = clients.models - set(fault.expected.stays)
     well_since: float | None = None
     while house.alive and (now := time.monotonic()) < relief + fault.patience:
         # A model that does not answer at all is not well, either.
-        if not clients.right_since(max(relief, now - pace.settled)) >= awaited:
+        if not clients.right_since(max(relief, now - pace.settled)) >= clients.models:
             well_since = None
         elif well_since is None:
             well_since = now

@@ -1,0 +1,119 @@
+"""Runtimes that end while a request executes: a crash may be the request's fault, a kill is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from rsrv.wire import paths
+from rsrv.wire.blackbox import Phase, read_slots
+from rsrv.wire.socket import read_status
+from tests.e2e import bundles
+from tests.e2e.calls import Caller, caller, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.e2e.test_guard import check_exact, sudden
+from tests.waiting import wait_until
+
+#: steps of a request that executes for weeks, and of one that executes long enough to be seen
+ENDLESS, LONG = 2**31 - 1, 2000
+CLIENTS = 16
+
+
+@pytest.fixture
+def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
+    made = {path.name: path for path in bundles.ensure().iterdir()}
+    env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "RSRV_STUB__RETRY_S": "60"}
+    return start_triton(make_repository(tmp_path, made["sudden"], made["exact"]), env=env)
+
+
+def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
+    """Wait until the runtime executes a request, alone or not."""
+    box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
+
+    def executes() -> bool:
+        with suppress(FileNotFoundError):
+            slots = read_slots(box.read_bytes())
+            return any((one.phase, one.alone) == (Phase.EXECUTING, alone) for one in slots)
+        return False
+
+    wait_until(executes, 60, what="an execution")
+
+
+def end_runtime(server: RunningTriton, number: signal.Signals) -> None:
+    """Send the runtime a signal, and wait for the next one. The loop may execute, and then tells no pid."""
+    box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
+
+    def inode() -> int | None:
+        with suppress(FileNotFoundError):
+            return box.stat().st_ino
+        return None
+
+    before = inode()
+    os.kill(next(pid for pid in pids() if maps(pid, box)), number)
+    wait_until(lambda: inode() not in (None, before), what="the next runtime")
+
+
+def maps(pid: int, box: Path) -> bool:
+    """Tell whether a process maps the black box."""
+    with suppress(OSError):
+        return any(line.endswith(f" {box}") for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return False
+
+
+def pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+@contextmanager
+def crowd(server: RunningTriton) -> Iterator[None]:
+    """Have clients ask both models all the time, who check every answer."""
+    over = threading.Event()
+
+    def ask(number: int, call: Caller) -> None:
+        while not over.is_set():
+            check_exact(call) if number % 2 else sudden(call, number)
+
+    with ExitStack() as stack, ThreadPoolExecutor(CLIENTS) as pool:
+        calls = [stack.enter_context(caller(server)) for _ in range(CLIENTS)]
+        asking = [pool.submit(ask, number, call) for number, call in enumerate(calls)]
+        try:
+            yield
+        finally:
+            over.set()
+        for one in asking:
+            one.result(60)
+
+
+def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTriton) -> None:
+    """A crowd asks both models meanwhile: each answer is right, and the hostile request's repetition ends no runtime."""
+    with caller(server) as call, ThreadPoolExecutor(1) as pool:
+        sudden(call, 3)
+        refused = pool.submit(refusal, lambda: sudden(call, ENDLESS))
+        wait_for_execution(server)
+        with crowd(server):
+            end_runtime(server, signal.SIGSEGV)
+            wait_for_execution(server, alone=True)
+            end_runtime(server, signal.SIGSEGV)
+            refused.result(60).assert_is("INTERNAL", "grpc")
+            check_exact(call)
+            latest = read_status(server.pid)["pid"]
+            refusal(lambda: sudden(call, ENDLESS)).assert_is("INTERNAL", "grpc")
+        assert read_status(server.pid)["pid"] == latest
+
+
+@pytest.mark.long
+def test_kills_cost_no_answer(server: RunningTriton) -> None:
+    """A request executes while two runtimes are killed, and is answered by the third."""
+    with caller(server) as call, ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(sudden, call, LONG)
+        for _ in range(2):
+            wait_for_execution(server)
+            end_runtime(server, signal.SIGKILL)
+        answered.result(60)

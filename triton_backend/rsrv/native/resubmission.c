@@ -14,7 +14,9 @@
 #define TICK_NS (20 * 1000000ll)
 #define CANCELLED_EACH_NS (50 * 1000000ll)
 
-static const char SUSPECT[] = "two runtimes ended while they executed this request, so it is not tried again";
+static const char SUSPECT[] =
+    "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
+    "inputs; the server's log has the stacks of the crash, or says that the execution hung";
 
 // Guards what waits, of all models; taken before a link's lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;

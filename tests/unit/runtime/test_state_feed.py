@@ -194,7 +194,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
     """A model that is refused for its past is one failed entry, for any number of tries."""
     box = BlackBox(tmp_path)
     key = f"a@{read_bundle(doublings['a']).digest[:12]}"
-    box.history.add(key, Death("EXECUTING", "hung", 0.0))
+    box.history.add(key, Death("LOADING", "hung", 0.0))
     runtime = start_runtime(blackbox=box)
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a"])
     with Watcher(runtime) as watcher:

@@ -708,7 +708,7 @@ def test_a_model_that_is_not_tried_sweeps_nothing(
     swept: list[HostStore] = []
     monkeypatch.setattr(HostStore, "sweep", lambda store: swept.append(store))
     box = BlackBox(tmp_path)
-    box.history.add(f"a@{read_bundle(doublings['a']).digest[:12]}", Death("EXECUTING", "hung", 0.0))
+    box.history.add(f"a@{read_bundle(doublings['a']).digest[:12]}", Death("LOADING", "hung", 0.0))
     runtime = start_runtime(blackbox=box)
 
     to_blame = register(runtime, "a", doublings["a"])

@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         except DeviceError as error:
             # For operators: neither a process that has ended nor its successor, before it has looked, says why.
             with suppress(OSError):
-                note.write_text(str(error))
+                paths.write_whole(note, str(error))
             # From the first failure on: importing jax alone may take longer.
             missing_since = min(missing_since, time.monotonic())
             if time.monotonic() - missing_since < _WITHOUT_DEVICE_S:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.runtime.cuda import find_card
-from rsrv.wire.paths import DEVICES, read_devices
+from rsrv.wire.paths import DEVICES, read_devices, write_whole
 
 #: seconds that the server before may take to end
 CARD_TIMEOUT_S = 10.0
@@ -224,14 +224,11 @@ def keep_devices(directory: Path, found: Callable[[], list[str]]) -> list[str]:
 
     `directory` is that of device 0. Raises OSError, and what `found` raises.
     """
-    path = directory / DEVICES
-    beside = path.with_name(f"{DEVICES}.new")
     try:
         return read_devices(directory)
     except FileNotFoundError:
         devices = found()
-    beside.write_text(json.dumps(devices))
-    beside.rename(path)
+    write_whole(directory / DEVICES, json.dumps(devices))
     return devices
 
 

@@ -344,7 +344,7 @@ class Launcher:
         try:
             self._start(directory)
         except LaunchError as error:
-            failure.write_text(str(error))
+            paths.write_whole(failure, str(error))
             raise
         failure.unlink(missing_ok=True)
 

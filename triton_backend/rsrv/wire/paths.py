@@ -49,6 +49,13 @@ def read_devices(directory: Path) -> list[str]:
     return devices
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which others read the old text or the new one at any time, and no part."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.rename(path)
+
+
 def runtime_command(
     python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int | None = None
 ) -> list[str]:

@@ -1,12 +1,16 @@
 """Reconnecting after a crash of the runtime: the back-off, and the failures of clients meanwhile."""
 
+import socket
 import threading
+from contextlib import suppress
 
 import pytest
 
-from rsrv.stub.connection import Greeted, LaunchError, Rejected
+from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection
 from rsrv.stub.session import DOWN, Session
-from rsrv.wire.socket import Closed
+from rsrv.wire.calls import RunExit
+from rsrv.wire.frames import Status
+from rsrv.wire.socket import Closed, Receiver
 
 
 class Backoffs(threading.Event):
@@ -87,3 +91,24 @@ def test_a_first_load_outlives_crashes_of_the_runtime() -> None:
     with pytest.raises(Closed):
         session.begin()
     assert next(attempts, None) is None
+
+
+def test_any_thread_may_ask_whether_the_runtime_reads() -> None:
+    """Also while another one waits for it to read."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(16)).cast("Q"), 1))
+    sent = 0
+    with suppress(BlockingIOError):
+        while ours.send(b"frame"):
+            sent += 1
+    leaving = threading.Thread(target=connection.leave, args=(RunExit(1, Status.OK), 60.0))
+    leaving.start()
+
+    assert not any(connection.reads for _ in range(10_000))
+
+    for _ in range(sent):
+        theirs.recv(100)
+    leaving.join()
+    theirs.close()
+    connection.close()
+    assert not connection.reads

@@ -312,8 +312,12 @@ class RuntimeConnection:
 
     @property
     def reads(self) -> bool:
-        """True if the runtime reads."""
-        return bool(self._writable.poll(0))
+        """True if the runtime reads. Thread-safe: a poll object serves one thread at a time."""
+        fd, poll = self.sock.fileno(), select.poll()
+        if fd < 0:
+            return False
+        poll.register(fd, select.POLLOUT)
+        return bool(poll.poll(0))
 
     @property
     def closed_by_others(self) -> bool:

@@ -363,7 +363,7 @@ class DirectRun:
             call.end(self._refused or RequestFailure(done.status, done.text))
         else:
             call.end(self._results(call))
-        call.values.clear()
+            call.values.clear()  # a call that failed may be repeated
         call.resolve()
 
     def look(self) -> None:

@@ -268,18 +268,19 @@ class Scheduler:
 
     def _keep_device(self) -> None:
         """Let nothing begin on the device while a request that executes alone is next, or executes."""
-        compaction = self._residency.compaction
-        if self._queues.alone or compaction.alone:
-            name = self._discipline.choose() if self._queues.alone else None
-            front = None if name is None else self._models[name].front
-            compaction.keep_device(self._running.alone or (front is not None and front.front_alone))
+        name = self._discipline.choose() if self._queues.alone else None
+        front = None if name is None else self._models[name].front
+        self._residency.compaction.keep_device(
+            self._running.alone or (front is not None and front.front_alone)
+        )
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
         running, compaction = self._running, self._residency.compaction
         if len(running) >= self.settings.depth or compaction.stops or self._is_closed:
             return
-        self._keep_device()
+        if self._queues.alone or compaction.alone:
+            self._keep_device()
         if compaction.alone and (running or not self._residency.idle):
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
@@ -441,7 +442,8 @@ class Scheduler:
 
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the next load, unless the device is kept. Evictions may have changed which request is next."""
-        self._keep_device()
+        if self._queues.alone or self._residency.compaction.alone:
+            self._keep_device()
         self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:

@@ -58,10 +58,12 @@ class Workers:
         for name in workers.keys() - following.keys():
             following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")
         left = sorted(following.keys() - workers.keys())
+        if not left:
+            return []
         await _end([following.pop(name) for name in left])
         # Their queued events come first.
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
-        return [*waiting, *((name, "gone", "null") for name in left)] if left else []
+        return [*waiting, *((name, "gone", "null") for name in left)]
 
     async def _follow(self, name: str, queue: asyncio.Queue[Event]) -> None:
         while True:

@@ -92,6 +92,27 @@ async def test_a_closed_connection_is_reported_and_opened_again() -> None:
             await second.close()
 
 
+class _Burst:
+    """Control service that sends three events at once."""
+
+    async def WatchPage(self, request: Any, metadata: Any) -> AsyncIterator[Any]:
+        for number in range(3):
+            yield pb.WatchPageResponse(event="log", json=str(number))
+
+
+@looped
+async def test_events_wait_for_a_slow_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that came before the next look at the workers are sent after it."""
+    async with fleet() as (world, workers, _):
+        world.controls["bare:8001"] = ControlClient(_Burst(), ())
+        async with aclosing(workers.events()) as events:
+            found = [await find(events, "bare:8001", "log")]
+            loop = asyncio.get_running_loop()
+            monkeypatch.setattr(loop, "time", lambda time=loop.time: time() + 1)
+            found += [await find(events, "bare:8001", "log") for _ in range(2)]
+    assert found == [0, 1, 2]
+
+
 async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> Any:
     async for event in events:
         if event[:2] == (server, name):

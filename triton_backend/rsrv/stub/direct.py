@@ -371,6 +371,10 @@ class DirectRun:
         with suppress(TimeoutError, RequestFailure):
             self._receive(0)
 
+    def suspect_calls(self) -> None:
+        """Suspect a call through Triton: only the callee's stub knows whether the device had it."""
+        self.suspect = self.down and self._connection.ended_by()
+
     def fail(self, failure: RequestFailure) -> None:
         """Fail all calls in flight, for the connection must not be used any more."""
         self.broken = True

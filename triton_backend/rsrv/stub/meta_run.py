@@ -286,8 +286,7 @@ class RepeatedCall:
         if isinstance(self._pending, DirectCall):
             return self._run.is_lost(self._place, failure)
         if self._run.is_lost(self._place, failure):
-            # Only the callee's stub knows whether the device had the call.
-            self._place.first.suspect = True
+            self._place.first.suspect_calls()
             return True
         # The callee's stub may have lost the runtime first, or may not have reached the next one yet.
         return failure.status is Status.RUNTIME_DOWN and failure.text == DOWN

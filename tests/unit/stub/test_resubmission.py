@@ -188,6 +188,63 @@ def test_waiting_requests_are_bounded(outage: Outage) -> None:
     assert DOWN in failure_of(outage.add(FakeRequest({})))
 
 
+def test_a_second_death_is_told_where_no_more_requests_may_wait(outage: Outage) -> None:
+    """Its client must not send the request again, which the text of a full queue invites to."""
+    for _ in range(MAX_REQUESTS):
+        outage.add(FakeRequest({}))
+
+    assert "not tried again" in failure_of(outage.add(deaths=MAX_DEATHS))
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_unloading_while_requests_are_submitted_ends_each_once(
+    outage: Outage, is_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others end with the model's, and so does the one that finds no runtime; each counts once."""
+    counted: list[ClientRequest] = []
+    ended = OUTCOMES.ended
+
+    def count(one: ClientRequest, *how: Any) -> None:
+        counted.append(one)
+        ended(one, *how)
+
+    monkeypatch.setattr(OUTCOMES, "ended", count)
+
+    def place(request: ClientRequest) -> bool:
+        if outage.session.attachment is None:
+            return False
+        outage.resubmission.close()
+        if is_back:
+            outage.submitted.append(request)
+        return is_back
+
+    outage.resubmission.place = place
+    requests = [outage.add() for _ in range(3)]
+    outage.session.attachment = object()
+
+    expected = requests[1:] if is_back else requests
+    assert all("unloaded" in failure_of(one) for one in expected)
+    wait_until(lambda: not outage.resubmission._running)
+    assert sorted(id(one.triton) for one in counted) == sorted(map(id, expected))
+
+
+def test_inputs_are_compared_for_as_long_as_a_crash_counts(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal inputs are refused, other ones are not, and after an hour nothing is hashed any more."""
+    hostile = {"x": np.zeros((1, 3), np.float32)}
+    outage.resubmission.remember(hostile)
+    with pytest.raises(RequestFailure, match="not tried again"):
+        outage.resubmission.check({"x": hostile["x"].copy()})
+    for other in (hostile["x"] + 1, hostile["x"].astype(np.int32), hostile["x"].reshape(3, 1)):
+        outage.resubmission.check({"x": other})
+
+    outage.now += 3600.0
+
+    monkeypatch.setattr("rsrv.stub.resubmission._digest", lambda arrays: pytest.fail("it is hashed"))
+    outage.resubmission.check(hostile)
+
+
 @pytest.mark.parametrize(
     ("end", "text"),
     [

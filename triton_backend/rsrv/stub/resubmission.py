@@ -67,6 +67,8 @@ class Resubmission:
         self._suspect: ClientRequest | None = None
         #: digest of the inputs of requests that ended two runtimes -> when it is forgotten
         self._hostile: dict[bytes, float] = {}
+        #: when all are
+        self._hostile_until = 0.0
         self._running = False
         self._closed = False
 
@@ -126,11 +128,14 @@ class Resubmission:
         with self._lock:
             if len(self._hostile) == _MAX_DIGESTS:
                 del self._hostile[next(iter(self._hostile))]
-            self._hostile[_digest(arrays)] = self._clock() + _DIGEST_COUNTS_S
+            self._hostile_until = self._clock() + _DIGEST_COUNTS_S
+            self._hostile[_digest(arrays)] = self._hostile_until
 
     def check(self, arrays: Mapping[str, Array]) -> None:
         """Raise RequestFailure if a request with these inputs ended two runtimes. Without such a request, nothing is hashed."""
-        if self._hostile and self._clock() < self._hostile.get(_digest(arrays), 0.0):
+        if not self._hostile or (now := self._clock()) >= self._hostile_until:
+            return
+        if now < self._hostile.get(_digest(arrays), 0.0):
             raise RequestFailure(Status.INTERNAL, SUSPECT)
 
     def look(self) -> None:
@@ -138,7 +143,6 @@ class Resubmission:
         now = self._clock()
         with self._lock:
             waiting = list(self._waiting)
-        over: set[WaitingRequest] = set()
         is_down, checks = False, MAX_CHECKS
         for one in waiting:
             request = one.request
@@ -148,19 +152,14 @@ class Resubmission:
                 if _is_cancelled(request):
                     failure = RequestFailure(Status.CANCELLED, "the request was cancelled")
             if failure is not None:
-                _end(one, failure)
-                over.add(one)
-            elif not is_down and not (request.deaths and self._has_suspect()):
+                if self._take(one):
+                    _end(one, failure)
+            elif not is_down and not (request.deaths and self._has_suspect()) and self._take(one):
                 if request.deaths:
                     self._suspect = request  # before it is submitted: it may come back before `place` returns
                 is_down = not self._submit(one)
-                if not is_down:
-                    over.add(one)
-                elif request.deaths:
-                    self._suspect = None
-        if over:
-            with self._lock:
-                self._waiting = [one for one in self._waiting if one not in over]
+                if is_down:
+                    self._give_back(one)
 
     def close(self) -> None:
         """End all waiting requests, and take no more."""
@@ -170,15 +169,36 @@ class Resubmission:
         for one in waiting:
             _end(one, RequestFailure(Status.RUNTIME_DOWN, UNLOADED))
 
+    def _take(self, one: WaitingRequest) -> bool:
+        """Take a request out, to submit or to end it; False: `close` has ended it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._waiting.remove(one)
+            return True
+
+    def _give_back(self, one: WaitingRequest) -> None:
+        """Have a request wait on that could not be submitted, as the next one."""
+        with self._lock:
+            if one.request is self._suspect:
+                self._suspect = None
+            if not self._closed:
+                self._waiting.insert(0, one)
+                return
+        _end(one, RequestFailure(Status.RUNTIME_DOWN, UNLOADED))
+
     def _why_not(self, one: WaitingRequest, now: float) -> RequestFailure | None:
         """Return the reason why a request cannot begin to wait."""
         if one.request.failure is not None:
             return one.request.failure
-        nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
         # Only the runtime that is gone knows the run of a sub-call, which its meta model repeats in the next one.
-        if one.request.params.run or len(self._waiting) >= MAX_REQUESTS or nbytes > MAX_BYTES:
+        if one.request.params.run:
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
-        return self._why_over(one.request, now)
+        failure = self._why_over(one.request, now)
+        nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
+        if failure is None and (len(self._waiting) >= MAX_REQUESTS or nbytes > MAX_BYTES):
+            return RequestFailure(Status.RUNTIME_DOWN, DOWN)
+        return failure
 
     def _why_over(self, request: ClientRequest, now: float) -> RequestFailure | None:
         """Return the reason why a request cannot wait any longer."""

@@ -350,6 +350,28 @@ def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: St
     assert_y(answer_of(one), rows(1, 15))
 
 
+def test_a_run_that_began_again_waits_for_retry_s_after_the_next_death(
+    deaths: Deaths, start_meta: StartMeta
+) -> None:
+    """Answers of calls that are not repeated count, too."""
+    pause, begun, now = Pause(), list[float](), [0.0]
+    engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
+    engine._process.resubmission._clock = lambda: now[0]
+    one = request(value=5)
+    assert engine.execute([one]) is None
+    for _ in range(2):
+        pause.reached()
+        deaths.die()
+        deaths.come_back()
+        wait_until(lambda: engine.ready)
+        now[0] += 1000.0
+        pause.go()
+    pause.reached()
+    pause.go()
+
+    assert_y(answer_of(one), rows(1, 24))
+
+
 @both_kinds
 @pytest.mark.parametrize("kind", ["deadline", "cancelled", "unloaded", "retry_s"])
 def test_a_run_waits_no_longer_than_its_request(

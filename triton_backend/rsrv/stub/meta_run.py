@@ -226,7 +226,7 @@ class PlacedRun:
         return found
 
     def progress(self) -> None:
-        """Let the run wait for `retry_s` again after a further death, for a repeated call has an answer."""
+        """Let the run wait for `retry_s` again after a further death, for a call has an answer."""
         self._one.request.retry_until = 0.0
 
     def end(self, status: Status) -> None:
@@ -248,7 +248,7 @@ class RepeatedCall:
         self._name = name
         self._place = run.place
         self._pending: Pending | None = None
-        self._paused = self._repeated = False
+        self._paused = False
         if isinstance(sent, DirectCall):
             self._pending = sent
         else:
@@ -278,15 +278,14 @@ class RepeatedCall:
                 await asyncio.sleep(_TICK_S)
 
     def _answered(self, results: Results) -> Results:
-        if self._repeated:
-            self._run.progress()
+        self._run.progress()
         return results
 
     def _is_lost(self, failure: RequestFailure) -> bool:
         if isinstance(self._pending, DirectCall):
             return self._run.is_lost(self._place, failure)
         if self._run.is_lost(self._place, failure):
-            self._place.first.suspect_calls()
+            self._place.callees[self._name][0].suspect_calls()
             return True
         # The callee's stub may have lost the runtime first, or may not have reached the next one yet.
         return failure.status is Status.RUNTIME_DOWN and failure.text == DOWN
@@ -300,7 +299,7 @@ class RepeatedCall:
         place = self._run.renew()
         if place is None:
             return False
-        self._place, self._paused, self._repeated = place, False, True
+        self._place, self._paused = place, False
         self._begin()
         return True
 

@@ -284,7 +284,7 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
 
 
 def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, start_meta: StartMeta) -> None:
-    """Its calls may be the cause; later runs are served."""
+    """Its calls may be the cause; later runs are served, but for those with its inputs."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     # No result begins with a byte of 0, as memory without one does: this device goes on after the death.
@@ -302,6 +302,10 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
     deaths.come_back()
     wait_until(lambda: engine.ready)
     assert_served(engine)
+    executed, again = len(deaths.runtime.device.executed), request(value=0.3)
+    assert engine.execute([again]) is None
+    assert_fails(answer_of(again), FakeError.INTERNAL, SUSPECT)
+    assert len(deaths.runtime.device.executed) == executed
 
 
 def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(

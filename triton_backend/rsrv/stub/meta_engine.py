@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -47,6 +48,7 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import OpenSpan
@@ -345,6 +347,9 @@ class MetaEngine:
             raise
         finally:
             run.end(status)
+            if one.request.deaths >= MAX_DEATHS:
+                with suppress(Exception):  # an answered request has no inputs any more
+                    self._process.resubmission.remember(self._read(one))
 
     def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
@@ -408,8 +413,12 @@ class MetaEngine:
             run.stage, run.further = device, True
             run.await_admission(until_ns)
 
+    def _read(self, one: MetaRequest) -> dict[str, Array]:
+        return read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
+
     def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
-        arrays = read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
+        arrays = self._read(one)
+        self._process.resubmission.check(arrays)
         rows = len(next(iter(arrays.values()))) if self._batched else None
         results = self._call_user(one, run, arrays, span)
         one.results = check_results(results, self._outputs, rows, "run", one.request.id)

@@ -13,6 +13,7 @@ from rsrv.address import Address
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.serve import view
 from rsrv.serve.view import Changes, endpoints
+from rsrv.wire.paths import CONTROL_SOCKET
 from tests.unit.serve.test_plan import planned
 
 
@@ -126,3 +127,29 @@ def test_without_a_control_service_no_models_are_counted(
                 return await anext(lines)
 
     assert asyncio.run(first()) == view.Line("Serving; which models, only the log shows", "serves")
+
+
+def test_a_control_service_is_asked_often_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come long after the server, and models become ready then: no attempt waits for longer than the one before."""
+    monkeypatch.setattr(view, "LOOK_S", 0.05)
+    monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
+    attempts = asyncio.Queue[None]()
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attempts.put_nowait(None)
+        writer.close()
+
+    async def count() -> None:
+        server = await asyncio.start_unix_server(refuse, tmp_path / CONTROL_SOCKET)
+        async with server, aclosing(view.follow(planned(), os.getpid(), {})) as lines:
+            following = asyncio.ensure_future(anext(lines))
+            # gRPC's own pauses would add up to 30 s.
+            async with asyncio.timeout(15):
+                for _ in range(8):
+                    await attempts.get()
+            following.cancel()
+            await asyncio.wait([following])
+
+    asyncio.run(count())

@@ -189,7 +189,11 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
 async def _watch(pid: int, changes: Changes) -> NoReturn:
     """Follow the control service of a server."""
     socket = runtime_directory(pid, "0") / CONTROL_SOCKET
-    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+    # By default gRPC waits longer and longer between attempts: models would become ready unseen for up to two minutes.
+    options = [
+        (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
+    ]
+    async with grpc.aio.insecure_channel(f"unix:{socket}", options=options) as channel:
         control = control_pb2_grpc.ControlStub(channel)
         while True:
             with suppress(grpc.RpcError):

@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", type=int, default=0, help="position in runtime.devices (default: 0)")
     parser.add_argument("--ready-fd", type=int, help="write 'ready' or the reason of a failure here")
     parser.add_argument("--listener-fd", type=int, help="be the spare of the runtime that listens here")
+    parser.add_argument("--runtime-fd", type=int, help="pidfd of that runtime")
     parser.add_argument("--soon", action="store_true", help="the runtime of this spare is about to end")
     options = parser.parse_args(argv)
 
@@ -79,8 +80,12 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         server = os.pidfd_open(options.server_pid)
-        if spare and not wait_for_turn(server, check=get_ready, soon=options.soon):
-            return 0
+        if spare:
+            if not wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon):
+                # There may be no runtime that would do so. The interpreter's own exit would wait for imports.
+                paths.remove(options.directory)
+                os._exit(0)
+            os.close(options.runtime_fd)
         # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
         from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
@@ -101,9 +106,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = _read_settings(options)
         logs.setup(settings.logs.format)
         environment = dict(os.environ)
-        # The kernel closes a killed process's files one after another, so a spare may be here before the lock is free.
-        if paths.hold(options.directory, wait=spare) is None:
-            # Another runtime serves already; the stub that started it died. The other stubs connect to it.
+        if paths.hold(options.directory) is None:
+            # Another runtime serves already: a stub that died has started it, or there were two spares during a restart.
             _say(options.ready_fd, "ready")
             return 0
         base = options.directory.parent
@@ -237,7 +241,6 @@ def main(argv: list[str] | None = None) -> int:
             target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
         ).start()
     command = _command(options.directory, options, str(options.device), environment)
-    command += ["--listener-fd", str(listener.fileno())]
     keeper = SpareKeeper(command, environment, listener.fileno(), lambda: loop.building)
     loop.prepare_restarts(keeper.renew)
     if settings.runtime.spare:

@@ -58,10 +58,12 @@ class SpareKeeper:
         is_building: Callable[[], bool],
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`command` starts a spare, which gets the descriptor `listener`; `rest` sleeps for a number of seconds."""
-        self._command = command
+        """`command` starts a spare, but for the descriptors that it gets; `rest` sleeps for a number of seconds."""
+        # No pid, which another process may have by then.
+        runtime = os.pidfd_open(os.getpid())
+        self._descriptors = listener, runtime
+        self._command = [*command, "--listener-fd", str(listener), "--runtime-fd", str(runtime)]
         self._environment = environment
-        self._listener = listener
         self._is_building = is_building
         self._rest = rest
         self._lock = threading.Lock()
@@ -77,8 +79,11 @@ class SpareKeeper:
             try:
                 with self._lock:
                     spare = self._spare = self._spare or self._start(self._command)
-                ended = f"ended with status {spare.process.wait()}"
+                status = spare.process.wait()
                 spare.sock.close()
+                ended = f"ended with status {status}"
+                if not status:
+                    return  # the server has ended, and so does this process
             except OSError as error:
                 spare, ended = None, f"cannot be started: {error}"
             with self._lock:
@@ -119,7 +124,7 @@ class SpareKeeper:
             process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
-                pass_fds=(self._listener,),
+                pass_fds=self._descriptors,
                 start_new_session=True,
                 env=self._environment,
             )
@@ -132,7 +137,7 @@ class SpareKeeper:
 
 
 class _Spare(NamedTuple):
-    """The process, and a socket whose other end is its standard input: the kernel closes ours when this process dies."""
+    """The process, and a socket whose other end is its standard input, for its answer."""
 
     process: "subprocess.Popen[bytes]"
     sock: socket.socket
@@ -154,6 +159,7 @@ class _Spare(NamedTuple):
 
 def wait_for_turn(
     server: int,
+    runtime: int,
     modules: Sequence[str] = _MODULES,
     check: Callable[[], object] = lambda: None,
     *,
@@ -161,34 +167,48 @@ def wait_for_turn(
 ) -> bool:
     """In the spare: import everything, and wait until the runtime that started this process ends.
 
-    `server` is tritonserver's pidfd. `check` raises an exception if this process could not serve. `soon`: the runtime ends
-    when it hears that this process is ready. Returns False if the server has ended, too.
+    `server` and `runtime` are pidfds. `check` raises an exception if this process could not serve. `soon`: the runtime
+    ends when it hears that this process is ready. Returns False at once if the server ends: this process must end, too,
+    without a wait for its threads.
     """
-    problems: list[str] = []
-    thread = threading.Thread(
-        target=_import, args=(modules, problems, 0 if soon else _NICENESS), name="import"
-    )
-    thread.start()
-    thread.join()
+    niceness = 0 if soon else _NICENESS
+    prepared, preparing = os.pipe()
+    arguments = (modules, check, niceness, preparing)
+    # A daemon: imports and `check` may take long, and the server ends meanwhile.
+    threading.Thread(target=_prepare, args=arguments, name="import", daemon=True).start()
     try:
-        check()
-    except Exception as error:  # noqa: BLE001 - told to the runtime
-        problems.append(str(error))
-    with suppress(OSError):  # the runtime has just ended
-        os.write(sys.stdin.fileno(), (problems[0] if problems else _READY).encode()[:4000])
-    ready, _, _ = select.select([server, sys.stdin.fileno()], [], [])
-    return server not in ready
+        return all(server not in select.select([server, end], [], [])[0] for end in (prepared, runtime))
+    finally:
+        os.close(prepared)
 
 
-def _import(modules: Sequence[str], problems: list[str], niceness: int) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int, preparing: int) -> None:
+    """Import the modules, check, and tell the runtime the result on standard input; then close `preparing`."""
+    try:
+        # A thread may not become less nice than its process.
+        niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        problem = _import(modules)
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - told to the runtime
+            problem = problem or str(error)
+        with suppress(OSError):  # the runtime has just ended
+            os.write(sys.stdin.fileno(), (problem or _READY).encode()[:4000])
+    finally:
+        os.close(preparing)
+
+
+def _import(modules: Sequence[str]) -> str:
+    """Return the first reason why a module of ours cannot be imported; the others are only imported ahead of their use."""
+    problem = ""
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - told to the runtime
-            # The others are only imported ahead of their use.
             if name.startswith("rsrv"):
-                problems.append(f"{name} cannot be imported: {error}")
+                problem = problem or f"{name} cannot be imported: {error}"
     # The collection after each model's build does not look at these modules then.
     gc.collect()
     gc.freeze()
+    return problem

@@ -93,14 +93,14 @@ def make_private(directory: Path) -> None:
             ) from None
 
 
-def hold(directory: Path, *, wait: bool = False) -> int | None:
+def hold(directory: Path) -> int | None:
     """Lock a runtime's directory; return the lock's descriptor, or None if another process has the lock.
 
-    The kernel releases the lock with the process, so an unlocked directory has no runtime. With `wait`, wait for that.
+    The kernel releases the lock with the process, so an unlocked directory has no runtime.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None

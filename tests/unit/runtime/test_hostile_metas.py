@@ -107,6 +107,7 @@ MISDEEDS: dict[str, list[Deed]] = {
     "a request that is too large": [lambda p: p.enter(7, 8, request=(1 << 40) - 1)],
     "a callee that is not there": [ENTER, lambda p: p.call(7, callee=2)],
     "a variant that is not there": [ENTER, lambda p: p.call(7, variant=2)],
+    "unknown flags": [ENTER, lambda p: p.call(7, flags=2)],
     "too few inputs": [ENTER, lambda p: p.call(7, inputs=[])],
     "too many outputs": [ENTER, lambda p: p.call(7, outputs=[p.spot] * 2)],
     "an unknown segment": [ENTER, lambda p: p.call(7, inputs=[Spot(0, 77, 0)])],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks
+from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replicas import Replicas, StubProcess
@@ -18,6 +19,7 @@ from rsrv.stub.replies import Responses
 from rsrv.stub.resubmission import SUSPECT
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
+from rsrv.wire.blackbox import read_slots
 from tests.builders import write_meta
 from tests.fakes import FakeError, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
@@ -60,8 +62,8 @@ class Deaths:
         self.die()
         self.runtime.device.gate.set()
 
-    def come_back(self) -> None:
-        self.runtime = self._start(self._settings)
+    def come_back(self, box: BlackBox | None = None) -> None:
+        self.runtime = self._start(self._settings, blackbox=box)
 
 
 @pytest.fixture
@@ -306,6 +308,29 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
     assert engine.execute([again]) is None
     assert_fails(answer_of(again), FakeError.INTERNAL, SUSPECT)
     assert len(deaths.runtime.device.executed) == executed
+
+
+def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
+    deaths: Deaths, start_meta: StartMeta
+) -> None:
+    """If its calls end the next runtime, too, no other request is suspected; other runs' calls have company."""
+    pause, box = Pause(), BlackBox()
+    engine = start_meta(deaths.runtime, stopping(pause))
+    suspect, other = request(value=0.3), request(value=0.4)
+    deaths.runtime.device.gate.clear()
+    assert engine.execute([suspect]) is None
+    deaths.die_in_a_call()
+    deaths.come_back(box)
+    for one, alone in ((suspect, True), (other, False)):
+        if not alone:
+            assert engine.execute([one]) is None
+        pause.reached()
+        deaths.runtime.device.gate.clear()
+        pause.go()
+        assert deaths.runtime.device.gate.waiting.wait(20)
+        assert [task.alone for task in read_slots(bytes(box.memory))] == [alone]
+        deaths.runtime.device.gate.set()
+        assert answer_of(one).error is None
 
 
 def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(

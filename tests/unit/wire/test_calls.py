@@ -15,7 +15,7 @@ entrances = st.builds(Entrance, u64, u64, st.integers(-(2**63), 2**63 - 1), u16,
 leavings = st.builds(RunExit, u64, st.sampled_from(Status))
 releases = st.builds(Release, u64, u64)
 spots = st.lists(st.builds(Spot, st.sampled_from(Where), u32, u64), max_size=4)
-some_calls = st.builds(Call, u64, u64, u16, u16, u32, spots, spots)
+some_calls = st.builds(Call, u64, u64, u16, u16, u32, spots, spots, u32)
 
 
 @given(st.lists(entrances, max_size=5), st.lists(leavings, max_size=5), st.lists(releases, max_size=5))

@@ -134,6 +134,8 @@ class Requests:
         model = self._catalog.get(run.group.models[call.callee])
         if call.variant >= len(model.interface.variants):
             raise ProtocolError(f"CALL for variant {call.variant} of {len(model.interface.variants)}")
+        if call.flags > ALONE:
+            raise ProtocolError(f"CALL with unknown flags {call.flags}")
         variant = model.interface.variants[call.variant]
         sources = find_sources(run, connection, call, variant.inputs)
         targets, keep = find_targets(run, connection, call, variant.outputs)
@@ -153,7 +155,9 @@ class Requests:
                 self._end_request(id, Status.QUEUE_FULL, text)
                 return
             run.promised |= promised
-        request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
+        request = ev.Request(
+            id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id, call.flags != 0
+        )
         if run.admitted:
             self.arrived.append(request)
         else:

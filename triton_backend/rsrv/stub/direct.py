@@ -19,7 +19,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
 from rsrv.stub.tracing import OpenSpan, end_call
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
-from rsrv.wire.frames import Completion, ProtocolError, Status
+from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
@@ -161,6 +161,8 @@ class DirectRun:
         self.device = 0
         #: its device, if the run goes by stage
         self.stage: int | None = None
+        #: whether its calls execute alone, because a runtime died while it executed one
+        self.alone = False
         #: whether the run has begun on another device
         self.further = False
         #: set if the runtime refused the run
@@ -273,7 +275,8 @@ class DirectRun:
             self._calls[id] = call
             if call.span is not None:
                 self._connection.mark([call.span.mark(id)])
-            frame = Call(id, self._token, call.callee.index, plan.variant, plan.rows, spots, targets)
+            flags = ALONE if self.alone else 0
+            frame = Call(id, self._token, call.callee.index, plan.variant, plan.rows, spots, targets, flags)
             self._guard(lambda: self._connection.call([frame], self._releases()))
         except RequestFailure as failure:
             if failure.status is not Status.RUNTIME_DOWN:

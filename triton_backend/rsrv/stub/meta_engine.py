@@ -389,7 +389,7 @@ class MetaEngine:
         connection, callees = self._take_connection(one)
         request, (deadline_ns, priority, _) = one.request, one.request.params
         run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
-        run.entered, run.device = one.admitted, self.session.device
+        run.entered, run.device, run.alone = one.admitted, self.session.device, request.deaths > 0
         place.add(run, partial(self._release, one, connection, run))
         place.callees.update({name: (run, callee) for name, callee in callees.items()})
         return run, callees

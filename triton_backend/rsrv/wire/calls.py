@@ -58,9 +58,10 @@ class Call(NamedTuple):
     rows: int
     inputs: Sequence[Spot]
     outputs: Sequence[Spot]
+    flags: int = 0  # as a submission's
 
 
-_CALL = struct.Struct("<QQHHIHH4x")
+_CALL = struct.Struct("<QQHHIHHI")
 
 
 class RunExit(NamedTuple):
@@ -120,9 +121,8 @@ def pack_calls(calls: Sequence[Call]) -> list[bytes]:
     size = HEADER.size
     for call in calls:
         spots = (*call.inputs, *call.outputs)
-        fixed = _CALL.pack(
-            call.request, call.run, call.callee, call.variant, call.rows, len(call.inputs), len(call.outputs)
-        )
+        counts = len(call.inputs), len(call.outputs)
+        fixed = _CALL.pack(call.request, call.run, call.callee, call.variant, call.rows, *counts, call.flags)
         entry = b"".join((fixed, *(_SPOT.pack(*spot) for spot in spots)))
         if HEADER.size + len(entry) > MAX_FRAME:
             raise ProtocolError(f"a call with {len(spots)} tensors exceeds a frame of {MAX_FRAME} bytes")
@@ -145,11 +145,11 @@ def unpack_calls(frame: bytes | memoryview, count: int) -> list[Call]:
     at, calls = 0, []
     try:
         for _ in range(count):
-            request, run, callee, variant, rows, inputs, outputs = _CALL.unpack_from(body, at)
+            request, run, callee, variant, rows, inputs, outputs, flags = _CALL.unpack_from(body, at)
             at += _CALL.size
             spots = [Spot(*_SPOT.unpack_from(body, at + i * _SPOT.size)) for i in range(inputs + outputs)]
             at += len(spots) * _SPOT.size
-            calls.append(Call(request, run, callee, variant, rows, spots[:inputs], spots[inputs:]))
+            calls.append(Call(request, run, callee, variant, rows, spots[:inputs], spots[inputs:], flags))
     except struct.error:
         at = -1
     if at != len(body):

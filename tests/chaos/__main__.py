@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from tests.bench.report import table
+from tests.chaos.endurance import ENDURANCE
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import HEADERS, Row, cells, remarks, together
 from tests.chaos.house import NotPossible, houses
@@ -26,21 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="each fault once, with short pauses")
     parser.add_argument(
-        "--only", metavar="WORD", nargs="+", help="faults whose names hold one of these words"
+        "--only",
+        metavar="WORD",
+        nargs="+",
+        help="faults whose names hold one of these words; 'deaths': those in a row",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
     options = parser.parse_args(argv)
-    wanted = [kind for kind in FAULTS if not options.only or any(word in kind.name for word in options.only)]
+    known = (*FAULTS, *ENDURANCE)
+    wanted = (
+        [kind for kind in known if any(word in kind.name for word in options.only)]
+        if options.only
+        else FAULTS
+    )
     if not wanted:
-        parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in FAULTS))
-    until = time.monotonic() + (0 if options.quick else 60 * options.minutes)
+        parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in known))
+    minutes = 0.0 if options.quick else options.minutes
+    until = time.monotonic() + 60 * minutes
     rows: dict[type[Fault], list[Row]] = {}
     impossible: dict[type[Fault], str] = {}
     with houses() as get:
         for number, kind in enumerate(_turns(wanted, until, impossible)):
             try:
                 pace = QUICK if options.quick else FULL
-                row = run_fault(kind(), get(kind.house), pace, options.seed + number)
+                seed = options.seed + number
+                row = run_fault(kind.planned(minutes, seed), get(kind.house), pace, seed)
             except NotPossible as why:
                 impossible[kind] = str(why)
                 print(f"{kind.name}: not tried: {why}", flush=True)
@@ -57,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _turns(
     wanted: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
 ) -> Iterator[type[Fault]]:
-    """Yield each fault once, and then again until the time is over."""
+    """Yield each fault once, and those that take seconds again until the time is over."""
     yield from wanted
-    while time.monotonic() < until and (possible := [kind for kind in wanted if kind not in set(impossible)]):
+    again = [kind for kind in wanted if kind in FAULTS]
+    while time.monotonic() < until and (possible := [kind for kind in again if kind not in set(impossible)]):
         for kind in possible:
             if time.monotonic() >= until:
                 return

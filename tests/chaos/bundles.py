@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle.export import export_bundle
-from tests.chaos.questions import BREAKS, BULKY, BULKY_STEP, HEAVY, HEAVY_FACTORS, MOODS, mixing, mood
+from tests.chaos.questions import (
+    BREAKS,
+    BULKY,
+    BULKY_STEP,
+    HEAVY,
+    HEAVY_FACTORS,
+    LIGHT,
+    LIGHT_FACTORS,
+    MOODS,
+    mixing,
+    mood,
+)
 from tests.e2e import bundles
 from tests.e2e.harness import ROOT
 from tests.e2e.metas import write_meta, write_scale
@@ -89,7 +100,16 @@ def _moody(out_dir: Path) -> None:
 
 def _heavy(out_dir: Path) -> None:
     """i32 [n, 4] -> the weights there, which take a second to read."""
-    weights = np.arange(HEAVY, dtype=np.uint32) * np.uint32(HEAVY_FACTORS[out_dir.name])
+    _lookup(out_dir, HEAVY, HEAVY_FACTORS[out_dir.name])
+
+
+def _light(out_dir: Path) -> None:
+    """i32 [n, 4] -> the weights there, which are read at once."""
+    _lookup(out_dir, LIGHT, LIGHT_FACTORS[out_dir.name])
+
+
+def _lookup(out_dir: Path, elements: int, factor: int) -> None:
+    weights = np.arange(elements, dtype=np.uint32) * np.uint32(factor)
     export_bundle(
         lambda params, at: {"y": params["table"][at]},
         {"table": weights},
@@ -152,9 +172,16 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 }
 
 
-def ensure() -> Mapping[str, Path]:
-    """Return the bundles by name, built if necessary."""
+def ensure(*, many: bool = False) -> Mapping[str, Path]:
+    """Return the bundles by name, built if necessary; `many`: with the light ones."""
     here = Path(__file__)
-    own = bundles.ensure_made(OUTPUT, MAKERS, (here, here.with_name("questions.py")))
+    sources = (here, here.with_name("questions.py"))
+    own = bundles.ensure_made(OUTPUT, MAKERS, sources)
     borrowed = bundles.ensure()
-    return {name: own / name for name in MAKERS} | {name: borrowed / name for name in BORROWED}
+    made = {name: own / name for name in MAKERS} | {name: borrowed / name for name in BORROWED}
+    if many:
+        light = bundles.ensure_made(
+            OUTPUT.with_name("chaos_light"), dict.fromkeys(LIGHT_FACTORS, _light), sources
+        )
+        made |= {name: light / name for name in LIGHT_FACTORS}
+    return made

@@ -58,6 +58,11 @@ class Fault:
     #: The kind of its server.
     house: ClassVar[Kind] = "plain"
 
+    @classmethod
+    def planned(cls, minutes: float, seed: int) -> Fault:
+        """Return one for a run of so many minutes; 0: as short as possible."""
+        return cls()
+
     def prepare(self, house: House) -> None:
         """Make ready, before there is load. Raises NotPossible."""
 

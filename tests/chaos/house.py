@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
+import native_front
 from local_triton import TritonServer, free_ports
 from rsrv.control.stub_health import CONNECT_S
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
@@ -27,12 +28,13 @@ from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
-from tests.chaos.questions import Question
+from tests.chaos.questions import LIGHT_FACTORS, Question
 from tests.e2e.harness import EXPLICIT, RunningTriton, running_triton
 from tests.waiting import wait_until
 
-#: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`.
-Kind = Literal["plain", "devices", "clock", "serve"]
+#: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`; one with twenty
+#: models that clients call.
+Kind = Literal["plain", "devices", "clock", "serve", "crowded"]
 #: The models that are served from the start.
 SERVED = (
     "exact",
@@ -46,6 +48,8 @@ SERVED = (
     "bulky",
     "chain",
 )
+#: The models of the server with twenty.
+CROWD = ("exact", "only_rows", "elastic", "sudden", "fragile", "moody", "chain", *LIGHT_FACTORS)
 #: The callees of `chain`.
 INTERNAL = ("double", "triple")
 #: MiB of /dev/shm and of the disk for compiled models.
@@ -135,6 +139,7 @@ class House:
     def __init__(self, folder: Path, kind: Kind = "plain") -> None:
         """With a clock, `set_clock` sets the time of day of the runtime and its children."""
         self._folder = folder
+        self._kind = kind
         self._devices = "[cpu, cpu]" if kind == "devices" else "all"
         self._server = _SupervisedServer if kind == "serve" else _HousedServer
         self.bundles = folder / "bundles"
@@ -168,8 +173,9 @@ class House:
     def _prepare(self) -> None:
         self._disk.mkdir(mode=0o700)
         self.set_clock(0)
-        self._made = bundles.ensure()
-        for name in (*SERVED, *INTERNAL):
+        crowded = self._kind == "crowded"
+        self._made = bundles.ensure(many=crowded)
+        for name in (*(CROWD if crowded else SERVED), *INTERNAL):
             shutil.copytree(self._made[name], self.bundles / name)
         config = self._folder / "settings.yaml"
         config.write_text(
@@ -187,6 +193,8 @@ class House:
 
     def _generate(self, bundles: Path) -> None:
         """Add models to the repository."""
+        if os.environ.get("RSRV_STUB__FRONT") == "native":
+            native_front.ensure()
         options = ["-o", str(self.gen), "--config", str(self._config), "--link", "symlink"]
         with contextlib.redirect_stdout(None):
             status = rsrv_gen.main([str(bundles), *options])
@@ -265,6 +273,14 @@ class House:
         wait_until(
             lambda: self.status()["uptime_s"] > CONNECT_S, 2 * CONNECT_S, what="the runtime not to be new"
         )
+
+    def spare_pid(self) -> int | None:
+        """Return the pid of the process that takes the runtime's place, if there is one."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.runtime_pid()).children():
+                if "--listener-fd" in child.cmdline():
+                    return int(child.pid)
+        return None
 
     def runtime_folder(self) -> Path:
         return runtime_directory(self.server.pid, "0")

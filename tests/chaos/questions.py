@@ -24,10 +24,11 @@ class Question(NamedTuple):
 
 #: `fragile` answers three times its input, and its device fails for elements from here on.
 BREAKS = 1e6
-#: Elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB.
-HEAVY = 2**25
-#: Element i of these weights is i times this, in 32 bits.
+#: Elements of the weights of models that look up elements of theirs, u32: 128 MiB, and 1 MiB.
+HEAVY, LIGHT = 2**25, 2**18
+#: These models: element i of their weights is i times this, in 32 bits.
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
+LIGHT_FACTORS = {f"light{number:02}": 2654435761 + 2 * number for number in range(13)}
 #: Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
 BULKY, BULKY_STEP = 2**20, 2**12
 #: Rounds of `compiling`, each of which is compiled by itself.
@@ -110,10 +111,10 @@ def _moody(rng: np.random.Generator) -> Question:
     return Question({"x": x}, {"y": 2 * x + 1})
 
 
-def _heavy(name: str) -> Callable[[np.random.Generator], Question]:
+def _lookup(elements: int, factor: int) -> Callable[[np.random.Generator], Question]:
     def ask(rng: np.random.Generator) -> Question:
-        at = rng.integers(0, HEAVY, (1, 4)).astype(np.int32)
-        return Question({"at": at}, {"y": at.astype(np.uint32) * np.uint32(HEAVY_FACTORS[name])})
+        at = rng.integers(0, elements, (1, 4)).astype(np.int32)
+        return Question({"at": at}, {"y": at.astype(np.uint32) * np.uint32(factor)})
 
     return ask
 
@@ -144,9 +145,9 @@ QUESTIONS: Mapping[str, Callable[[np.random.Generator], Question]] = {
     "sudden": _sudden,
     "fragile": _fragile,
     "moody": _moody,
-    "heavy_a": _heavy("heavy_a"),
-    "heavy_b": _heavy("heavy_b"),
     "bulky": lambda rng: bulky(rng, 1),
     "compiling": _compiling,
     "chain": _chain,
+    **{name: _lookup(HEAVY, factor) for name, factor in HEAVY_FACTORS.items()},
+    **{name: _lookup(LIGHT, factor) for name, factor in LIGHT_FACTORS.items()},
 }

@@ -1,0 +1,256 @@
+"""Deaths of the runtime, one after another for minutes, while 64 clients ask 20 models.
+
+No request may fail, as each waits for the next runtime. No process may grow from death to death.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
+from statistics import median
+from typing import ClassVar, NamedTuple, Self
+
+from rsrv.wire.paths import DEATHS
+from tests.bench.processes import memory, server_processes
+from tests.chaos.faults import Fault
+from tests.chaos.figures import RIGHT, Expected, Record
+from tests.chaos.house import CROWD, House
+from tests.chaos.load import Load, clients
+from tests.e2e.harness import ROOT
+from tests.waiting import wait_until
+
+#: Seconds for all models to answer again, and for a spare to come: 30 s after its predecessor's end, if it is quiet.
+_PATIENCE, _SPARE_PATIENCE = 60.0, 90.0
+#: Longest pause in seconds between the models' return and the next kill: time for a spare to come, or not.
+_LONGEST_PAUSE = 6.0
+#: Growth of a process that is more than chance: a part of its former use, and MB and descriptors beside it.
+_PART, _MARGIN_MB, _MARGIN_DESCRIPTORS = 0.1, 32, 8
+
+
+class Death(NamedTuple):
+    """A way to die, and the time."""
+
+    way: str
+    at: float
+
+
+class Return(NamedTuple):
+    """Seconds from a death to the first right answer to a later request, and until all models have given one.
+
+    `longest` is the longest wait of a request that ended before the next death.
+    """
+
+    first: float
+    all: float
+    longest: float
+
+
+def returns(records: Iterable[Record], deaths: Sequence[Death], end: float) -> list[Return]:
+    """Return what followed each death; inf: the next death came earlier."""
+    ordered = sorted(records, key=lambda record: record.ended)
+    times = [record.ended for record in ordered]
+    models = {record.model for record in ordered}
+    found = []
+    for death, until in zip(deaths, [*(death.at for death in deaths[1:]), end], strict=True):
+        later = ordered[bisect_right(times, death.at) : bisect_right(times, until)]
+        firsts: dict[str, float] = {}
+        for record in later:
+            if record.sent > death.at and record.outcome == RIGHT:
+                firsts.setdefault(record.model, record.ended - death.at)
+        first = min(firsts.values(), default=inf)
+        last = max(firsts.values()) if firsts.keys() == models else inf
+        longest = max((record.ended - record.sent for record in later), default=0.0)
+        found.append(Return(first, last, longest))
+    return found
+
+
+def summary(records: Iterable[Record], deaths: Sequence[Death], end: float) -> Iterator[str]:
+    """Yield a line about each way to die."""
+    pairs = list(zip(deaths, returns(records, deaths, end), strict=True))
+    for way in sorted({death.way for death in deaths}):
+        mine = [one for death, one in pairs if death.way == way]
+        figures = ", ".join(
+            f"{what} {median(values):.2f} s, {max(values):.2f} s"
+            for what, some in (
+                ("first right answer", [one.first for one in mine]),
+                ("all models", [one.all for one in mine]),
+                ("longest request", [one.longest for one in mine]),
+            )
+            if (values := [seconds for seconds in some if seconds < inf])
+        )
+        yield f"{way}, {len(mine)} times; median and longest: {figures}"
+
+
+class Usage(NamedTuple):
+    """Memory of its own in MB, and descriptors, of a process or of several."""
+
+    megabytes: float = 0.0
+    descriptors: int = 0
+
+    def grew(self, before: Usage) -> bool:
+        return (
+            self.megabytes > before.megabytes * (1 + _PART) + _MARGIN_MB
+            or self.descriptors > before.descriptors * (1 + _PART) + _MARGIN_DESCRIPTORS
+        )
+
+    def __str__(self) -> str:
+        return f"{self.megabytes:.0f} MB, {self.descriptors} descriptors"
+
+
+def usage(house: House) -> dict[str, Usage]:
+    """Return the use of tritonserver, of all stubs together, of the runtime, and of the control process."""
+    roles = server_processes(house.server.pid, has_runtime=True)
+    if (control := house.control_pid()) is not None:
+        roles[control] = "control"
+    found: dict[str, Usage] = {}
+    for pid, role in roles.items():
+        before = found.get(role, Usage())
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        found[role] = Usage(before.megabytes + memory(pid).anonymous, before.descriptors + descriptors)
+    return found
+
+
+# --- ways to die --------------------------------------------------------------------------------------------------
+
+
+def _kill(house: House) -> None:
+    os.kill(house.runtime_pid(), signal.SIGKILL)
+
+
+def _crash(house: House) -> None:
+    os.kill(house.runtime_pid(), signal.SIGSEGV)
+
+
+def _kill_spare(house: House) -> None:
+    pid = wait_until(house.spare_pid, _SPARE_PATIENCE, what="a spare")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def _restart(house: House) -> None:
+    command = [sys.executable, "-m", "rsrv.cli.main", "restart", "--server", f"unix:{house.control_socket()}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, f"rsrv restart: {ended.stdout}{ended.stderr}"
+
+
+_WAYS: Mapping[str, Callable[[House], None]] = {
+    "kill -9": _kill,
+    "SIGSEGV": _crash,
+    "kill -9 of the spare": _kill_spare,
+    "rsrv restart": _restart,
+}
+
+
+# --- the faults ---------------------------------------------------------------------------------------------------
+
+
+class _Deaths(Fault):
+    """Deaths in a row."""
+
+    load = tuple(
+        client
+        for number, model in enumerate(CROWD)
+        for client in clients(model, grpc=2, http=2 if number < 4 else 1, pause=0.3)
+    )
+    expected = Expected(())
+    patience = _PATIENCE
+    house = "crowded"
+
+    def __init__(self, minutes: float = 0.0, seed: int = 0) -> None:
+        self._minutes = minutes
+        self._random = random.Random(seed)
+        self._deaths: list[Death] = []
+        self._before: dict[str, Usage] = {}
+        self._after: dict[str, Usage] = {}
+        self._problems: list[str] = []
+
+    @classmethod
+    def planned(cls, minutes: float, seed: int) -> Self:
+        return cls(minutes, seed)
+
+    def ways(self, load: Load) -> Iterator[str]:
+        """Yield the way of each death, when its time has come."""
+        raise NotImplementedError
+
+    def strike(self, house: House, load: Load) -> float:
+        began = time.monotonic()
+        for way in self.ways(load):
+            if len(self._deaths) == 1:
+                # The first runtime may have compiled, and none after it does.
+                self.wait_back(load)
+                self._before = usage(house)
+            # These crashes have other causes than the models, so none may be refused for them.
+            (house.runtime_folder() / DEATHS).unlink(missing_ok=True)
+            self._deaths.append(Death(way, time.monotonic()))
+            print(f"{self._deaths[-1].at - began:8.1f} s: {way}, death {len(self._deaths)}", flush=True)
+            try:
+                _WAYS[way](house)
+            except AssertionError as error:
+                self._problems.append(f"death {len(self._deaths)}: {error}")
+        self.wait_back(load)
+        self._after = usage(house)
+        self._records, self._end = load.records, time.monotonic()
+        return began
+
+    def wait_back(self, load: Load) -> None:
+        """Wait until each model has answered a request that was sent after the last death."""
+        last = self._deaths[-1].at
+
+        def back() -> bool:
+            missing = set(load.models)
+            for record in reversed(load.records):
+                if not missing or record.ended < last:
+                    break
+                if record.sent > last and record.outcome == RIGHT:
+                    missing.discard(record.model)
+            return not missing
+
+        wait_until(back, _PATIENCE, what=f"right answers of all models after death {len(self._deaths)}")
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from self._problems
+        for role, after in self._after.items():
+            if after.grew(self._before[role]):
+                yield f"{role} grew"
+
+    def notes(self) -> Iterable[str]:
+        yield from summary(self._records, self._deaths, self._end)
+        for role, after in self._after.items():
+            yield f"{role}: {self._before[role]} after the first death, {after} after the last"
+
+
+class KillsInARow(_Deaths):
+    """A hundred kills in ten minutes, ten at least."""
+
+    name: ClassVar[str] = "deaths in a row: kill -9 the runtime"
+
+    def ways(self, load: Load) -> Iterator[str]:
+        for _ in range(max(10, round(10 * self._minutes))):
+            yield "kill -9"
+            self.wait_back(load)
+            time.sleep(self._random.uniform(0, _LONGEST_PAUSE))
+
+
+class RandomDeaths(_Deaths):
+    """A death every 5 to 60 s, for a minute at least."""
+
+    name: ClassVar[str] = "deaths in a row: at random"
+
+    def ways(self, load: Load) -> Iterator[str]:
+        until = time.monotonic() + 60 * max(1.0, self._minutes)
+        while time.monotonic() < until:
+            began = time.monotonic()
+            yield self._random.choice(list(_WAYS))
+            pause = self._random.uniform(5, 60)
+            time.sleep(max(0.0, began + pause - time.monotonic()))
+
+
+#: Faults that take minutes, and run only if they are named.
+ENDURANCE: Sequence[type[Fault]] = (KillsInARow, RandomDeaths)

@@ -247,6 +247,24 @@ def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() ->
     assert not process.resubmission.place(request)
 
 
+def test_a_request_that_waited_goes_where_the_table_allows(
+    table: PlacementWriter, reader: PlacementReader
+) -> None:
+    """The weights of a pinned model load on no other device while one of its own is alive."""
+    process = StubProcess(Responses(FakePbUtils))
+    _, fakes = made(3, reader=reader, process=process)
+    table.write({"m": 0b011 | PINNED})
+    fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 50.0, 0.1
+    request = ClientRequest(FakeRequest({}), ArrivalTime.now())
+
+    assert process.resubmission.place(request)
+    assert fakes[1].taken == [request]
+
+    fakes[1].seconds = inf
+    assert process.resubmission.place(request)
+    assert fakes[2].taken == [request]
+
+
 def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementReader) -> None:
     """Each request is answered once, later, by a live device of the table that has the weights."""
 

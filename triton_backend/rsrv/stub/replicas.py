@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import inf
-from operator import itemgetter, methodcaller, or_
+from operator import methodcaller, or_
 from typing import Any, Protocol
 
 from rsrv.placement.batch_shares import Forecast, divide
@@ -44,7 +44,7 @@ class StubProcess:
         #: requests that wait for a runtime
         self.resubmission = Resubmission(self.sessions)
         self.resubmission.place = self._place
-        #: the live replicas, the first to answer first
+        #: the replica that gets a request that waited; none without a runtime
         self.live: Callable[[], Sequence[Any]] = lambda: ()
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
@@ -212,7 +212,8 @@ class Replicas:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
+    def _choose(self) -> ModelReplica:
+        """Return the replica that gets a batch, by the table as it is now."""
         if self._placement is not None:
             mask = self._placement.mask(time.monotonic())
             if mask != self._mask or self._placement.callees is not self._callees:
@@ -220,9 +221,12 @@ class Replicas:
                     self._mask, self._callees = mask, self._placement.callees
                     self._allow()
         if apart := self._apart:  # a device that joins may replace it at any time
-            return self._begin_stages(apart).execute(requests)
-        chosen = soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
-        if len(requests) > 1 and len(self._allowed) > 1:
+            return self._begin_stages(apart)
+        return soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
+
+    def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
+        chosen = self._choose()
+        if len(requests) > 1 and len(self._allowed) > 1 and not self._apart:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
             if len(shares) > 1:
                 self._hand_out(shares)
@@ -281,11 +285,9 @@ class Replicas:
                     log.exception("a request could not be answered")
 
     def _live(self) -> list[ModelReplica]:
-        """Return the replicas that have a runtime, the first to answer first; of a run by stage that where it begins."""
-        if apart := self._apart:
-            return [self._begin_stages(apart)]
-        found = sorted(((one.answers_in_s(), one) for one in self._replicas.values()), key=itemgetter(0))
-        return [one for seconds, one in found if seconds < inf]
+        """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""
+        chosen = self._choose()
+        return [chosen] if chosen.answers_in_s() < inf else []
 
     # --- the process --------------------------------------------------------------------------------------
 

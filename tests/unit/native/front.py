@@ -125,6 +125,13 @@ class Connection:
             if kind is not Kind.SEGMENT:
                 return kind, count, content
 
+    def receive_requests(self) -> tuple[int, bytes]:
+        """Return how many requests the next SUBMIT frame has, and the frame."""
+        kind, count, frame = self.receive()
+        while kind is not Kind.SUBMIT:
+            kind, count, frame = self.receive()
+        return count, frame
+
     def greet(self) -> None:
         """Exchange the first frames, and take the registration."""
         assert self.receive()[0] is Kind.HELLO
@@ -158,9 +165,8 @@ class Connection:
     def answer_all(self) -> None:
         """Answer requests until the front is gone."""
         while True:
-            kind, count, frame = self.receive()
-            if kind is Kind.SUBMIT:
-                self.answer(frame, count)
+            count, frame = self.receive_requests()
+            self.answer(frame, count)
 
 
 #: serves one connection of the front until it returns, or the front is gone

@@ -12,7 +12,7 @@ from rsrv.stub.deferred import LATE
 from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
 from rsrv.stub.session import DOWN
 from rsrv.wire import paths
-from rsrv.wire.frames import ALONE, Kind
+from rsrv.wire.frames import ALONE
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver, submissions
 from tests.unit.native.test_front import HOME, doubled, program, rejecting
 from tests.waiting import wait_until
@@ -27,9 +27,7 @@ def dying(retry_s: float = 60.0, *, launches: bool = False, after: int = 1) -> B
         connection.greet()
         connection.register(described(retry_s=retry_s))
         for _ in range(after):
-            kind, count, frame = connection.receive()
-            while kind is not Kind.SUBMIT:
-                kind, count, frame = connection.receive()
+            count, frame = connection.receive_requests()
             if launches:
                 connection.launch(frame, count)
 
@@ -95,9 +93,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         connection.greet()
         connection.register(described())
         while len(received) < 2:
-            kind, count, frame = connection.receive()
-            if kind is not Kind.SUBMIT:
-                continue
+            count, frame = connection.receive_requests()
             if not received:
                 connection.launch(frame, count)
                 seen.set()
@@ -165,6 +161,32 @@ def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
         assert all(one.endswith(f" 4 [rsrv:RUNTIME_DOWN] {DOWN}") for one in refused)
         outage.is_over.set()
         assert all(" ok 1 " in one for one in front.hear(MAX_REQUESTS))
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) -> None:
+    """It was executing at two deaths, and as many requests as may wait come back before it."""
+    has_suspect = threading.Event()
+
+    def die_again(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        _, suspect = connection.receive_requests()
+        has_suspect.set()
+        left = MAX_REQUESTS
+        while left:
+            left -= connection.receive_requests()[0]
+        connection.answer(suspect, 1)
+        count, frame = connection.receive_requests()
+        connection.launch(frame, count)
+
+    with Front(program, tmp_path, [dying(launches=True), die_again]) as front:
+        front.ask("open")
+        front.tell("batch 1 2")
+        assert has_suspect.wait(30)
+        front.tell(f"batch 10 {MAX_REQUESTS}")
+        answers = front.hear(MAX_REQUESTS + 2)
+        assert [one for one in answers if " ok " not in one] == [f"answer 2 1 {SUSPECT}"]
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -239,9 +261,7 @@ def test_many_deaths_leave_nothing(program: Path, tmp_path: Path) -> None:
         connection.register(described())
         life, left = next(lives, 0), 40
         while left:
-            kind, count, frame = connection.receive()
-            if kind is not Kind.SUBMIT:
-                continue
+            count, frame = connection.receive_requests()
             connection.launch(frame, count)
             if life % 2:
                 return

@@ -71,11 +71,13 @@ void resubmission_add(struct link* link, struct pending* one) {
     bool is_read = request_read_parameters(one), is_down = replicas_down(all, &down), waits = false;
     pthread_mutex_lock(&lock);
     if (one->suspect) one->suspect = all->has_suspect = false;
-    if (is_read && (one->run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES))
+    // First: a request that has ended two runtimes gets that reason, however many wait.
+    waits = is_read && !is_over(one, is_down ? &down : NULL, now);
+    if (waits && (one->run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES)) {
         // Only the runtime that is gone knows the run of a sub-call.
         request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
-    else
-        waits = is_read && !is_over(one, is_down ? &down : NULL, now);
+        waits = false;
+    }
     if (waits) {
         if (!all->waiting.first) {
             all->next_waiting = models;

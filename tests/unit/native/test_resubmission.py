@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.placement.device_choice import PINNED
 from rsrv.stub.deferred import LATE
 from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
 from rsrv.stub.session import DOWN
 from rsrv.wire import paths
 from rsrv.wire.frames import ALONE
+from rsrv.wire.placement_table import PlacementWriter
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver, submissions
-from tests.unit.native.test_front import HOME, doubled, program, rejecting
+from tests.unit.native.test_front import HOME, Device, doubled, program, rejecting
 from tests.waiting import wait_until
 
 __all__ = ["program"]
@@ -187,6 +189,40 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
         front.tell(f"batch 10 {MAX_REQUESTS}")
         answers = front.hear(MAX_REQUESTS + 2)
         assert [one for one in answers if " ok " not in one] == [f"answer 2 1 {SUSPECT}"]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_path: Path) -> None:
+    """The pinned device is back, so the other one gets no more requests, although it is idle."""
+    home, has_suspect, is_back = Device(), threading.Event(), threading.Event()
+    received: list[int] = []
+
+    def stand_in(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        while True:
+            count, frame = connection.receive_requests()
+            received.append(count)
+            has_suspect.set()
+            assert is_back.wait(30)
+            connection.answer(frame, count)
+
+    lives: list[list[Behaviour]] = [[dying(launches=True), home.serve], [stand_in]]
+    if HOME == 1:
+        lives.reverse()
+    with Front(program, tmp_path, *lives) as front:
+        table = PlacementWriter(front.directory(0) / paths.PLACEMENT)
+        table.write({"doubling": 1 << HOME | PINNED})
+        front.ask("open")
+        front.tell("batch 1 2")
+        assert has_suspect.wait(30)
+        log = tmp_path / "front.log"
+        wait_until(lambda: "reconnected" in log.read_text(), what="the pinned device to be back")
+        home.work_for(10000)
+        is_back.set()
+        assert front.hear(2) == [doubled(1), doubled(2)]
+        assert (received, home.answered) == ([1], 1)
+        table.close()
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

@@ -69,7 +69,7 @@ struct replicas {
     struct replicas* next_waiting;
 };
 
-// The first of a model's links whose runtime reads and answers first. NULL: there is none.
+// The link that gets a batch, by the placement table and by when its device answers. NULL: no runtime reads.
 struct link* replicas_soonest(struct replicas*);
 // False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon.
 bool replicas_down(struct replicas*, struct text* why);

@@ -102,7 +102,7 @@ static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least)
     return chosen;
 }
 
-static struct link* choose(struct replicas* all) {
+struct link* replicas_soonest(struct replicas* all) {
     uint64_t mask = placement_mask(all->digest);
     int64_t least = INT64_MAX, elsewhere;
     struct link* chosen = mask ? soonest(all, mask, &least) : NULL;
@@ -110,6 +110,12 @@ static struct link* choose(struct replicas* all) {
         struct link* other = soonest(all, ~mask, &elsewhere);
         if (!chosen || (double)elsewhere < ELSEWHERE * (double)least) chosen = other;
     }
+    return chosen;
+}
+
+// Also without a runtime: a link has the batch wait for one.
+static struct link* choose(struct replicas* all) {
+    struct link* chosen = replicas_soonest(all);
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
     return chosen;
 }
@@ -128,11 +134,6 @@ void replicas_submit(
         struct link* link = device >= 0 && device < all->count ? all->links[device] : NULL;
         link_submit(link ? link : choose(all), instance, requests + from, to - from);
     }
-}
-
-struct link* replicas_soonest(struct replicas* all) {
-    int64_t least;
-    return soonest(all, UINT64_MAX, &least);
 }
 
 bool replicas_down(struct replicas* all, struct text* why) {

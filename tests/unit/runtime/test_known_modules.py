@@ -76,18 +76,28 @@ def test_known_modules_are_not_parsed(
     ]
 
 
-def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
-    """A line that a killed runtime left half written, and lines of another version, cost what they would have saved."""
+def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line that a killed runtime left half written, and lines of another version, cost what they would have saved.
+
+    One line of the log counts them, and none takes another line with it.
+    """
     path = tmp_path / "known"
     known = KnownModules(path)
     known.add_entry("a", "here", "key")
     known.add_entry("a", "here", "key")
-    path.write_text(path.read_text() + '{"inputs": 3}\n[]\n\xff{"module": "b", "entr')
+    deep = b"[" * 100_000
+    with path.open("ab") as file:
+        file.write(b'\n{"inputs": 3}\n[]\n%s\n{"module": "b", "entr' % deep)
+    known.add_entry("c", "here", "other")
 
     found = KnownModules(path)
 
     assert found.entry("a", "here") == "key"
     assert found.entry("a", "elsewhere") is None
+    assert found.entry("c", "here") == "other"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: damaged lines: 4; what they name is parsed again"
+    ]
     assert not found
     assert path.read_text().count("key") == 1
 

@@ -35,11 +35,14 @@ class KnownModules(MutableMapping[str, Signature]):
         except OSError as error:
             log.warning("%s cannot be read, so modules are parsed again: %s", path, error)
             return
-        for line in lines:
+        damaged = 0
+        for line in filter(None, lines):
             try:
                 self._take(json.loads(line))
-            except (LookupError, TypeError, ValueError):
-                log.warning("%s: a line is damaged, and passed over", path)
+            except Exception:  # noqa: BLE001 - whatever the line is, models must be served
+                damaged += 1
+        if damaged:
+            log.warning("%s: damaged lines: %d; what they name is parsed again", path, damaged)
 
     def _take(self, line: dict[str, Any]) -> None:
         if "entry" in line:
@@ -54,7 +57,8 @@ class KnownModules(MutableMapping[str, Signature]):
                 return
             try:
                 with self._path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                    # A line of a process that was killed while it wrote has no end.
+                    file.write(f"\n{json.dumps(line)}")
             except OSError as error:
                 log.warning(
                     "%s cannot be written, so the next runtime parses modules again: %s", self._path, error

@@ -224,6 +224,29 @@ def test_the_box_outlives_its_process(tmp_path: Path) -> None:
     assert (tmp_path / paths.BLACKBOX).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_death_counts_once_if_the_next_runtime_is_killed_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next runtime ends when it has just counted the death; the one after it finds one death."""
+    box = BlackBox(tmp_path)
+    Activity(box.memory).read.begin(Phase.EXECUTING, "m@1")
+    box.crashed("Segmentation fault")
+    count = CrashHistory.add
+
+    def count_and_end(history: CrashHistory, key: str, death: Death) -> None:
+        count(history, key, death)
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(CrashHistory, "add", count_and_end)
+    with pytest.raises(SystemExit):
+        BlackBox(tmp_path)
+    monkeypatch.undo()
+
+    BlackBox(tmp_path)
+
+    assert len(json.loads((tmp_path / paths.DEATHS).read_text())["m@1"]) == 1
+
+
 def test_a_successful_build_clears_earlier_deaths(tmp_path: Path) -> None:
     """Two kills while it was built count until it is built; a third one later counts as the first."""
     for _ in range(2):

@@ -156,9 +156,11 @@ class BlackBox:
         path = directory / paths.BLACKBOX
         try:
             with suppress(FileNotFoundError):
-                self._take(path.read_bytes(), clock())
+                content = path.read_bytes()
+                # First: if this process is killed while it counts the death, the next one does not count it again.
+                path.unlink()
+                self._take(content, clock())
             # A new file: if the previous runtime is still ending, it does not write into this one.
-            path.unlink(missing_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.
             if os.write(self._fd, bytes(BYTES)) == BYTES:

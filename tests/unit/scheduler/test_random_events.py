@@ -457,6 +457,7 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                     deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
                     run=chance.choice((0, 0, 0, *driver.under_way)),
                     priority=chance.choice((0, 0, 0, 1, 9)),
+                    alone=chance.random() < 0.05,
                 )
                 for _ in range(chance.randint(1, 4 * load))
             ]

@@ -8,7 +8,7 @@ import json
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,6 +155,8 @@ class FakeDevice:
         self.merged = 0
         #: {address: bytes} of page-locked host memory
         self.locked: dict[int, int] = {}
+        #: {key of a model: its costs}, as measured or set
+        self.costs: dict[str, Mapping[tuple[int, int], float]] = {}
 
     def fail_next(
         self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
@@ -169,6 +171,12 @@ class FakeDevice:
     def compile(self, module: bytes, signature: Signature) -> Executable:
         self.compiles.enter()
         return Executable(signature)
+
+    def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:
+        return self.costs.get(model)
+
+    def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
+        self.costs[model] = costs
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         return self.scratch

@@ -76,6 +76,22 @@ def test_known_modules_are_not_parsed(
     ]
 
 
+def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -> None:
+    """The next runtime has a model's costs of the same sizes; a cost that is no duration is passed over."""
+    path = tmp_path / "known"
+    known = KnownModules(path)
+    known.add_costs("a@1", "here", {(0, 1): 0.25, (0, 4): 0.5})
+    known.add_costs("a@1", "here", {(0, 1): 0.125, (0, 4): 0.5})
+    written = path.read_text()
+    path.write_text(written + written.replace("0.25", "NaN") + written.replace("0.25", "-1"))
+
+    found = KnownModules(path)
+
+    assert found.costs("a@1", "here") == {(0, 1): 0.25, (0, 4): 0.5}
+    assert found.costs("a@1", "elsewhere") is None
+    assert found.costs("a@2", "here") is None
+
+
 def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A line that a killed runtime left half written, and lines of another version, cost what they would have saved.
 

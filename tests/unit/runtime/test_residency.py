@@ -62,6 +62,48 @@ def test_the_least_recently_used_model_is_evicted_and_comes_back(
     assert (runtime.device.uploaded, runtime.device.resident) == (6, 2)
 
 
+def test_a_model_with_known_costs_is_served_without_a_warm_up(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """After a runtime's death its model is ready before its weights are, and nothing executes before the first request."""
+    first = start_runtime()
+    make_engine(first, doublings["a"], name="a").close()
+    first.stop()
+    second = start_runtime()
+    second.device.costs = first.device.costs
+    second.device.uploads.clear()
+
+    engine = make_engine(second, doublings["a"], name="a")
+
+    assert second.device.uploads.waiting.wait(10), "the weights return without a request"
+    late = ask(engine)
+    assert not second.device.executed
+    second.device.uploads.set()
+    assert answered(late) == 1
+    assert len(second.device.executed) == 1
+    engine.close()
+
+
+def test_a_new_version_is_warmed_up_although_its_costs_are_known(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """The weights of a version that was served before are on the device when it replaces another one again."""
+    first = start_runtime()
+    make_engine(first, doublings["a"], name="model").close()
+    first.stop()
+    second = start_runtime()
+    second.device.costs = first.device.costs
+    old = make_engine(second, doublings["b"], name="model")
+    executed = len(second.device.executed)
+
+    new = make_engine(second, doublings["a"], name="model")
+
+    assert len(second.device.executed) > executed
+    assert second.device.resident == 2
+    old.close()
+    new.close()
+
+
 def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engines: list[Engine]) -> None:
     """A model executes while another's upload is held."""
     a, _, c = engines

@@ -13,6 +13,7 @@ from rsrv.scheduler.events import (
     EvictWeights,
     GiveUp,
     LoadWeights,
+    ModelAdded,
     Outcome,
     Pause,
     Pinned,
@@ -30,6 +31,31 @@ SINGLE = {(0, 1): 0.001}
 
 def budgeted(budget: int, **settings: int | str) -> Driver:
     return Driver(SchedulerSettings(weight_budget_bytes=budget, **settings))  # type: ignore[arg-type]
+
+
+# --- after an earlier runtime ------------------------------------------------------------------------------
+
+
+def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_requests() -> None:
+    """Of three models that return, the one with a request loads first, and the one that does not fit stays away."""
+    machine = budgeted(2)
+    for name in "abc":
+        machine.send(ModelAdded(program(name, weight_bytes=1), restore=True))
+    assert machine.loading.keys() == {"a"}
+    machine.arrive(machine.request("c"))
+    machine.load("a")
+    assert machine.loading.keys() == {"c"}
+
+    machine.load("c")
+
+    assert machine.resident == {"a", "c"}
+    assert not machine.loading
+
+
+def test_weights_of_an_earlier_runtime_do_not_return_unless_they_load_on_demand() -> None:
+    """An operator who loads weights by command is asked again."""
+    machine = budgeted(2, on_demand=False)
+    assert machine.send(ModelAdded(program("a", weight_bytes=1), restore=True)) == []
 
 
 # --- prefetching -------------------------------------------------------------------------------------------

@@ -228,6 +228,13 @@ class Catalog:
         """Return whether a model of that name is there to stay."""
         return any(entry.name == name and not entry.ending for entry in self.entries.values())
 
+    def replaces(self, new: ModelEntry) -> bool:
+        """Return whether another version of a model is there to stay."""
+        return any(
+            entry.name == new.name and entry is not new and not entry.ending
+            for entry in self.entries.values()
+        )
+
     def compiled(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Return the keys of compiled models that stay, of these names or of all: those that the scheduler may be asked for."""
         wanted = None if names is None else set(names)

@@ -1,6 +1,6 @@
 """Interface between the runtime and its device. `jax_device` implements it."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NewType, Protocol
@@ -93,6 +93,12 @@ class Device(Protocol):
         """Return the allocated bytes: weights, and the scratch of executions that run. None: unknown."""
 
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
+
+    def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:
+        """Return the costs that a model of this key had on such a device, in this process or an earlier one; None: unknown."""
+
+    def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
+        """Keep a model's measured costs: seconds of an execution of each (variant, size)."""
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the bytes of inputs, outputs and intermediates of one execution, without its `weight_bytes`."""

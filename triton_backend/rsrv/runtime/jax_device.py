@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -193,7 +193,7 @@ class JaxDevice:
         self._stored = None if repository is None else find_executables(repository, self.target)
         self._cache = CompileCache(directory)
         self._known = KnownModules() if known is None else known
-        self._circumstances = repr((self.target, self._device.client.platform_version))
+        self._circumstances = repr((self.target, self._device.client.platform_version, numerics))
         #: True if jax reads a cache on disk
         self._caches = False
         if directory is not None or self._stored is not None:
@@ -259,6 +259,12 @@ class JaxDevice:
             outputs = (math.prod(shape) * numpy_dtype(token).itemsize for token, shape in signature.outputs)
             self._working_bytes[compiled] = [size.temp_size_in_bytes, *outputs]
         return Executable(compiled)
+
+    def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:
+        return self._known.costs(model, self._circumstances)
+
+    def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
+        self._known.add_costs(model, self._circumstances, costs)
 
     def _load_known(self, module: str, signature: Signature, stored: bytes | None) -> Any:
         """Return the executable that the repository (`stored`) or the cache has; None: it has none that can be loaded.

@@ -1,9 +1,10 @@
-"""Modules that this server's runtimes have parsed and compiled, so that the next runtime need not do it again."""
+"""Modules that this server's runtimes have parsed, compiled and measured, so that the next runtime need not do it again."""
 
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from math import inf
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,7 +16,7 @@ log = logging.getLogger("rsrv.registry")
 
 
 class KnownModules(MutableMapping[str, Signature]):
-    """Signatures by the SHA-256 of the module, and names of executables in the compilation cache.
+    """Signatures by the SHA-256 of the module, names of executables in the compilation cache, and costs of models.
 
     Each lies in one line of a file in the runtime's private directory. A line that cannot be read or written costs the
     work that it would have saved. Every method may be called from any thread.
@@ -28,6 +29,8 @@ class KnownModules(MutableMapping[str, Signature]):
         self._signatures: dict[str, Signature] = {}
         #: (SHA-256 of a module, circumstances of its compilation) -> the cache's key
         self._entries: dict[tuple[str, str], str] = {}
+        #: (key of a model, circumstances) -> seconds of an execution of each (variant, size)
+        self._costs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
         try:
             lines = [] if path is None else path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -47,6 +50,11 @@ class KnownModules(MutableMapping[str, Signature]):
     def _take(self, line: dict[str, Any]) -> None:
         if "entry" in line:
             self._entries[str(line["module"]), str(line["circumstances"])] = str(line["entry"])
+        elif "costs" in line:
+            costs = {(int(variant), int(size)): float(seconds) for variant, size, seconds in line["costs"]}
+            if not all(0.0 < seconds < inf for seconds in costs.values()):
+                raise ValueError("a cost that is not a duration")
+            self._costs[str(line["model"]), str(line["circumstances"])] = costs
         else:
             signature = read_signature(line)
             self._signatures[signature.digest] = signature
@@ -75,6 +83,20 @@ class KnownModules(MutableMapping[str, Signature]):
         if self.entry(module, circumstances) != entry:
             self._entries[module, circumstances] = entry
             self._write({"module": module, "circumstances": circumstances, "entry": entry})
+
+    # --- costs --------------------------------------------------------------------------------------------
+
+    def costs(self, model: str, circumstances: str) -> Mapping[tuple[int, int], float] | None:
+        """Return the seconds of a model's executions, as first measured."""
+        return self._costs.get((model, circumstances))
+
+    def add_costs(self, model: str, circumstances: str, costs: Mapping[tuple[int, int], float]) -> None:
+        known = self.costs(model, circumstances)
+        # The first figures do as well as later ones, of which each would take a line.
+        if known is None or known.keys() != costs.keys():
+            self._costs[model, circumstances] = dict(costs)
+            rows = [[*key, seconds] for key, seconds in costs.items()]
+            self._write({"model": model, "circumstances": circumstances, "costs": rows})
 
     # --- signatures ---------------------------------------------------------------------------------------
 

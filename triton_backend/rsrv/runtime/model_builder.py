@@ -211,6 +211,8 @@ class ModelBuilder:
                 signatures = check_signatures(bundle, self._inspector or signature_of)
                 self._inbox.post(ModulesRead(key))
                 result = compile_model(bundle, device, weight_mover.host, settings, name, signatures)
+                if result.measured:
+                    self._crash_history.survived(key)
             # A model's parts live long: exempt them from garbage collection.
             gc.collect()
             gc.freeze()
@@ -224,6 +226,7 @@ class ModelBuilder:
     def _warm_up(self, model: CompiledModel, device: Device, again: bool) -> None:
         try:
             costs = warm_up(model, device, self._activity.warm_up)
+            device.keep_costs(model.key, costs)
             self._crash_history.survived(model.key)
             ended = ModelWarmedUp(model, costs)
         except Exception as error:

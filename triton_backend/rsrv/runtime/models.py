@@ -53,6 +53,8 @@ class CompiledModel:
     scratch: int
     residency: Residency
     host: HostWeights
+    #: an earlier warm-up measured the costs
+    measured: bool
     #: in argument order; None: not on the device
     weights: Sequence[Buffer] | None = None
 
@@ -126,8 +128,8 @@ def compile_model(
     """Compile every module, and read the weights to identify them by content; none is on the device yet.
 
     A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
-    of executions are not known before `warm_up`. Raises BundleError, HostMemoryError, DeviceError, and the compiler's
-    errors.
+    of executions are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError,
+    DeviceError, and the compiler's errors.
     """
     started = time.perf_counter()
     of_model = settings.for_model(name)
@@ -167,10 +169,12 @@ def compile_model(
     interface = describe(bundle, {key: signatures[key] for key in wanted})
     # Open them last: after a failure of the steps above, no code would close them.
     weights = host.open(bundle, keep=of_model.residency == "system")
+    known = device.known_costs(own["version"])
+    measured = known is not None and known.keys() == executables.keys()
     program = Program(
         model=own["version"],
         name=name,
-        costs=dict.fromkeys(executables, _INITIAL_COST_S),
+        costs=known if known is not None and measured else dict.fromkeys(executables, _INITIAL_COST_S),
         coalesce=coalesces(bundle),
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=weights.nbytes,
@@ -206,6 +210,7 @@ def compile_model(
         scratch,
         of_model.residency,
         weights,
+        measured,
     )
 
 

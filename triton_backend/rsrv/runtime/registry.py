@@ -208,7 +208,11 @@ class Registry:
         self._advance(message.key, LifecycleEvent.MODULES_READ)
 
     def compiled(self, message: ModelCompiled) -> None:
-        """Hand a compiled model to the scheduler, which has its weights loaded and then a warm-up."""
+        """Hand a compiled model to the scheduler, which has its weights loaded and then a warm-up.
+
+        A model that was warmed up before is served at once, and its weights load for its first request, or when the
+        link is idle; but a version that replaces another has its weights on the device first.
+        """
         key, model = message.key, message.result
         entry = self.catalog.entries[key]
         if isinstance(model, str):
@@ -228,10 +232,13 @@ class Registry:
             self._builder.follow_residency(model)
         # Its executions need memory beside all weights: the budget shrinks first, then its weights may be loaded.
         self.weights.update_budget()
-        self._outbox.append(ev.ModelAdded(model.program, warm_up=True))
+        served = model.measured and not self.catalog.replaces(entry)
+        self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=served))
         if self.catalog.policy.prefetched(entry.name):
             # It replaces a version whose weights were prefetched.
             self._outbox.append(ev.Prefetch(key))
+        if served:
+            self._serve(entry)
 
     def warm_up(self, instruction: ev.WarmUp) -> None:
         device = self.weights.device
@@ -249,7 +256,10 @@ class Registry:
             self._fail(entry, message.error)
             return
         model.program = replace(model.program, costs=message.costs)
-        self._advance(key, LifecycleEvent.WARMED_UP)
+        self._serve(entry)
+
+    def _serve(self, entry: ModelEntry) -> None:
+        self._advance(entry.key, LifecycleEvent.WARMED_UP)
         for connection in list(entry.connections.values()):
             if connection.group is not None and self.catalog.ready(connection.group):
                 self._tell(connection.group)

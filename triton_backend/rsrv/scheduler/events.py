@@ -135,6 +135,8 @@ class ModelAdded:
     resident: bool = False
     #: load its weights and warm it up before any request executes: its costs are not known yet.
     warm_up: bool = False
+    #: load its weights into free room when no other load is due.
+    restore: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ discipline ranks first loads, beside the executions that run. It gets free bytes
 While the first model finds no room, no other loads: small models do not starve a large one. Required loads come before
 all of these; for pinned models only the first exception holds. Models to be warmed up take turns with models that have
 work, and spare weights that were loaded less than the said time ago. Prefetched weights come last, and then those that a
-compaction evicted.
+compaction, or an earlier runtime's death, evicted.
 
 If weights do not load on demand, only required loads evict others.
 """
@@ -168,7 +168,7 @@ class LoadQueue:
             self.prefetch(model)
 
     def restore(self, evicted: Iterable[ModelState]) -> None:
-        """Load weights back that a compaction evicted, the most urgent first, into free room only."""
+        """Load evicted weights back, the most urgent first, into free room only."""
         models = list(evicted)
         self.restored = dict.fromkeys(model.name for model in models) | self.restored
         for model in models:
@@ -448,7 +448,7 @@ class LoadQueue:
         return None
 
     def _plan_restore(self) -> PlannedLoad | None:
-        """Plan the load of weights that a compaction evicted; those without free room are not restored."""
+        """Plan the load of weights to restore; those without free room are not restored."""
         while self.restored:
             model = self._models[next(iter(self.restored))]
             if self.weights.missing(model.weights) <= 0:

@@ -13,6 +13,7 @@ from rsrv.scheduler.events import (
     Instruction,
     LoadAbandoned,
     LoadFailed,
+    ModelAdded,
     Reason,
     WarmUp,
     WeightsLoaded,
@@ -168,9 +169,9 @@ class DeviceResidency:
 
     # --- models ------------------------------------------------------------------------------------------
 
-    def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
-        """Adopt the weights of an added model that are on the device, or queue their load if it is required."""
-        if resident:
+    def admit(self, model: ModelState, event: ModelAdded, now: float, out: list[Instruction]) -> None:
+        """Adopt the weights of an added model that are on the device, or queue their load."""
+        if event.resident:
             self.weights.adopt(model.weights, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
             # If it is pinned, tensors that it shares with others take none of their room any more.
@@ -178,6 +179,8 @@ class DeviceResidency:
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
             self.loads.require(model)
+        elif event.restore and self.loads.on_demand:
+            self.loads.restore([model])
 
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
         """Evict a removed model's weights once nothing uses or loads them; return whether they are gone."""

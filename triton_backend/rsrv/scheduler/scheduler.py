@@ -348,7 +348,7 @@ class Scheduler:
         self._models[model.name] = model
         self._touched[model] = None
         model.history.add(now, "added", f"sizes={sorted(program.costs)}")
-        self._residency.admit(model, resident=event.resident, now=now, out=out)
+        self._residency.admit(model, event, now, out)
         self._admission.reconsider()
 
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:

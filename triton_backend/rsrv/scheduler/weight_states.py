@@ -46,7 +46,7 @@ class LoadReason(StrEnum):
     DEMAND = "demand"
     #: they were prefetched, or their load took too long for a request's deadline and the next request should find them.
     PREFETCH = "prefetch"
-    #: a compaction evicted them, and there is room for them again.
+    #: a compaction evicted them, or an earlier runtime's death did, and there is room for them again.
     RESTORE = "restore"
 
 

@@ -39,6 +39,8 @@ class Server:
 
     def __init__(self, start: StartRuntime, directory: Path, bundles: dict[str, Path]) -> None:
         self._start = start
+        #: of the next runtime
+        self.settings = "stub: {in_place_ms: 0}"
         self._directory = directory
         #: an item for each execution of a hostile request
         self.executing: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -49,7 +51,7 @@ class Server:
     def start(self) -> None:
         self.box = BlackBox(self._directory)
         self.runtime: Runtime = self._start(
-            load_settings("stub: {in_place_ms: 0}"), compute=self._compute, blackbox=self.box
+            load_settings(self.settings), compute=self._compute, blackbox=self.box
         )
 
     def crash(self) -> None:
@@ -129,6 +131,23 @@ def test_kills_cost_a_request_nothing(server: Server) -> None:
     attachment = server.hostile.session.attachment
     assert attachment is not None
     assert attachment.key not in server.deaths()
+
+
+def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Server) -> None:
+    """A runtime had accepted them; the next one answers them all."""
+    one, others = request(HOSTILE), [request(n) for n in range(10)]
+    assert server.hostile.execute([one]) is None
+    server.executing.get(timeout=20)
+    assert server.hostile.execute(others) is None
+    server.settings += "\nscheduler: {max_queue_depth: 2}"
+    server.kill()
+    server.executing.get(timeout=20)
+
+    server.released.set()
+
+    assert_answered(one, 2 * HOSTILE + 1)
+    for value in range(10):
+        assert_answered(others[value], 2 * value + 1)
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> None:

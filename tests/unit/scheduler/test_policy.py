@@ -86,6 +86,19 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
     assert all(machine.outcome(one) is Outcome.ANSWERED for one in (*requests, in_time))
 
 
+def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Driver) -> None:
+    """The runtime before had accepted it; requests that come later find the queue full."""
+    machine.add(program("a", COST, max_queue_depth=2))
+    waited = [machine.request(waited=True) for _ in range(5)]
+    machine.arrive(*waited)
+    late = machine.request()
+    machine.arrive(late)
+    machine.finish_all()
+
+    assert machine.outcome(late) is Reason.QUEUE_FULL
+    assert all(machine.outcome(one) is Outcome.ANSWERED for one in waited)
+
+
 def test_what_is_not_named_stays(machine: Driver) -> None:
     """Each value changes alone, and the story records it."""
     machine.add(program("a", max_queue_depth=1, weight=2.0))

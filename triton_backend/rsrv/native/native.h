@@ -30,7 +30,8 @@
 #define HEADER_BYTES 8
 #define ENTRY_BYTES 64       // of a submission
 #define COMPLETION_BYTES 32
-#define ALONE 1u  // flag of a submission: nothing else uses the device meanwhile
+#define ALONE 1u   // flag of a submission: nothing else uses the device meanwhile
+#define WAITED 2u  // flag of a submission: a full queue does not refuse it
 #define MARK_BYTES 32        // of a traced request
 #define MAX_RANK 32
 #define ALIGNMENT 64u

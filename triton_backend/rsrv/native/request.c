@@ -416,7 +416,7 @@ void request_submission(const struct pending* one, uint8_t entry[ENTRY_BYTES]) {
     put_u16(entry + 20, (uint16_t)one->variant);
     put_u16(entry + 22, one->priority);
     put_u32(entry + 24, one->place.segment);
-    put_u32(entry + 28, one->deaths ? ALONE : 0);
+    put_u32(entry + 28, (one->deaths ? ALONE : 0) | (one->retry_until_ns ? WAITED : 0));
     put_u64(entry + 32, one->place.offset);
     put_u64(entry + 40, one->place.offset + one->input_bytes);
     put_u64(entry + 48, one->run);

@@ -14,7 +14,7 @@ from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
-from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status
+from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status
 from rsrv.wire.layout import ALIGNMENT
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
@@ -72,7 +72,7 @@ class Requests:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            if flags > ALONE:
+            if flags > ALONE | WAITED:
                 raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> _ID_BITS or id in pending:
@@ -93,9 +93,8 @@ class Requests:
                     self._end_request(id, Status.CANCELLED, _ABORTED)
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
-            self.arrived.append(
-                ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id, flags != 0)
-            )
+            run_id, alone, waited = 0 if run is None else run.id, flags & ALONE != 0, flags & WAITED != 0
+            self.arrived.append(ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited))
             if mark is not None:
                 self._traces.begin(id, mark, key)
 

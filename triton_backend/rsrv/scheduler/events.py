@@ -106,6 +106,8 @@ class Request(NamedTuple):
     run: int = 0
     #: whether its execution shares the device with nothing: no other request, execution, load or warm-up.
     alone: bool = False
+    #: whether it had been accepted before a restart: a full queue does not refuse it.
+    waited: bool = False
 
 
 class Run(NamedTuple):

@@ -143,7 +143,7 @@ class RequestQueues:
             if model.weights.refuses_requests and (retry_after := model.weights.refused_for(now)):  # (7)
                 _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
-            if model.queued >= model.program.max_queue_depth:  # (8)
+            if model.queued >= model.program.max_queue_depth and not request.waited:  # (8)
                 full.setdefault(model, []).append(request.id)
                 continue
             run = request.run

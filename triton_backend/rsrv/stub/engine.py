@@ -37,7 +37,7 @@ from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status, Submission, pack_submissions
+from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -93,7 +93,7 @@ class ModelRequest:
             plan.variant,
             priority,
             slab.place.segment,
-            ALONE if self.request.deaths else 0,
+            (ALONE if self.request.deaths else 0) | (WAITED if self.request.retry_until else 0),
             self.inputs_at,
             self.outputs_at,
             run,

@@ -82,6 +82,8 @@ class OtherVersionError(ProtocolError):
 
 #: flag of a submission: nothing else uses the device while it executes, because a runtime died while it executed
 ALONE = 1
+#: flag of a submission: it waited for this runtime, so that a full queue does not refuse it
+WAITED = 2
 
 
 class Submission(NamedTuple):
@@ -93,7 +95,7 @@ class Submission(NamedTuple):
     variant: int
     priority: int  # Triton's: 0 default, 1 highest
     segment: int
-    flags: int  # ALONE, or 0
+    flags: int  # ALONE, WAITED
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
     run: int = 0  # token of the meta model's run that makes this sub-call; 0: none

@@ -135,6 +135,7 @@ def _kill_spare(house: House) -> None:
 
 
 def _restart(house: House) -> None:
+    house.runtime_pid()  # Without a runtime there is nothing to restart.
     command = [sys.executable, "-m", "rsrv.cli.main", "restart", "--server", f"unix:{house.control_socket()}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, f"rsrv restart: {ended.stdout}{ended.stderr}"

@@ -55,7 +55,7 @@ INTERNAL = ("double", "triple")
 #: MiB of /dev/shm and of the disk for compiled models.
 _SHM, _DISK = 192, 64
 #: Seconds after which a hook, or an execution, hangs.
-HOOK_TIMEOUT, WATCHDOG = 3.0, 5.0
+HOOK_TIMEOUT, WATCHDOG = 3.0, 3.0
 #: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _SETTINGS = """

@@ -220,6 +220,7 @@ class House:
                 self._folder / f"server{self._starts}.log",
                 extra_args=EXPLICIT,
                 env=self._env,
+                spare=True,
                 make=partial(self._server, inside=inside, exit_timeout_s=3, **self._ports),
             )
         )

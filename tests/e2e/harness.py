@@ -115,9 +115,13 @@ def running_triton(
     exit_on_error: bool = True,
     wait_ready: bool = True,
     timeout: float = 120,
+    spare: bool = False,
     make: Callable[..., TritonServer] = TritonServer,
 ) -> Iterator[RunningTriton]:
-    """Run a server on `model_repository` for the length of the block, and remove everything of it."""
+    """Run a server on `model_repository` for the length of the block, and remove everything of it.
+
+    `spare`: have a spare runtime, which costs 1.5 s of CPU time, for a test in which a runtime ends.
+    """
     server = make(
         model_repository,
         log_path=log_path,
@@ -127,6 +131,7 @@ def running_triton(
         env={
             "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
             "RSRV_METRICS__LISTEN": "null",
+            "RSRV_RUNTIME__SPARE": str(spare).lower(),
             **(env or {}),
         },
         exit_on_error=exit_on_error,

@@ -111,7 +111,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
         place(bundles.ensure() / name, folder / "bundles" / name)
     place(write_version(folder / "one", 1), folder / "bundles" / "changing")
     repository = make_repository(folder, settings=f"{SETTINGS}control: {{profile_dir: {folder}/profiles}}\n")
-    with running_triton(repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
+    with running_triton(
+        repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY], spare=True
+    ) as running:
         yield running
 
 

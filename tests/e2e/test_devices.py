@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     ]
     repository = make_repository(folder, *sources, settings=SETTINGS)
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(folder / "cache")}
-    with running_triton(repository, folder / "server.log", env=cache) as server:
+    with running_triton(repository, folder / "server.log", env=cache, spare=True) as server:
         yield server
 
 

@@ -57,7 +57,7 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         settings.append(f"  {name}: {{front: python{depth}}}")
         settings.append(f"  {NATIVE}{name}: {{front: native{depth}}}")
     repository = make_repository(folder, settings="\n".join(settings))
-    with running_triton(repository, folder / "server.log", extra_args=EXPLICIT) as running:
+    with running_triton(repository, folder / "server.log", extra_args=EXPLICIT, spare=True) as running:
         yield running
 
 

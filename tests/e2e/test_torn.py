@@ -38,7 +38,9 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
         place(version, folder / "bundles" / name)
     repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, look_s: 0.1}}\n")
     assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, repository / "torn/1/bundle" / WEIGHTS)
-    with running_triton(repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as server:
+    with running_triton(
+        repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY], spare=True
+    ) as server:
         life = Living(server)
         yield server, life
         life.close()

@@ -70,7 +70,8 @@ def driver(sanitizer: str) -> Path:
         "-Dsendmsg=driver_sendmsg",
         *SANITIZERS[sanitizer],
     )
-    new = program.with_suffix(".new")
+    # Two processes may build at once.
+    new = program.with_suffix(f".{os.getpid()}")
     subprocess.run([*compiler, *options, "-o", new, *sorted(sources), "-lm"], check=True)
     new.replace(program)
     return program

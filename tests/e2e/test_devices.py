@@ -178,7 +178,8 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
         return [device.HasField("runtime") for device in control.status().devices]
 
     def pinned(device: int) -> bool:
-        return bool(read_status(server.pid, str(device))["models"]["exact"]["residency"] == "device")
+        model = read_status(server.pid, str(device))["models"].get("exact")
+        return model is not None and model["residency"] == "device"
 
     wait_until(lambda: devices() == [True, True], what="both runtimes")
     os.kill(pid, signal.SIGSTOP)

@@ -103,7 +103,7 @@ def main() -> None:
                 folder, *paths[:count], settings=f"stub: {{front: {options.front}, retry_s: 60}}"
             )
             log = WORK / "deaths.log"
-            with running_triton(repository, log, timeout=300) as server:
+            with running_triton(repository, log, timeout=300, spare=True) as server:
                 rounds = []
                 for _ in range(options.rounds):
                     time.sleep(options.pause)

@@ -53,6 +53,22 @@ def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
 
 
+def test_every_file_of_a_dead_server_is_swept(tmp_path: Path) -> None:
+    """Also why a runtime could not start, or found no device, and what a process that was killed left half written."""
+    dead = tmp_path / "4194303-77-gpu0"
+    dead.mkdir()
+    names = {name for key, name in vars(paths).items() if key.isupper() and isinstance(name, str)}
+    assert {paths.SOCKET, paths.FAILURE, paths.NO_DEVICE, paths.MODULES} < names
+    for name in names:
+        (dead / name).touch()
+    for name in (paths.NO_DEVICE, paths.OVERRIDES, paths.DEATHS, paths.DEVICES, paths.PLACEMENT):
+        (dead / f"{name}.new").touch()
+
+    paths.sweep(tmp_path)
+
+    assert not dead.exists()
+
+
 def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -> None:
     """The lock lives as long as its holder, also if the server's pid is unknown here, as in another container."""
     directory = tmp_path / "4194303-77-gpu0"

@@ -125,9 +125,9 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX, MODULES)
+    ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
-    replaced = (DEATHS, DEVICES, PLACEMENT)
+    replaced = (NO_DEVICE, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
     try:

@@ -2,9 +2,10 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any, Final
+
+from rsrv.wire.paths import write_whole
 
 log = logging.getLogger("rsrv.control")
 
@@ -128,11 +129,8 @@ class Overrides:
             "paused": self._paused,
             "prefetched": {name: sorted(devices) for name, devices in self._prefetched.items()},
         }
-        # Written beside it and renamed, so that the file is always complete.
-        aside = self._path.with_suffix(".new")
         try:
-            aside.write_text(json.dumps(kept))
-            os.replace(aside, self._path)
+            write_whole(self._path, json.dumps(kept))
         except OSError as error:
             log.error(
                 "the next control process will not have the settings of operators: %s: %s", self._path, error

@@ -135,10 +135,9 @@ class CrashHistory:
 
     def _write(self, deaths: dict[str, list[Death]]) -> None:
         assert self._path is not None
-        new = self._path.with_name(f"{self._path.name}.new")
+        text = json.dumps({key: [death._asdict() for death in some] for key, some in deaths.items()})
         try:
-            new.write_text(json.dumps({k: [death._asdict() for death in some] for k, some in deaths.items()}))
-            os.replace(new, self._path)
+            paths.write_whole(self._path, text)
         except OSError as error:
             log.warning("%s: cannot be written: %s", self._path, error)
 

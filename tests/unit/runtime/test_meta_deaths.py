@@ -351,9 +351,25 @@ def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
     assert_y(answer_of(one), rows(1, 16))
 
 
+def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
+    """Execute a request that pauses, and have its runtime die in each pause but the last, which are 1,000 s apart."""
+    now = [0.0]
+    engine._process.resubmission._clock = lambda: now[0]
+    assert engine.execute([one]) is None
+    for _ in range(times):
+        pause.reached()
+        deaths.die()
+        deaths.come_back()
+        wait_until(lambda: engine.ready)
+        now[0] += 1000.0
+        pause.go()
+    pause.reached()
+    pause.go()
+
+
 def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
     """A run may be long: the time between two deaths does not count."""
-    pause, now = Pause(), [0.0]
+    pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         y = inputs["x"]
@@ -363,18 +379,8 @@ def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: St
         return {"y": y}
 
     engine = start_meta(deaths.runtime, run)
-    engine._process.resubmission._clock = lambda: now[0]
     one = request(value=0)
-    assert engine.execute([one]) is None
-    for _ in range(3):
-        pause.reached()
-        deaths.die()
-        deaths.come_back()
-        wait_until(lambda: engine.ready)
-        now[0] += 1000.0
-        pause.go()
-    pause.reached()
-    pause.go()
+    outlive(one, engine, deaths, pause, times=3)
 
     assert_y(answer_of(one), rows(1, 15))
 
@@ -383,20 +389,10 @@ def test_a_run_that_began_again_waits_for_retry_s_after_the_next_death(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
     """Answers of calls that are not repeated count, too."""
-    pause, begun, now = Pause(), list[float](), [0.0]
-    engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
-    engine._process.resubmission._clock = lambda: now[0]
+    pause = Pause()
+    engine = start_meta(deaths.runtime, keeping(pause, []), restartable=True)
     one = request(value=5)
-    assert engine.execute([one]) is None
-    for _ in range(2):
-        pause.reached()
-        deaths.die()
-        deaths.come_back()
-        wait_until(lambda: engine.ready)
-        now[0] += 1000.0
-        pause.go()
-    pause.reached()
-    pause.go()
+    outlive(one, engine, deaths, pause, times=2)
 
     assert_y(answer_of(one), rows(1, 24))
 

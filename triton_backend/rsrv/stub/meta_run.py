@@ -28,15 +28,12 @@ from rsrv.stub.endpoint import Array
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
-from rsrv.stub.resubmission import Resubmission
+from rsrv.stub.resubmission import TICK_S, Resubmission
 from rsrv.stub.session import DOWN, Attachment
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Completion, Status
 
 log = logging.getLogger("rsrv.stub")
-
-#: seconds between two looks for a runtime
-_TICK_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +171,7 @@ class PlacedRun:
         self._place = first
         while self._place is None:
             if self.renew() is None:
-                time.sleep(_TICK_S)
+                time.sleep(TICK_S)
 
     def begins_again(self) -> bool:
         """Tell whether `run` must begin again to get tensors back that a dead runtime had, and count from here."""
@@ -264,7 +261,7 @@ class RepeatedCall:
                     if not self._is_lost(failure):
                         raise
             while not self._is_sent_again():
-                time.sleep(_TICK_S)
+                time.sleep(TICK_S)
 
     async def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Results:
         while True:
@@ -275,7 +272,7 @@ class RepeatedCall:
                     if not self._is_lost(failure):
                         raise
             while not self._is_sent_again():
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(TICK_S)
 
     def _answered(self, results: Results) -> Results:
         self._run.progress()

@@ -26,7 +26,7 @@ MAX_REQUESTS, MAX_BYTES = 1000, 256 << 20
 #: deaths of runtimes that executed a request, after which it is not tried again: it may be their cause
 MAX_DEATHS = 2
 #: seconds between two looks for a runtime, while a suspect is under way, and otherwise
-_SUSPECT_TICK_S, _TICK_S = 0.005, 0.02
+_SUSPECT_TICK_S, TICK_S = 0.005, 0.02
 #: digests of inputs that are kept at most, and for how many seconds: as long as a crash counts against a model
 _MAX_DIGESTS, _DIGEST_COUNTS_S = 64, 3600.0
 
@@ -251,7 +251,7 @@ class Resubmission:
                 if not self._waiting:
                     self._running = False
                     return
-            time.sleep(_SUSPECT_TICK_S if self._has_suspect() else _TICK_S)
+            time.sleep(_SUSPECT_TICK_S if self._has_suspect() else TICK_S)
 
 
 def _digest(arrays: Mapping[str, Array]) -> bytes:

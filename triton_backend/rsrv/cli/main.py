@@ -187,7 +187,9 @@ def parser() -> CommandParser:
 
     reload = command("reload", "load a model's bundle as it is now; return when it is served")
     reload.add_argument("model", metavar="MODEL")
-    restart = command("restart", "replace the runtimes, which read rsrv.yaml and the installed packages anew")
+    restart = command(
+        "restart", "replace the runtimes, so that rsrv.yaml and the installed packages are read again"
+    )
     _add_device(restart, "all, one after another")
     restart.add_argument(
         "--drain",

@@ -42,7 +42,7 @@ class KnownModules(MutableMapping[str, Signature]):
         for line in filter(None, lines):
             try:
                 self._take(json.loads(line))
-            except Exception:  # noqa: BLE001 - whatever the line is, models must be served
+            except Exception:  # noqa: BLE001 - no line may keep models from being served
                 damaged += 1
         if damaged:
             log.warning("%s: damaged lines: %d; what they name is parsed again", path, damaged)

@@ -95,7 +95,7 @@ class Scheduler:
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
         self._round = 0.0
-        #: when winding down must have ended, -inf once it has; None: nobody has asked for it.
+        #: when winding down must have ended, -inf once it has; None: it has not begun.
         self._rest_until: float | None = None
         #: what `_plan` does, in this order.
         residency = self._residency

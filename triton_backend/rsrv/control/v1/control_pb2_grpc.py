@@ -228,7 +228,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Replace runtimes, one device after another: each reads rsrv.yaml and the installed packages anew. What executes is
+        """Replace runtimes, one device after another: each reads rsrv.yaml and the installed packages again. What executes is
         answered before, and what waits after. Returns when the models serve again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -21,7 +21,7 @@ from rsrv.wire.memory import create_sealed
 Random = random.Random
 
 #: Kinds for stubs; the others are for runtimes.
-_TO_STUB = frozenset(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED)
+_TO_STUB = frozenset({*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD})
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
 #: Fields of a frame's entries: good values, and wild ones.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {

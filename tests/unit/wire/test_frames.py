@@ -136,6 +136,15 @@ def test_a_matching_greeting_passes() -> None:
     frames.check_hello(frames.hello())
 
 
+def test_cold_has_the_start_timeout_in_both_forms() -> None:
+    """COLD is JSON with the seconds, or in flat form one little-endian i64 of nanoseconds; both are as documented."""
+    frame, flat = frames.pack_cold(2.5), frames.pack_cold(2.5, flat=True)
+
+    assert frames.unpack_json(frame) == {"start_timeout_s": 2.5, "retry_after_s": 0}
+    assert frames.read_header(flat)[0] is Kind.COLD
+    assert flat[frames.HEADER.size :] == (2_500_000_000).to_bytes(8, "little")
+
+
 def test_an_overlong_json_is_refused_before_it_is_sent() -> None:
     """A JSON text that exceeds a frame is an error for its sender."""
     with pytest.raises(ProtocolError, match="exceeds a frame"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -55,6 +55,7 @@ class Kind(IntEnum):
     COMMANDED = 22
     STATE = 23
     REPORTED = 24
+    COLD = 27
 
 
 class Status(IntEnum):
@@ -228,6 +229,13 @@ def pack_rejected(reason: str, client: str) -> bytes:
     """Return REJECTED in flat form: `count` bytes of the reason, then the text for clients."""
     text = reason.encode(errors="replace")
     return HEADER.pack(Kind.REJECTED, 0, len(text)) + text + client.encode(errors="replace")
+
+
+def pack_cold(start_timeout_s: float, *, flat: bool = False) -> bytes:
+    """Return COLD: the model starts when a request waits for it, which may take `start_timeout_s`."""
+    if flat:
+        return HEADER.pack(Kind.COLD, 0, 0) + struct.pack("<q", int(min(1e9 * start_timeout_s, 2**63 - 1)))
+    return pack_json(Kind.COLD, {"start_timeout_s": start_timeout_s, "retry_after_s": 0})
 
 
 def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:

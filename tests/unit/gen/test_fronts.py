@@ -43,7 +43,9 @@ def test_models_with_the_native_front_share_one_library(bundles: Path, library: 
     files = {str(path.relative_to(gen / "one")) for path in (gen / "one").rglob("*") if path.is_file()}
     assert {"config.pbtxt", library.name, "1/native"} <= files
     assert not any(name.endswith(".py") for name in files)
-    assert 'backend: "rsrv"' in (gen / "one/config.pbtxt").read_text()
+    config = (gen / "one/config.pbtxt").read_text()
+    assert 'backend: "rsrv"' in config
+    assert "dynamic_batching" not in config  # a thread per model
     assert (gen / "one" / library.name).samefile(gen / "two" / library.name)
     assert not (gen / "one" / library.name).samefile(library)
 

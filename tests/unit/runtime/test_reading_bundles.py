@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, cast
 
 import numpy as np
@@ -14,12 +16,15 @@ import pytest
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.crash_history import CrashHistory
 from rsrv.runtime.host_weights import HostStore, PrivateMemory
-from rsrv.runtime.model_builder import BundlesRead, ModelBuilder
+from rsrv.runtime.model_builder import BundlesRead, ModelBuilder, StepEnded
 from rsrv.runtime.models import RequestedModels, identify
+from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.wire.frames import Kind, pack_json, read_header
+from rsrv.wire.socket import send
 from rsrv_bundle import BundleError
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
@@ -27,6 +32,7 @@ from tests.unit.runtime.conftest import StartRuntime, build
 from tests.unit.runtime.test_hostile_peers import Client
 from tests.waiting import wait_until
 
+EAGER, REQUESTED = Urgency.EAGER, Urgency.REQUESTED
 #: Bytes of the weights below, so many that other reads do not count.
 _BYTES = 64 << 20
 
@@ -111,7 +117,7 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
 def test_bundles_that_requests_wait_for_are_read_first(
     doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models that register while the device starts are read in the order of need, and builds come before reads.
+    """Models that register while the device starts are read in the order of need, and builds come before reads of the same need.
 
     Tensors that a killed runtime left in shared memory are swept when all models are built.
     """
@@ -124,12 +130,12 @@ def test_bundles_that_requests_wait_for_are_read_first(
 
     settings = load_settings()
     builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), CrashHistory())
-    connection = cast(PeerConnection, None)
     monkeypatch.setattr(HostStore, "sweep", lambda store: inbox.post("swept"))
     builder.clean_up(HostStore(PrivateMemory()))
-    for name, asked in (("idle", False), ("busy", True), ("other", False)):
-        builder.read(connection, name, str(doubling), {}, asked=asked)
-    builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings)
+    for number, (name, urgency) in enumerate((("idle", EAGER), ("busy", REQUESTED), ("other", EAGER))):
+        connection = cast(PeerConnection, SimpleNamespace(id=number))
+        builder.read(connection, name, str(doubling), {}, Demand(urgency))
+    builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings, Demand())
     starts.set()
 
     ended: list[str] = []
@@ -141,9 +147,50 @@ def test_bundles_that_requests_wait_for_are_read_first(
             elif isinstance(message, BundlesRead):
                 assert isinstance(message.result, RequestedModels)
                 ended.append(message.result.name)
+            elif isinstance(message, StepEnded):
+                builder.step_ended(message)
             else:
                 ended.append(type(message).__name__)
         return len(ended) == 7
 
     wait_until(note_all)
-    assert ended == ["DeviceReady", "ModulesRead", "ModelCompiled", "busy", "idle", "other", "swept"]
+    assert ended == ["DeviceReady", "busy", "ModulesRead", "ModelCompiled", "idle", "other", "swept"]
+
+
+def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """While one model is compiled, others wait, read or not; those that no stub waits for any more are dropped."""
+    runtime = start_runtime()
+    runtime.device.compiles.clear()
+    loop, lanes = runtime.loop, {name: runtime.open() for name in "abcd"}
+    queue = loop._builder._queue
+
+    def ask(name: str) -> None:
+        wanted = {"model": name, "bundle": str(doublings[name]), "asked": True}
+        send(lanes[name].sock, pack_json(Kind.REGISTER, wanted))
+
+    ask("a")
+    assert runtime.device.compiles.waiting.wait(10)
+    for name in "bcd":
+        ask(name)
+    wait_until(lambda: len(queue) == 3)
+    reading = next(one for one in loop._transport.connections if one.id in queue)
+    read = identify("b", str(doublings["b"]), {})
+    loop._inbox.post(lambda: queue.drop(reading.id))
+    loop._inbox.post(lambda: loop._registry.bundles_read(BundlesRead(reading, read, {}, Demand())))
+    wait_until(lambda: read.key in loop._catalog.entries)
+    assert read.key in queue
+    for name in "bc":
+        lanes[name].sock.close()
+    wait_until(lambda: len(queue) == 1)
+    assert [entry.name for entry in loop._catalog.entries.values()] == ["a"]
+    runtime.device.compiles.set()
+
+    for name in "ad":
+        frame, fds = lanes[name].receiver.receive()
+        assert read_header(frame)[0] is Kind.REGISTERED
+        for fd in fds:
+            os.close(fd)
+        lanes[name].sock.close()
+    assert {key.partition("@")[0] for key in runtime.device.costs} == {"a", "d"}

@@ -21,6 +21,7 @@ from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.model_builder import BundlesRead
 from rsrv.runtime.models import identify
+from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.weight_manager import SLACK_FRACTION
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
@@ -753,7 +754,8 @@ def test_a_successor_begins_after_the_end_of_its_predecessor(
         leaving, coming = loop._transport.connections
         assert leaving.group is not None
         loop._transport._close(leaving)
-        loop._registry.bundles_read(BundlesRead(coming, identify("a", str(doublings["a"]), {}), {}))
+        wanted = identify("a", str(doublings["a"]), {})
+        loop._registry.bundles_read(BundlesRead(coming, wanted, {}, Demand()))
         done.set()
 
     loop._inbox.post(meet)

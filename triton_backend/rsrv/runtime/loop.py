@@ -27,6 +27,7 @@ from rsrv.runtime.model_builder import (
     ModelCompiled,
     ModelWarmedUp,
     ModulesRead,
+    StepEnded,
 )
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.runtime.registry import Registry
@@ -100,10 +101,12 @@ class Loop:
         self._transport.watch(self._inbox.fd, self._drain)
         self._executor = Executor(self._inbox, self.activity, self._clock)
         self._catalog = Catalog(Policy(settings), StateFeed(self._transport), self._clock)
-        builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox.history, inspector)
-        self._weights = WeightManager(self._catalog, self._scheduler, builder, self._outbox)
+        self._builder = ModelBuilder(
+            make_device, settings, self._inbox, self.activity, blackbox.history, inspector
+        )
+        self._weights = WeightManager(self._catalog, self._scheduler, self._builder, self._outbox)
         self._registry = Registry(
-            self._catalog, self._weights, builder, self._scheduler, self._transport, self._outbox
+            self._catalog, self._weights, self._builder, self._scheduler, self._transport, self._outbox
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
@@ -222,6 +225,8 @@ class Loop:
                 self._registry.bundles_read(message)
             case ModulesRead():
                 self._registry.modules_read(message)
+            case StepEnded():
+                self._builder.step_ended(message)
             case ModelCompiled():
                 self._registry.compiled(message)
             case ModelWarmedUp():

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections import deque
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from rsrv.runtime.device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, RequestedModels, about, compile_model, identify, warm_up
 from rsrv.runtime.numerics import Computes, probe
+from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
 from rsrv.runtime.weight_mover import WeightMover, follow_residency
@@ -26,6 +27,8 @@ from rsrv_bundle.modules import check_signatures, signature_of
 
 log = logging.getLogger("rsrv.registry")
 _device_log = logging.getLogger("rsrv.equipment")
+
+_CLEAN_UP = Demand(Urgency.CLEAN_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class BundlesRead:
     result: RequestedModels | str
     #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
+    demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,14 @@ class ModelCompiled:
 
     key: str
     result: CompiledModel | str
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """The build thread has done a step for a model, in this time, and is free."""
+
+    name: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +111,46 @@ class ModelBuilder:
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
         self._build_thread = WorkerThread("build")
-        #: actions that wait, by precedence: builds, so that the first of many models does not wait for all bundles, then
-        #: reads for stubs with requests, other reads, and what comes when all models are built
-        self._waiting: tuple[deque[Callable[[], object]], ...] = (deque(), deque(), deque(), deque())
+        self._queue = StartQueue()
         # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
         # minutes.
         self._warm_up_thread = WorkerThread("warm up")
         if inspector is not None:
             self._build_thread.put(inspector.start)
-        self._build_thread.put(self._start_device)
+        #: the thread has a step: it gets one at a time, so that a more urgent one may overtake those that wait
+        self._busy = True
+        self._build_thread.put(partial(self._do, "", self._start_device))
 
     # --- orders of the loop -------------------------------------------------------------------------------
 
     def read(
-        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], *, asked: bool
+        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], demand: Demand
     ) -> None:
-        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`.
+        """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`."""
+        action = partial(self._read, connection, name, path, calls, demand)
+        self._put(BuildStep(connection.id, name, demand, action, reads=True))
 
-        `asked`: requests wait for the model, so other bundles wait for its build.
-        """
-        self._put(1 if asked else 2, partial(self._read, connection, name, path, calls))
+    def forget(self, connection: PeerConnection) -> None:
+        """Read no bundle for a connection that is gone, unless that has begun."""
+        self._queue.drop(connection.id)
 
-    def build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
+    def build(self, key: str, name: str, bundle: Bundle, settings: Settings, demand: Demand) -> None:
         """Read a model's modules and compile them. Ends in `ModulesRead` and `ModelCompiled`, or only in the latter."""
-        self._put(0, partial(self._build, key, name, bundle, settings))
+        self._put(BuildStep(key, name, demand, partial(self._build, key, name, bundle, settings)))
+
+    def strengthen(self, key: str, demand: Demand) -> None:
+        """Add to the demand for a model, unless its build has begun."""
+        self._queue.strengthen(key, demand, time.monotonic())
+
+    def drop(self, key: str) -> bool:
+        """Build a model no more; return False if its build has begun."""
+        return self._queue.drop(key)
+
+    def step_ended(self, message: StepEnded) -> None:
+        """Begin the next step of the build thread."""
+        self._busy = False
+        self._queue.charge(message.name, message.seconds)
+        self._begin()
 
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:
         """Execute every size of a model, whose weights are on the device. Ends in `ModelWarmedUp`.
@@ -143,21 +171,26 @@ class ModelBuilder:
 
     def clean_up(self, host: HostStore) -> None:
         """Free resources that only building needs, when no model is being built."""
-        if self._waiting[3]:
-            return  # the sweep waits there
         if self._inspector is not None:
-            self._put(3, self._inspector.close)
+            self._put(BuildStep("inspector", "", _CLEAN_UP, self._inspector.close))
         # Models that use tensors that other runtimes left in shared memory have taken them by then.
-        self._put(3, host.sweep)
+        self._put(BuildStep("sweep", "", _CLEAN_UP, host.sweep))
 
-    def _put(self, precedence: int, action: Callable[[], object]) -> None:
-        self._waiting[precedence].append(action)
-        self._build_thread.put(self._do_next)
+    def _put(self, step: BuildStep) -> None:
+        self._queue.put(step, time.monotonic())
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._busy and (step := self._queue.pop(time.monotonic())) is not None:
+            self._busy = True
+            self._build_thread.put(partial(self._do, step.name, step.action))
 
     # --- on the threads -----------------------------------------------------------------------------------
 
-    def _do_next(self) -> None:
-        next(actions for actions in self._waiting if actions).popleft()()
+    def _do(self, name: str, action: Callable[[], object]) -> None:
+        started = time.monotonic()
+        action()
+        self._inbox.post(StepEnded(name, time.monotonic() - started))
 
     def _start_device(self) -> None:
         """Start the device before the first model; after a failure, each model tries again."""
@@ -188,7 +221,9 @@ class ModelBuilder:
             self._inbox.post(DeviceReady(self._device, weight_mover, computes))
         return self._whole
 
-    def _read(self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str]) -> None:
+    def _read(
+        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], demand: Demand
+    ) -> None:
         result: RequestedModels | str
         verdicts: dict[str, str] = {}
         try:
@@ -201,7 +236,7 @@ class ModelBuilder:
             result = f"{type(error).__name__}: {error}"
         if isinstance(result, str):
             log_not_loaded(name, None, result)
-        self._inbox.post(BundlesRead(connection, result, verdicts))
+        self._inbox.post(BundlesRead(connection, result, verdicts, demand))
 
     def _build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
         result: CompiledModel | str

@@ -40,6 +40,8 @@ S, E = LifecycleState, LifecycleEvent
 
 TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (S.READING, E.MODULES_READ): S.COMPILING,
+    # Only while it waits for the build thread.
+    (S.READING, E.UNWANTED): S.GONE,
     (S.READING, E.FAILED): S.FAILED,
     # An unwanted model is compiled to the end: the thread cannot stop, and a stub may want the model again meanwhile.
     (S.COMPILING, E.COMPILED): S.WARMING_UP,

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rsrv.logs import fields
@@ -16,6 +17,7 @@ from rsrv.runtime.model_builder import (
 )
 from rsrv.runtime.model_states import LifecycleEvent
 from rsrv.runtime.models import RequestedModels, about, to_json, wire_tensors
+from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
@@ -103,7 +105,8 @@ class Registry:
         if not name.isprintable() or len(name) > _MAX_NAME:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
-        self._builder.read(connection, name, path, calls, asked=wanted.get("asked") is True)
+        demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
+        self._builder.read(connection, name, path, calls, demand)
 
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for; begin the lives of those that are new."""
@@ -130,7 +133,9 @@ class Registry:
             if key not in self.catalog.entries:
                 self.catalog.add(key, name, bundle.digest)
                 self.catalog.tell(key)
-                self._builder.build(key, name, bundle, self.catalog.policy.settings)
+                self._builder.build(key, name, bundle, self.catalog.policy.settings, message.demand)
+            else:
+                self._builder.strengthen(key, message.demand)
         self._transport.guard(connection, self._join, connection, group)
 
     def _reject_crashed(
@@ -172,6 +177,7 @@ class Registry:
 
     def leave(self, connection: PeerConnection) -> None:
         """Unload the models that only the closed connection wanted."""
+        self._builder.forget(connection)
         group = connection.group
         if group is not None:
             self._leave(connection, group)
@@ -182,7 +188,13 @@ class Registry:
         for key in group.models:
             entry = self.catalog.entries[key]
             del entry.connections[connection.id]
-            if not entry.connections and entry.model is not None and not entry.ending:
+            if entry.connections or entry.ending:
+                continue
+            if entry.model is None:
+                # A build that has begun goes on to its end.
+                if self._builder.drop(key):
+                    self._advance(key, LifecycleEvent.UNWANTED)
+            else:
                 log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
                 self._advance(key, LifecycleEvent.UNWANTED)
                 self._outbox.append(ev.ModelRemoved(key))
@@ -365,6 +377,14 @@ class Registry:
                 "REGISTER in flat form of a model with types that no client can send"
             ) from None
         connection.send_document(Kind.REGISTERED, described)
+
+
+def _read_demand(wanted: dict[str, Any], weight: float) -> Demand:
+    """Return the demand of a REGISTER."""
+    if wanted.get("asked") is not True:
+        return Demand(weight=weight)
+    deadline = wanted.get("deadline_ns")
+    return Demand(Urgency.REQUESTED, deadline / 1e9 if isinstance(deadline, int) else inf, weight)
 
 
 def _reject(connection: PeerConnection, reason: str, client: str = "") -> None:

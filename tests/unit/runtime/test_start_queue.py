@@ -1,0 +1,158 @@
+"""Order of the starts that wait for the build thread; the tests set the clock."""
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
+
+R, P, E, C = Urgency.REQUESTED, Urgency.PREWARMED, Urgency.EAGER, Urgency.CLEAN_UP
+
+
+def put(queue: StartQueue, name: str, demand: Demand, *, reads: bool = False, now: float = 0.0) -> None:
+    queue.put(BuildStep(name, name, demand, lambda: None, reads), now)
+
+
+def names(queue: StartQueue, now: float = 0.0) -> Iterator[str]:
+    """Take the steps that wait, in their order."""
+    while (step := queue.pop(now)) is not None:
+        yield step.name
+
+
+def test_models_that_requests_wait_for_start_before_those_of_operators_and_of_the_server() -> None:
+    """Starts without requests wait for those with, in the order of their arrival."""
+    queue = StartQueue()
+    for name, urgency in (("sweep", C), ("eager", E), ("warm", P), ("late", E), ("asked", R)):
+        put(queue, name, Demand(urgency))
+    assert list(names(queue)) == ["asked", "warm", "eager", "late", "sweep"]
+
+
+def test_the_earliest_deadline_goes_first_unless_it_has_passed() -> None:
+    """Nothing can be done for a deadline in the past, so it counts no more."""
+    queue = StartQueue()
+    for name, deadline in (("patient", inf), ("soon", 5.0), ("passed", 1.0), ("sooner", 4.0)):
+        put(queue, name, Demand(R, deadline))
+    assert list(names(queue, now=2.0)) == ["sooner", "soon", "patient", "passed"]
+
+
+def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
+    """The first of many models is served before all bundles are read, but a deadline overtakes."""
+    queue = StartQueue()
+    put(queue, "bundle", Demand(R), reads=True)
+    put(queue, "urgent", Demand(R, 9.0), reads=True)
+    put(queue, "model", Demand(R))
+    assert list(names(queue)) == ["urgent", "model", "bundle"]
+
+
+def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
+    """A model that has been built for long waits for others, and a heavy one waits less."""
+    queue = StartQueue()
+    for name, seconds, weight in (("a", 4.0, 1.0), ("b", 1.0, 1.0), ("c", 6.0, 3.0), ("d", 2.0, 1.0)):
+        queue.charge(name, seconds)
+        put(queue, name, Demand(R, weight=weight))
+    queue.charge("b", 2.0)  # after it was put
+    assert list(names(queue)) == ["c", "d", "b", "a"]
+
+
+def test_requests_make_a_start_that_waits_urgent() -> None:
+    """A demand grows, keeps its earliest deadline, and does not shrink."""
+    queue = StartQueue()
+    for name in "abc":
+        put(queue, name, Demand(E))
+    queue.strengthen("c", Demand(R, 7.0), 0.0)
+    queue.strengthen("b", Demand(R, 5.0), 0.0)
+    queue.strengthen("b", Demand(P, 9.0), 0.0)
+    queue.strengthen("gone", Demand(R), 0.0)
+    assert list(names(queue)) == ["b", "c", "a"]
+
+
+def test_a_start_without_requesters_is_dropped() -> None:
+    """A dropped start does not come up again, and its place can be taken once more."""
+    queue = StartQueue()
+    put(queue, "a", Demand(R, 1.0))
+    put(queue, "b", Demand(R))
+    assert queue.drop("a")
+    assert not queue.drop("a")
+    assert "a" not in queue
+    put(queue, "a", Demand(E))
+    assert list(names(queue)) == ["b", "a"]
+    assert len(queue) == 0
+
+
+def test_a_thousand_cold_models_start_in_the_order_of_their_deadlines() -> None:
+    """Two steps a model are done, one at a time; a late request with a deadline overtakes what waits."""
+    queue = StartQueue()
+    now, ready = 0.0, dict[str, float]()
+
+    def ask(name: str, deadline: float = inf) -> None:
+        demand = Demand(R, deadline)
+
+        def read() -> None:
+            queue.put(BuildStep(f"{name}@1", name, demand, lambda: ready.setdefault(name, now)), now)
+
+        queue.put(BuildStep(name, name, demand, read, reads=True), now)
+
+    for number in range(1000):
+        ask(f"m{number}", 2000.0 - number if number % 2 else inf)
+    most = steps = 0
+    while (step := queue.pop(now)) is not None:
+        action: Callable[[], object] = step.action
+        now, steps = now + 0.5, steps + 1
+        queue.charge(step.name, 0.5)
+        action()
+        most = max(most, len(queue))
+        if steps == 100:
+            ask("late", now + 2.0)
+
+    order = sorted(ready, key=lambda name: ready[name])
+    assert (len(order), steps, most) == (1001, 2002, 1000)
+    assert ready["late"] == 51.0
+    order.remove("late")
+    assert order == [f"m{n}" for n in range(999, 0, -2)] + [f"m{n}" for n in range(0, 1000, 2)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "strengthen", "drop", "pop", "charge", "wait"]),
+            st.sampled_from("abcd"),
+            st.sampled_from(Urgency),
+            st.sampled_from([1.0, 3.0, 5.0, inf]),
+        ),
+        max_size=40,
+    )
+)
+def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
+    operations: list[tuple[str, str, Urgency, float]],
+) -> None:
+    """Whatever happens to the queue, it agrees with a dictionary that is searched."""
+    queue, model, now = StartQueue(), dict[str, Demand](), 0.0
+    for operation, name, urgency, number in operations:
+        demand = Demand(urgency, number)
+        match operation:
+            case "put":
+                put(queue, name, demand, now=now)
+                model[name] = demand
+            case "strengthen":
+                queue.strengthen(name, demand, now)
+                if name in model:
+                    model[name] = model[name].stronger(demand)
+            case "drop":
+                assert queue.drop(name) == (model.pop(name, None) is not None)
+            case "charge":
+                queue.charge(name, min(number, 5.0))
+            case "wait":
+                now += 1.0
+            case _:
+                step = queue.pop(now)
+                if step is None:
+                    assert not model
+                    continue
+                taken = model.pop(step.name)
+                assert step.demand == taken
+                rank = taken.urgency, taken.deadline if taken.deadline > now else inf
+                for other in model.values():
+                    assert rank <= (other.urgency, other.deadline if other.deadline > now else inf)
+    assert sorted(names(queue, now)) == sorted(model)

@@ -1,0 +1,121 @@
+"""Order of the work that the build thread does: models that requests wait for start first.
+
+A start has two steps, each of which waits here: its bundle is read, then the model is built.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import IntEnum
+from math import inf
+
+
+class Urgency(IntEnum):
+    """Reason of a start, the most urgent first."""
+
+    #: requests wait for the model
+    REQUESTED = 0
+    #: an operator, a schedule or a policy wants the model warm before requests come
+    PREWARMED = 1
+    #: the model starts with the server
+    EAGER = 2
+    #: no start: resources that only starts need are freed
+    CLEAN_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Need of a start."""
+
+    urgency: Urgency = Urgency.EAGER
+    #: earliest deadline of the requests that wait, on the loop's clock; inf: none has one
+    deadline: float = inf
+    #: share of the model among models with equal demand
+    weight: float = 1.0
+
+    def stronger(self, other: "Demand") -> "Demand":
+        """Return the demand that both make together."""
+        urgency, deadline = min(self.urgency, other.urgency), min(self.deadline, other.deadline)
+        return Demand(urgency, deadline, self.weight)
+
+
+@dataclass(slots=True, eq=False)
+class BuildStep:
+    """Work of the build thread that has not begun."""
+
+    #: no other step that waits has it
+    id: Hashable
+    #: of the model, or "" for none
+    name: str
+    demand: Demand
+    action: Callable[[], object]
+    #: a bundle is read; without it, a model is built
+    reads: bool = False
+
+
+#: position of a step in the order, smallest first; the last is unique
+_Rank = tuple[int, float, bool, float, int]
+
+
+class StartQueue:
+    """Steps that wait, and the building time of each model so far.
+
+    In order of precedence: by urgency; by deadline, of which those in the past count no more; models that can be built
+    before bundles that can be read, so that the first of many models is served before all bundles are read; by building
+    time over weight; and by arrival.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[Hashable, BuildStep] = {}
+        #: ranks as of their entry: one that has fallen since is entered again when it is popped
+        self._heap: list[tuple[_Rank, BuildStep]] = []
+        self._numbers = itertools.count()
+        self._seconds: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __contains__(self, id: Hashable) -> bool:
+        return id in self._steps
+
+    def put(self, step: BuildStep, now: float) -> None:
+        """Add a step; it takes the place of one with its id."""
+        self._steps[step.id] = step
+        self._enter(step, now, next(self._numbers))
+
+    def strengthen(self, id: Hashable, demand: Demand, now: float) -> None:
+        """Add to the demand of a step, if it waits here."""
+        step = self._steps.get(id)
+        if step is not None and (stronger := step.demand.stronger(demand)) != step.demand:
+            step.demand = stronger
+            self._enter(step, now, next(self._numbers))
+
+    def drop(self, id: Hashable) -> bool:
+        """Remove a step; return False if it does not wait here."""
+        return self._steps.pop(id, None) is not None
+
+    def pop(self, now: float) -> BuildStep | None:
+        """Remove and return the next step."""
+        while self._heap:
+            rank, step = heapq.heappop(self._heap)
+            if self._steps.get(step.id) is not step:
+                continue  # dropped, replaced or done
+            if self._rank(step, now, rank[-1]) > rank:
+                self._enter(step, now, rank[-1])
+                continue
+            del self._steps[step.id]
+            return step
+        return None
+
+    def charge(self, name: str, seconds: float) -> None:
+        """Add to the building time of a model."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def _enter(self, step: BuildStep, now: float, number: int) -> None:
+        heapq.heappush(self._heap, (self._rank(step, now, number), step))
+
+    def _rank(self, step: BuildStep, now: float, number: int) -> _Rank:
+        urgency, deadline = step.demand.urgency, step.demand.deadline
+        used = self._seconds.get(step.name, 0.0) / step.demand.weight
+        return urgency, deadline if deadline > now else inf, step.reads, used, number

@@ -9,7 +9,10 @@ from __future__ import annotations
 import datetime
 import math
 import re
+from contextlib import suppress
 from typing import Any
+
+from rsrv_bundle.common_yaml import Uncommon, parse
 
 # A manifest is a few kilobytes. Both limits bound what a hostile one can cost, the second also after aliases
 # have been expanded. The parser takes up to 20 microseconds for each byte.
@@ -32,6 +35,8 @@ def load(data: bytes) -> Any:
         raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
     if _open_brackets(data) > _MAX_BRACKETS:
         raise ValueError("is nested too deeply")
+    with suppress(Uncommon, UnicodeDecodeError):
+        return parse(data.decode())
     from ruamel.yaml import YAML
     from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf import text_format
@@ -65,10 +66,19 @@ def render(
         config.ClearField("dynamic_batching")
     if problems := validate(config):
         raise ConfigError("; ".join(problems))
+    # A bundle's name needs no escapes. Models of a family differ in nothing else.
+    config.ClearField("name")
+    return f'{MARK}\nname: "{bundle.name}"\n{_text(config.SerializeToString(deterministic=True))}'.encode()
+
+
+@lru_cache(maxsize=256)
+def _text(serialized: bytes) -> str:
+    """Return a configuration as text, which takes a millisecond. Raises ConfigError."""
+    config = ModelConfig.FromString(serialized)
     text = text_format.MessageToString(config)
     if text_format.Parse(text, ModelConfig()) != config:
         raise ConfigError("config.pbtxt does not read back as it was written")
-    return f"{MARK}\n{text}".encode()
+    return str(text)
 
 
 def model_config(

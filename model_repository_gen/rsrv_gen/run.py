@@ -62,7 +62,7 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
         output = Path(os.path.abspath(options.output))
         made = [] if options.check else [path for path in (output, *output.parents) if not path.exists()]
         opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
-        with opened as writer, closing(Inspector()) as inspector:
+        with opened as writer, closing(Inspector({})) as inspector:
             for name in writer.lost if writer else ():
                 _complain(
                     f"{name}: a server ended while it loaded this version; the previous version is no longer kept"

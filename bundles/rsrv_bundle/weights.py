@@ -15,6 +15,7 @@ import json
 import math
 import os
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -40,6 +41,8 @@ _MAX_NAME = 4096
 _MAX_RANK = 64
 #: bytes of a read outside of weights
 _CHUNK = 2**20
+#: a file counts as settled this long after its last change: file systems round times
+_SETTLED_NS = 2_000_000_000
 
 
 class TensorKey(NamedTuple):
@@ -247,6 +250,13 @@ def stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _version(found: os.stat_result) -> str | None:
+    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+        return None
+    text = "-".join(map(str, (*stamp(found), found.st_ctime_ns)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _new(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
@@ -264,6 +274,12 @@ class WeightsFile:
         self._reverse = bundle.manifest.format_version == "2.0"
         self._sum = bundle.manifest.sha256.get(FILE)
         self._fd = -1
+        #: how the weights follow from the file: the manifest's checksum, and the order of their bytes
+        self.form = f"{self._sum} {'reversed' if self._reverse else 'as stored'}"
+        self.path = bundle.weights_file
+        #: names the content, as far as the file system tells; None: the file has changed a moment ago, and another change
+        #: may show no trace
+        self.version: str | None = None
         if bundle.weights_file is None or not bundle.weights:
             return
         last = max(weight.offset + weight.nbytes for weight in bundle.weights)
@@ -283,6 +299,12 @@ class WeightsFile:
             self.close()
             # The tensors may have moved, and other modules may belong to them.
             raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
+        self.version = _version(self._opened)
+
+    @staticmethod
+    def version_of(path: str) -> str | None:
+        """Return the `version` that a file of this name would have now. Raises OSError."""
+        return _version(os.stat(path))
 
     def read_all(self, new: Callable[[int], Bytes] = _new) -> Iterator[tuple[int, Bytes]]:
         """Yield every weight once, in the file's order: its index, and its bytes as in `read_into`, in memory of `new`.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rsrv.control.watching import scan
 from rsrv.runtime.device import Device
-from rsrv.runtime.host_weights import HostMemoryError, HostStore, PrivateMemory
+from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel, compile_model, identify, warm_up
 from rsrv.settings import load_settings

@@ -141,9 +141,9 @@ class RuntimeSection(Section):
     )
     shared_host_weights: bool | None = Field(
         None,
-        description="Share one host copy of the weights among the runtimes of one user, in /dev/shm, which must hold all of "
-        "them (a container's --shm-size). null: with several devices, in at most half of /dev/shm; further "
-        "weights have a copy per device.",
+        description="Keep one host copy of the weights for all runtimes of one user, in /dev/shm, where the next runtime finds "
+        "them. true: /dev/shm must hold all of them (a container's --shm-size). null: in at most half of /dev/shm;"
+        " further weights have a copy per device, and are read again after a runtime's death.",
     )
     spare: bool = Field(
         True,

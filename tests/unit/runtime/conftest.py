@@ -17,7 +17,8 @@ import pytest
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
-from rsrv.runtime.host_weights import HostStore, PrivateMemory
+from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.models import CompiledModel, compile_model, warm_up
 from rsrv.runtime.weight_mover import DeviceWeights

@@ -15,7 +15,7 @@ _PEER = """
 import fcntl, hashlib, os, sys
 from pathlib import Path
 import numpy as np
-from rsrv.runtime.host_weights import SharedMemory
+from rsrv.runtime.host_memory import SharedMemory
 
 def say(*words):
     print(*words, flush=True)

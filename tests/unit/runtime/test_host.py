@@ -15,16 +15,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from rsrv.runtime import host_weights
+from rsrv.runtime import host_memory
 from rsrv.runtime.allocation import LARGE, Bytes
-from rsrv.runtime.host_weights import (
-    HostCounts,
-    HostMemoryError,
-    HostStore,
-    PrivateMemory,
-    SharedMemory,
-    TensorBytes,
-)
+from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes
+from rsrv.runtime.host_weights import HostCounts, HostStore
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.held import open_files
@@ -482,7 +476,7 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
         raise OSError("no more")
 
     store = HostStore(PrivateMemory(), refuse)
-    with caplog.at_level(logging.WARNING, host_weights.log.name):
+    with caplog.at_level(logging.WARNING, host_memory.log.name):
         weights = store.open(make(a=large(1), b=large(2)), keep=True)
 
     assert [record.getMessage() for record in caplog.records] == [

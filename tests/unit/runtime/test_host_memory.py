@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime import host_weights
+from rsrv.runtime import host_memory
 from rsrv.runtime.allocation import LARGE, Bytes
-from rsrv.runtime.host_weights import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes, fresh
+from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes, fresh
 from tests.held import open_files
 from tests.unit.runtime.peers import Peer
 
@@ -372,7 +372,7 @@ def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no")
 
-    monkeypatch.setattr(host_weights, "_map", refuse)
+    monkeypatch.setattr(host_memory, "_map", refuse)
     with pytest.raises(HostMemoryError, match="max_map_count"):
         place(memory, 1)
 
@@ -474,13 +474,13 @@ def test_shared_memory_by_default_is_private_if_its_directory_is_not_safe(
 ) -> None:
     """A setting that asks for it fails instead."""
 
-    def refuse(*, modest: bool) -> SharedMemory:
+    def refuse(*, owner: str, modest: bool) -> SharedMemory:
         raise HostMemoryError("remove it")
 
-    monkeypatch.setattr(host_weights, "SharedMemory", refuse)
+    monkeypatch.setattr(host_memory, "SharedMemory", refuse)
 
-    assert isinstance(host_weights.open_host_memory(None), PrivateMemory)
+    assert isinstance(host_memory.open_host_memory(None, "server"), PrivateMemory)
     assert "remove it. Until then" in caplog.text
-    assert isinstance(host_weights.open_host_memory(False), PrivateMemory)
+    assert isinstance(host_memory.open_host_memory(False), PrivateMemory)
     with pytest.raises(HostMemoryError):
-        host_weights.open_host_memory(True)
+        host_memory.open_host_memory(True)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rsrv.runtime.allocation import LARGE
-from rsrv.runtime.host_weights import HostStore, HostWeights, SharedMemory
+from rsrv.runtime.host_memory import SharedMemory
+from rsrv.runtime.host_weights import HostStore, HostWeights
 from tests.builders import FEW_EXAMPLES
 from tests.unit.runtime.weights import Array, bundle_of, large, small
 
@@ -77,7 +78,7 @@ class Runtimes(RuleBasedStateMachine):
         """End as by SIGKILL: the kernel closes everything and removes nothing."""
         self.left |= self.held(runtime)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rsrv.runtime.host_weights.os.unlink", _refuse)
+            patch.setattr("rsrv.runtime.host_memory.os.unlink", _refuse)
             self.stop(runtime)
 
     @rule(runtime=st.integers(0, 1))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.host_weights import HostStore, PrivateMemory
+from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.scheduler.events import Pause, Program
 from rsrv.scheduler.settings import SchedulerSettings

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.activity import Activity
-from rsrv.runtime.crash_history import CrashHistory
-from rsrv.runtime.host_weights import HostStore, PrivateMemory
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.model_builder import BundlesRead, ModelBuilder, StepEnded
 from rsrv.runtime.models import RequestedModels, identify
 from rsrv.runtime.start_queue import Demand, Urgency
@@ -129,7 +130,7 @@ def test_bundles_that_requests_wait_for_are_read_first(
         return FakeDevice(lambda inputs, weights: [inputs[0]])
 
     settings = load_settings()
-    builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), CrashHistory())
+    builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), BlackBox())
     monkeypatch.setattr(HostStore, "sweep", lambda store: inbox.post("swept"))
     builder.clean_up(HostStore(PrivateMemory()))
     for number, (name, urgency) in enumerate((("idle", EAGER), ("busy", REQUESTED), ("other", EAGER))):

@@ -83,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         if spare:
             if not wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon):
                 # There may be no runtime that would do so. The interpreter's own exit would wait for imports.
+                from rsrv.runtime.host_memory import remove_left
+
+                remove_left(options.directory.name)
                 paths.remove(options.directory)
                 os._exit(0)
             os.close(options.runtime_fd)
@@ -219,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
                 stubs[pid] = os.dup(fd)
         end_orphans(stubs)
         with suppress(Exception):  # the loop still runs, and may change its state meanwhile
-            loop.clear()
+            loop.end(leave=False)
         # Remove it again: the control supervisor may have created its lock file meanwhile.
         paths.remove(options.directory)
         logging.shutdown()  # write the lines that are still queued
@@ -259,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
         status = _EXIT_FAILED
-    with suppress(Exception):
-        loop.clear()
+    loop.end(leave=True)
     # Last, because threads may still begin something: no model is to blame for this end.
     box.clear()
     if status:

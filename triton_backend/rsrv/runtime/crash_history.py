@@ -147,6 +147,8 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Read what the previous runtime left, and begin a new black box."""
+        #: name of the server's device, for what outlives a runtime elsewhere; without a directory, nothing does
+        self.owner = "" if directory is None else directory.name
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
         self.memory: Memory = bytearray(BYTES)
         self._fd = -1

@@ -79,9 +79,6 @@ class Loop:
         self._started = self._clock()
         self._server_pid = server_pid
         self._devices = devices
-        if devices == 1 and settings.runtime.shared_host_weights is None:
-            alone = settings.runtime.model_copy(update={"shared_host_weights": False})
-            settings = settings.model_copy(update={"runtime": alone})
         self._traced = settings.traced
         self._serving = True
         #: live stubs that have connected: pid -> pidfd
@@ -101,9 +98,7 @@ class Loop:
         self._transport.watch(self._inbox.fd, self._drain)
         self._executor = Executor(self._inbox, self.activity, self._clock)
         self._catalog = Catalog(Policy(settings), StateFeed(self._transport), self._clock)
-        self._builder = ModelBuilder(
-            make_device, settings, self._inbox, self.activity, blackbox.history, inspector
-        )
+        self._builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox, inspector)
         self._weights = WeightManager(self._catalog, self._scheduler, self._builder, self._outbox)
         self._registry = Registry(
             self._catalog, self._weights, self._builder, self._scheduler, self._transport, self._outbox
@@ -200,9 +195,9 @@ class Loop:
     def _stop(self) -> None:
         self._serving = False
 
-    def clear(self) -> None:
-        """From any thread, as the process's last act: remove weights in shared memory, which would outlive it."""
-        self._weights.close_host()
+    def end(self, *, leave: bool) -> None:
+        """From any thread, as the process's last act: leave weights in shared memory to the next runtime, or remove them."""
+        self._weights.end(leave=leave)
 
     # --- messages of threads ------------------------------------------------------------------------------
 

@@ -10,9 +10,10 @@ from functools import partial
 from rsrv.logs import fields
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.allocation import give_back
-from rsrv.runtime.crash_history import CrashHistory
+from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device, DeviceError, OutOfMemory
-from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights
+from rsrv.runtime.host_memory import HostMemoryError, open_host_memory
+from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, RequestedModels, about, compile_model, identify, warm_up
 from rsrv.runtime.numerics import Computes, probe
 from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
@@ -99,14 +100,15 @@ class ModelBuilder:
         settings: Settings,
         inbox: Inbox,
         activity: Activity,
-        crash_history: CrashHistory,
+        blackbox: BlackBox,
         inspector: Inspector | None = None,
     ) -> None:
         self._make_device = make_device
         self._settings = settings
         self._inbox = inbox
         self._activity = activity
-        self._crash_history = crash_history
+        self._crash_history = blackbox.history
+        self._owner = blackbox.owner
         self._inspector = inspector
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
@@ -216,7 +218,8 @@ class ModelBuilder:
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error
             computes = probe(self._device, self._settings.runtime.numerics)
-            weight_mover = WeightMover(self._device, self._settings, self._inbox, self._activity.weights)
+            memory = open_host_memory(self._settings.runtime.shared_host_weights, self._owner)
+            weight_mover = WeightMover(self._device, memory, self._inbox, self._activity.weights)
             self._whole = self._device, weight_mover
             self._inbox.post(DeviceReady(self._device, weight_mover, computes))
         return self._whole

@@ -156,10 +156,10 @@ class WeightManager:
         """Close a model's weights on the host, after earlier orders to free or to keep them."""
         self._mover.then(lambda: self._builder.close_weights(model.host))
 
-    def close_host(self) -> None:
-        """Remove the weights in shared memory, which outlives the process. Call it last, from any thread."""
+    def end(self, *, leave: bool) -> None:
+        """Leave the weights in shared memory to the server's next runtime, or remove them. Call it last, from any thread."""
         if self.mover is not None:
-            self.mover.host.close()
+            (self.mover.host.leave if leave else self.mover.host.close)()
 
     def _log_load(self, message: LoadEnded) -> None:
         """Log a line for each load: the model, the time, the models evicted for it, and the waiting requests."""

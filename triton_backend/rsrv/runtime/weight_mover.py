@@ -13,11 +13,11 @@ from functools import partial
 
 from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
-from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, open_host_memory
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError
+from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
-from rsrv.settings import Settings
 from rsrv.wire.blackbox import Phase
 from rsrv_bundle import BundleError
 from rsrv_bundle.dtypes import numpy_dtype
@@ -180,12 +180,8 @@ class _Transfer:
 class WeightMover:
     """The thread that transfers the weights of all models. Methods are called on the loop."""
 
-    def __init__(self, device: Device, settings: Settings, inbox: Inbox, slot: ActivitySlot) -> None:
-        """Start the thread, which notes its work on the device at `slot`.
-
-        Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
-        """
-        memory = open_host_memory(settings.runtime.shared_host_weights)
+    def __init__(self, device: Device, memory: HostMemory, inbox: Inbox, slot: ActivitySlot) -> None:
+        """Start the thread, which notes its work on the device at `slot`."""
         self.host = HostStore(memory, device.page_lock)
         self.device = DeviceWeights(device)
         self._inbox = inbox

@@ -43,6 +43,12 @@ def runtime_directory(server_pid: int, gpu: str) -> Path:
     return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
 
 
+def is_stale(name: str) -> bool:
+    """Tell whether a name as of `runtime_directory` belongs to a server that has ended."""
+    pid, started, _ = name.split("-", 2)
+    return pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started)
+
+
 def read_devices(directory: Path) -> list[str]:
     """Return the devices of the server whose device 0 has this directory. Raises FileNotFoundError."""
     devices: list[str] = json.loads((directory / DEVICES).read_text())
@@ -113,8 +119,7 @@ def sweep(base: Path) -> None:
     A pid that is unknown here may live in another container that shares `base`: locked directories stay.
     """
     for directory in base.glob("*-*-gpu*"):
-        pid, started, _ = directory.name.split("-", 2)
-        if pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started):
+        if is_stale(directory.name):
             try:
                 held = hold(directory)
             except OSError:

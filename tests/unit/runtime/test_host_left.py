@@ -1,0 +1,314 @@
+"""Host copies that outlive a runtime: what it leaves, what the next one finds, and what is swept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime import host_memory
+from rsrv.runtime.host_memory import HostMemoryError, SharedMemory
+from rsrv.runtime.host_weights import HostStore, HostWeights
+from rsrv.wire.paths import start_time
+from rsrv_bundle import Bundle, read_bundle
+from rsrv_bundle.weights import WeightsFile
+from tests.unit.runtime.weights import bundle_of, large, small
+
+#: A live server, by its process, and one that has ended.
+LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
+ENDED = f"{os.getpid()}-1-gpu0"
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """Return a directory in /dev/shm that stands for /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture(autouse=True)
+def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every file count as settled."""
+    monkeypatch.setattr("rsrv_bundle.weights._SETTLED_NS", -(1 << 62))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return bundle_of(tmp_path, {"a": large(1), "b": small(2), "c": large(3)}, "bundle", "3.1")
+
+
+def start(shm: Path, owner: str = LIVE) -> HostStore:
+    return HostStore(SharedMemory(shm, owner=owner))
+
+
+def tensors(shm: Path) -> int:
+    return sum(path.is_file() for path in shm.glob("rsrv-weights-*/*"))
+
+
+def killed(store: HostStore) -> None:
+    """End a store as by SIGKILL: the kernel drops its locks, and removes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", _refuse)
+        patch.setattr(shutil, "rmtree", _nothing)
+        store.close()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise PermissionError
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def right(weights: HostWeights) -> bool:
+    expected = (large(1), small(2), large(3))
+    return all(np.array_equal(weights.read(index), array) for index, array in enumerate(expected))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the bytes of each read of a weights file."""
+    found: list[int] = []
+    real = os.preadv
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        found.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+    return found
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_the_next_runtime_reads_only_small_tensors(
+    shm: Path, bundle: Bundle, reads: list[int], end: str
+) -> None:
+    """Large ones are in shared memory, and a note has the digests of all."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    if end == "killed":
+        killed(store)
+    else:
+        store.leave()
+        killed(store)
+    reads.clear()
+
+    after = start(shm)
+    weights = after.open(bundle, keep=True)
+
+    assert reads == [small(2).nbytes]
+    assert right(weights)
+    after.validate()
+    after.close()
+    assert tensors(shm) == 0
+
+
+def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
+    shm: Path, bundle: Bundle, reads: list[int]
+) -> None:
+    """The digests say what its tensors are."""
+    store = start(shm)
+    before = store.open(bundle, keep=False)
+    killed(store)
+    reads.clear()
+
+    weights = start(shm).open(bundle, keep=False)
+
+    assert reads == []
+    assert weights.tensors == before.tensors
+    assert right(weights)
+
+
+def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
+    """The next runtime sweeps when the first models are there; others register later, or at their next request."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    killed(store)
+    after = start(shm)
+    early = after.open(bundle_of(tmp_path, {"z": large(9)}, "early"), keep=True)
+
+    assert after.sweep() == 0
+    assert start(shm, f"{LIVE[:-1]}1").sweep() == 0  # of another device, or another server
+
+    assert right(after.open(bundle, keep=True))
+    early.close()
+    after.close()
+    assert tensors(shm) == 0
+
+
+def test_tensors_of_a_server_that_has_ended_are_swept(shm: Path, bundle: Bundle) -> None:
+    """With its notes: the server and its runtime were killed together."""
+    store = start(shm, ENDED)
+    store.open(bundle, keep=True)
+    killed(store)
+
+    assert start(shm).sweep() == 2
+
+    assert tensors(shm) == 0
+    assert not list(shm.glob(f"*/{ENDED}"))
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "removed"])
+def test_tensors_of_a_file_that_changed_meanwhile_are_swept(
+    shm: Path, bundle: Bundle, tmp_path: Path, change: str
+) -> None:
+    """The bundle was replaced while no runtime had it: nothing wants the old tensors."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    killed(store)
+    assert bundle.weights_file is not None
+    if change == "removed":
+        bundle.weights_file.unlink()
+    elif change == "replaced":
+        fresh = bundle_of(tmp_path, {"a": large(1), "b": small(2), "c": large(4)}, "fresh")
+        assert fresh.weights_file is not None
+        os.replace(fresh.weights_file, bundle.weights_file)
+    else:
+        content = bundle.weights_file.read_bytes()
+        bundle.weights_file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        # Its time shows a write, and so does its ctime, even within one tick of the clock.
+        os.utime(bundle.weights_file, ns=(1, 1))
+
+    assert start(shm).sweep() == 2
+
+    assert tensors(shm) == 0
+
+
+def test_a_file_that_was_written_a_moment_ago_is_not_noted(
+    shm: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another write may show no trace: file systems round times."""
+    monkeypatch.setattr("rsrv_bundle.weights._SETTLED_NS", 1 << 62)
+    store = start(shm)
+    store.open(bundle, keep=True)
+
+    assert list((shm / f"rsrv-weights-u{os.getuid()}" / LIVE).iterdir()) == []
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"digests": ["../../etc/passwd"]}', '{"digests": 3}'])
+def test_a_damaged_note_costs_a_read(shm: Path, bundle: Bundle, damage: str) -> None:
+    """A disk that was full, or an operator: the weights are read, and noted again."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    (note,) = (shm / f"rsrv-weights-u{os.getuid()}" / LIVE).iterdir()
+    intact = note.read_text()
+    killed(store)
+    note.write_text(damage)
+
+    after = start(shm)
+    assert right(after.open(bundle, keep=True))
+
+    assert note.read_text() == intact
+    after.close()
+
+
+def test_a_note_for_another_manifest_costs_a_read(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
+    """The file may not match that one's checksum."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    killed(store)
+    manifest = bundle.path / "manifest.yaml"
+    text = manifest.read_text()
+    digest = bundle.manifest.sha256["weights.safetensors"]
+    manifest.write_text(text.replace(digest, "0" * 64))
+    torn = read_bundle(bundle.path, verify=False)
+
+    with pytest.raises(Exception, match="does not match the manifest"):
+        start(shm).open(torn, keep=True)
+
+
+def test_a_tensor_that_is_gone_is_read_and_shared_again(shm: Path, bundle: Bundle, reads: list[int]) -> None:
+    """An operator emptied the directory."""
+    store = start(shm)
+    weights = store.open(bundle, keep=True)
+    (shm / f"rsrv-weights-u{os.getuid()}" / weights.tensors[0].key.digest).unlink()
+    killed(store)
+    reads.clear()
+
+    after = start(shm)
+    assert right(after.open(bundle, keep=True))
+
+    assert sorted(reads) == [small(2).nbytes, large(1).nbytes]
+    assert tensors(shm) == 2
+    after.close()
+
+
+def test_two_models_of_one_file_share_its_note(shm: Path, bundle: Bundle) -> None:
+    """It goes with the last of them."""
+    store = start(shm)
+    first, second = (store.open(bundle, keep=True) for _ in range(2))
+    notes = shm / f"rsrv-weights-u{os.getuid()}" / LIVE
+    first.close()
+    assert len(list(notes.iterdir())) == 1
+
+    second.close()
+
+    assert list(notes.iterdir()) == []
+    store.close()
+
+
+def test_the_end_of_the_server_removes_what_a_sleeping_runtime_left(
+    shm: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its spare does so, and a runtime whose settings share nothing any more."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    killed(store)
+    monkeypatch.setattr(host_memory, "_SHM", shm)
+
+    host_memory.remove_left(LIVE)
+
+    assert tensors(shm) == 0
+    assert not list(shm.glob(f"*/{LIVE}"))
+    host_memory.remove_left(LIVE)
+    host_memory.remove_left("")
+
+
+def test_a_modest_process_takes_a_share_of_its_descriptors(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sockets need some, too: further tensors are private."""
+    monkeypatch.setattr(host_memory, "_MAX_MODEST", 1)
+    memory = SharedMemory(shm, modest=True)
+    blocks = [memory.place(digit * 64, np.zeros(large(0).nbytes, np.uint8)) for digit in "ab"]
+
+    assert tensors(shm) == 1
+    assert "ulimit -n" in caplog.text
+    for block in blocks:
+        block.release()
+    memory.close()
+
+
+def test_a_left_tensor_that_rsrv_did_not_make_is_not_used(shm: Path, bundle: Bundle) -> None:
+    """A process that insists on sharing refuses the model; a modest one has a private copy."""
+    store = start(shm)
+    digest = store.open(bundle, keep=True).tensors[0].key.digest
+    killed(store)
+    path = shm / f"rsrv-weights-u{os.getuid()}" / digest
+    path.unlink()
+    path.write_bytes(b"short")
+
+    with pytest.raises(HostMemoryError, match="was not made by rsrv"):
+        start(shm).open(bundle, keep=True)
+    modest = HostStore(SharedMemory(shm, owner=LIVE, modest=True))
+    assert right(modest.open(bundle, keep=True))
+
+
+def test_a_note_names_its_file_by_all_that_the_system_tells(bundle: Bundle) -> None:
+    """A link to it is the same file until the link's making shows in the ctime."""
+    file = WeightsFile(bundle)
+    assert bundle.weights_file is not None
+    assert WeightsFile.version_of(str(bundle.weights_file)) == file.version
+    bundle.weights_file.chmod(0o600)
+    bundle.weights_file.chmod(0o644)
+
+    assert WeightsFile.version_of(str(bundle.weights_file)) != file.version
+    file.close()

@@ -1,0 +1,440 @@
+"""Host memory of tensors: private to the process, or files in /dev/shm that other runtimes use, too, and that outlive this one."""
+
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import re
+import resource
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rsrv.runtime.allocation import LARGE, Bytes, aligned
+from rsrv.wire import paths
+from rsrv_bundle.weights import WeightsFile
+
+log = logging.getLogger("rsrv.host")
+
+_SHM = Path("/dev/shm")
+_NAME = re.compile(r"[0-9a-f]{64}")
+#: read-only: a file is not written after it is linked
+_FILE_MODE = 0o400
+#: tensors that a modest process shares: an eighth of its descriptors, of which each takes two, and of its mappings
+_MODEST_SHARE, _MAX_MODEST = 8, 8000
+
+
+class HostMemoryError(Exception):
+    """The host has no memory for weights, or the shared directory is not safe; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorBytes:
+    """Bytes of one tensor. The memory lives as long as any view of them."""
+
+    bytes: Bytes
+    #: releases the store's claim to them; called once
+    release: Callable[[], object]
+
+
+class HostMemory(Protocol):
+    """Memory of the store. Every method may be called from any thread."""
+
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
+        """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
+
+        Raises HostMemoryError.
+        """
+
+    def find(self, digest: str, nbytes: int) -> TensorBytes | None:
+        """Return a tensor that this process or another one has placed, if it is still there."""
+
+    def recall(self, file: WeightsFile) -> Sequence[str] | None:
+        """Return the digests of a file's tensors in argument order, if a runtime of this server has noted them."""
+
+    def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
+        """Note the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
+
+    def forget(self, file: WeightsFile) -> None:
+        """Remove the note: the next runtime does without the file's tensors."""
+
+    def sweep(self) -> int:
+        """Remove the tensors that killed processes left, and no server notes; return how many were removed."""
+
+    def close(self) -> None:
+        """End, and leave no notes."""
+
+
+def fresh(nbytes: int) -> Bytes:
+    """Return memory of this process, aligned for every element type. Raises HostMemoryError if none is left."""
+    try:
+        return aligned(nbytes)
+    except (OSError, MemoryError) as error:
+        raise HostMemoryError(
+            f"the host has no memory for a tensor of {nbytes} bytes ({error}): serve fewer models, or set their "
+            "residency to unpinned"
+        ) from None
+
+
+class PrivateMemory:
+    """Memory of this process: tensors stay where they were read into."""
+
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
+        return TensorBytes(_read_only(filled), _nothing)
+
+    def find(self, digest: str, nbytes: int) -> TensorBytes | None:
+        return None
+
+    def recall(self, file: WeightsFile) -> Sequence[str] | None:
+        return None
+
+    def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
+        pass
+
+    def forget(self, file: WeightsFile) -> None:
+        pass
+
+    def sweep(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class SharedMemory:
+    """One file per large tensor in a directory of /dev/shm, named by the tensor's digest; small tensors are private.
+
+    A file is linked atomically when it is complete, and is not written again: no process waits for another, and none
+    sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is
+    the last user, and removes the file; so after locking a file, a process checks that it is still linked. If a process
+    is killed, the kernel drops its locks, and the files that it leaves stay valid.
+
+    So the next runtime of a server finds its predecessor's tensors. It also finds their digests: for each weights file, a
+    note names them, in a directory of the server's device. Tensors in the notes of a live server are not swept, used or
+    not: the fronts may be late, or wait until a request comes.
+
+    Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
+    """
+
+    def __init__(self, parent: Path = _SHM, *, owner: str = "", modest: bool = False) -> None:
+        """Create or open the directory. Raises HostMemoryError if other users own it or may enter it.
+
+        `owner`: name of the directory of the server's device (`paths.runtime_directory`); without one, nothing is noted.
+        If `modest`, files take at most half of the file system, because Triton needs room there, too, and tensors that
+        cannot be shared are private.
+        """
+        self._uid = os.getuid()
+        self._modest = modest
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = min(soft // _MODEST_SHARE, _MAX_MODEST)
+        #: tensors that this process shares
+        self._count = 0
+        #: whether a tensor that cannot be shared was logged
+        self._said_private = False
+        self.path = parent / f"rsrv-weights-u{self._uid}"
+        with _explained(self.path):
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._directory = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(self._directory)
+        if found.st_uid != self._uid or found.st_mode & 0o077:
+            os.close(self._directory)
+            raise HostMemoryError(
+                f"{self.path} must belong to uid {self._uid} and be closed to other users; remove it, or turn "
+                "runtime.shared_host_weights off"
+            )
+        os.fchmod(self._directory, 0o700)  # the umask may have removed bits
+        self._notes = self.path / owner if owner else None
+        if self._notes is not None:
+            with _explained(self._notes):
+                self._notes.mkdir(exist_ok=True)
+                self._notes.chmod(0o700)
+
+    def place(self, digest: str, filled: Bytes) -> TensorBytes:
+        nbytes = filled.nbytes
+        if nbytes < LARGE:
+            return TensorBytes(_read_only(filled), _nothing)
+        try:
+            return self._share(digest, filled)
+        except HostMemoryError as error:
+            if not self._modest:
+                raise
+            if not self._said_private:
+                self._said_private = True
+                log.warning(
+                    "%s. Until then, further tensors have a copy per device, and are read again after a runtime's death",
+                    error,
+                )
+            return TensorBytes(_read_only(filled), _nothing)
+
+    def _share(self, digest: str, filled: Bytes) -> TensorBytes:
+        nbytes = filled.nbytes
+        with _explained(self.path, nbytes):
+            while True:
+                fd = self._attach(digest, nbytes)
+                if fd is None and self._modest:
+                    self._leave_room(nbytes)
+                if fd is None:
+                    fd = self._publish(digest, filled)
+                # None again: another process created or removed the file between the two calls.
+                if fd is not None:
+                    break
+            return self._mapped(digest, fd, nbytes)
+
+    def find(self, digest: str, nbytes: int) -> TensorBytes | None:
+        if nbytes < LARGE:
+            return None
+        try:
+            with _explained(self.path, nbytes):
+                fd = self._attach(digest, nbytes)
+                return None if fd is None else self._mapped(digest, fd, nbytes)
+        except HostMemoryError:
+            return None  # `place` says why, if it finds no way either
+
+    def _mapped(self, digest: str, fd: int, nbytes: int) -> TensorBytes:
+        """Return the tensor of a file that is locked."""
+        try:
+            mapping = _map(fd, nbytes)
+        except BaseException:
+            self._release(digest, fd)
+            raise
+        self._count += 1
+
+        def release() -> None:
+            self._count -= 1
+            self._release(digest, fd)
+
+        return TensorBytes(np.frombuffer(mapping, np.uint8), release)
+
+    # --- notes and left tensors ---------------------------------------------------------------------------
+
+    def recall(self, file: WeightsFile) -> Sequence[str] | None:
+        path = self._note_of(file)
+        if path is None:
+            return None
+        try:
+            found = json.loads(path.read_text())
+            digests: list[str] = found["digests"]
+            # A digest is a name in this directory.
+            return digests if found["form"] == file.form and all(map(_NAME.fullmatch, digests)) else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.warning("%s cannot be read, so the weights are: %s", path, error)
+            return None
+
+    def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
+        path = self._note_of(file)
+        if path is None:
+            return
+        try:
+            noted = {"file": str(file.path), "form": file.form, "digests": list(digests)}
+            paths.write_whole(path, json.dumps(noted))
+        except OSError as error:
+            log.warning("%s cannot be written, so the next runtime reads the weights again: %s", path, error)
+
+    def forget(self, file: WeightsFile) -> None:
+        path = self._note_of(file)
+        if path is not None:
+            with suppress(OSError):
+                path.unlink()
+
+    def _note_of(self, file: WeightsFile) -> Path | None:
+        return None if self._notes is None or file.version is None else self._notes / file.version
+
+    def sweep(self) -> int:
+        unused = [name for name in self._names() if self._is_unused(name)]
+        if not unused:
+            return 0
+        noted = self._noted()
+        return sum(self._remove(name) for name in unused if name not in noted)
+
+    def _noted(self) -> set[str]:
+        """Return the tensors in the notes of live servers; remove what others have noted, and what is out of date."""
+        noted: set[str] = set()
+        with suppress(OSError):
+            for directory in self.path.glob("*-*-gpu*"):
+                if paths.is_stale(directory.name):
+                    shutil.rmtree(directory, ignore_errors=True)
+                    continue
+                for path in filter(lambda path: _NAME.fullmatch(path.name), directory.iterdir()):
+                    with suppress(OSError, ValueError, LookupError, TypeError):
+                        found = json.loads(path.read_text())
+                        if WeightsFile.version_of(found["file"]) == path.name:
+                            noted.update(found["digests"])
+                        else:
+                            path.unlink()  # the bundle was replaced or removed while no runtime had it
+        return noted
+
+    def _names(self) -> list[str]:
+        """Return the names of all tensors; none if no descriptor is free."""
+        with suppress(OSError):
+            return [name for name in os.listdir(self._directory) if _NAME.fullmatch(name)]
+        return []
+
+    def _is_unused(self, name: str) -> bool:
+        try:
+            fd = self._open(name)
+        except OSError:
+            return False  # removed meanwhile, or not permitted
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def _remove(self, name: str) -> bool:
+        try:
+            fd = self._open(name)
+        except OSError:
+            return False
+        return self._release(name, fd)
+
+    def close(self) -> None:
+        if self._notes is not None:
+            shutil.rmtree(self._notes, ignore_errors=True)
+        os.close(self._directory)
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def _leave_room(self, nbytes: int) -> None:
+        """Raise OSError if a file of this size would leave less than half of the file system, or few descriptors."""
+        if self._count >= self._most:
+            raise OSError(errno.EMFILE, f"{self._count} tensors are shared")
+        found = os.statvfs(self._directory)
+        if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize // 2:
+            raise OSError(errno.ENOSPC, "half of it is taken")
+
+    def _open(self, name: str) -> int:
+        # Do not block if it is a pipe.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(name, flags, dir_fd=self._directory)
+
+    def _attach(self, name: str, nbytes: int) -> int | None:
+        """Open and lock the file of that name; return its descriptor, or None if it does not exist."""
+        try:
+            fd = self._open(name)
+        except FileNotFoundError:
+            return None
+        try:
+            # Waits only for a process that is removing the file, which is brief.
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            found = os.fstat(fd)
+            if not found.st_nlink:
+                os.close(fd)
+                return None
+            if (
+                not stat.S_ISREG(found.st_mode)
+                or stat.S_IMODE(found.st_mode) != _FILE_MODE
+                or found.st_uid != self._uid
+                or found.st_size != nbytes
+            ):
+                raise HostMemoryError(f"{self.path / name} was not made by rsrv, or has changed: remove it")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _publish(self, name: str, filled: Bytes) -> int | None:
+        """Create and lock a file of that name; return its descriptor, or None if another process was faster."""
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
+        try:
+            # Written, not mapped: if /dev/shm is full, `write` raises, while a store into a mapping kills the process.
+            rest = filled.data
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fchmod(fd, _FILE_MODE)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._directory)
+        except FileExistsError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _release(self, name: str, fd: int) -> bool:
+        """Close a file, and remove it if no other process uses it; return whether it was removed."""
+        removed = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                os.unlink(name, dir_fd=self._directory)
+                removed = True
+        except OSError:
+            pass  # another process uses it, or may alone remove it
+        # Unlock explicitly: a mapping keeps the lock after the descriptor is closed.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+        return removed
+
+
+def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
+    """Return the memory for `runtime.shared_host_weights`; None: shared as far as possible. Raises HostMemoryError.
+
+    `owner`: as of `SharedMemory`; without one, the process is no server's, and shares only if it must.
+    """
+    if shared is False or not (shared or owner):
+        remove_left(owner)
+        return PrivateMemory()
+    try:
+        return SharedMemory(owner=owner, modest=shared is None)
+    except HostMemoryError as error:
+        if shared:
+            raise
+        log.warning("%s. Until then, each runtime of the server keeps host copies of its own", error)
+        return PrivateMemory()
+
+
+def remove_left(owner: str) -> None:
+    """Remove what earlier runtimes of a server's device left, which no runtime will want."""
+    if owner and (_SHM / f"rsrv-weights-u{os.getuid()}" / owner).exists():
+        with suppress(HostMemoryError):
+            memory = SharedMemory(_SHM, owner=owner)
+            shutil.rmtree(memory.path / owner, ignore_errors=True)
+            memory.sweep()
+            memory.close()
+
+
+def _nothing() -> None:
+    """Do nothing: private memory is freed with its last view."""
+
+
+def _read_only(filled: Bytes) -> Bytes:
+    filled.flags.writeable = False
+    return filled
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
+    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+
+
+@contextmanager
+def _explained(path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raise a HostMemoryError that says what to do in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+        remedy = "turn runtime.shared_host_weights off"
+        if error.errno == errno.ENOSPC:
+            reason = f"{path.parent} has no room for a tensor of {nbytes} bytes"
+            remedy = f"make it larger (a container's --shm-size), or {remedy}"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = f"allow the process more open files (ulimit -n), or {remedy}"
+        elif error.errno == errno.ENOMEM:
+            remedy = f"allow the process more mappings (vm.max_map_count), or {remedy}"
+        raise HostMemoryError(f"shared host weights: {reason}; {remedy}") from error

@@ -91,7 +91,7 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
     """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
-    view: Any = SimpleNamespace(other_changes=0, entries={"a@1": entry("a")})
+    view: Any = SimpleNamespace(other_changes=0, asleep=False, entries={"a@1": entry("a")})
     readiness = Readiness(view, tmp_path, lambda: {"a"}, lambda: (), decides=True)
     seen = []
     for view.up in (True, False, True):

@@ -83,6 +83,7 @@ class FakeView:
     def __init__(self, triton: FakeTriton) -> None:
         self._triton = triton
         self.up = True
+        self.asleep = False
         self.since = 0.0
         self.entries: Mapping[str, ModelVersion] = {}
         self.changes = 0

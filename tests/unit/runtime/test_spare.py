@@ -8,19 +8,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import NamedTuple
 
 import psutil
 import pytest
 
-from rsrv.runtime.spare import SpareKeeper
+from rsrv.runtime.spare import SpareKeeper, wait_for_call
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import PROTOCOL_VERSION
-from rsrv.wire.paths import SOCKET
-from rsrv.wire.socket import connect, read_status
+from rsrv.wire.paths import ASLEEP, SOCKET, asleep_since
+from rsrv.wire.socket import connect, listen, read_status
 from tests.waiting import wait_until
 
 #: the arguments: pids in the places of tritonserver and of the runtime, a named pipe, and the modules
@@ -88,7 +90,10 @@ def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -
 
     with socket.socket() as listener:
         command = [sys.executable, "-c", script, str(marks)]
-        SpareKeeper(command, os.environ, listener.fileno(), lambda: next(building, False), rest).keep()
+        keeper = SpareKeeper(
+            command, os.environ, listener.fileno(), tmp_path, lambda: next(building, False), rest
+        )
+        keeper.keep()
 
     assert marks.read_text() == "xx"
     (first,) = started_at
@@ -96,9 +101,9 @@ def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -
     assert pauses[first] > 10 * pauses[0]
 
 
-def renewed(keeper: SpareKeeper) -> str:
+def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
     told: Queue[str] = Queue()
-    keeper.renew(told.put)
+    keeper.prepare(told.put, fresh=fresh)
     return told.get(timeout=20)
 
 
@@ -116,14 +121,14 @@ READY = f"speaks version {PROTOCOL_VERSION}"
         ),
     ],
 )
-def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(said: str, told: str) -> None:
+def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, said: str, told: str) -> None:
     """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
     script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
     mine = psutil.Process()
     before = set(mine.children())
     with socket.socket() as listener:
         first = SpareKeeper(
-            [sys.executable, "-c", script, READY], os.environ, listener.fileno(), lambda: False
+            [sys.executable, "-c", script, READY], os.environ, listener.fileno(), tmp_path, lambda: False
         )
         assert renewed(first) == ""
         (kept,) = set(mine.children()) - before
@@ -153,6 +158,64 @@ def launcher(
         server.kill()
         server.wait()
         wait_until(lambda: not list(Path(home).iterdir()), 20, what="the runtime to end with the server")
+
+
+class Machine(NamedTuple):
+    """Two processes in the places of tritonserver and the runtime, and a socket on which the spare is called."""
+
+    server: subprocess.Popen[bytes]
+    listener: socket.socket
+    directory: Path
+
+    def waits(self) -> Future[bool]:
+        pool = ThreadPoolExecutor(1)
+        server = os.pidfd_open(self.server.pid)
+        answer = pool.submit(wait_for_call, server, self.listener.fileno(), self.directory)
+        answer.add_done_callback(lambda _: os.close(server))
+        pool.shutdown(wait=False)
+        return answer
+
+
+@pytest.fixture
+def sleeping(server: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Machine]:
+    with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home, listen(Path(home) / SOCKET) as listener:
+        (tmp_path / ASLEEP).write_text("1000.0")
+        yield Machine(server, listener, tmp_path)
+
+
+def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Machine) -> None:
+    """A connection that came before its turn counts as well; without the note it waits for none."""
+    answer = sleeping.waits()
+    assert not answer.done()
+    with connect(Path(sleeping.listener.getsockname())):
+        assert answer.result(20)
+        assert sleeping.waits().result(20)
+    (sleeping.directory / ASLEEP).unlink()
+    assert sleeping.waits().result(20)
+
+
+def test_the_spare_of_a_device_that_sleeps_ends_with_the_server(sleeping: Machine) -> None:
+    """Nobody would wake it."""
+    answer = sleeping.waits()
+    sleeping.server.kill()
+    assert not answer.result(20)
+
+
+def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:
+    """Where `runtime.spare` is false, a refused end leaves no process; the note of a sleep has the time."""
+    script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
+    mine = psutil.Process()
+    before = set(mine.children())
+    with socket.socket() as listener:
+        command = [sys.executable, "-c", script, READY]
+        keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
+        for fresh in (False, True):
+            assert renewed(keeper, fresh=fresh) == ""
+            (spare,) = set(mine.children()) - before
+            keeper.withdraw()
+            assert not spare.is_running()
+    keeper.stay_back()
+    assert asleep_since(tmp_path) == pytest.approx(time.time(), abs=60)
 
 
 def spares(server: int) -> list[psutil.Process]:

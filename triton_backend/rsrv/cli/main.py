@@ -190,17 +190,21 @@ def parser() -> CommandParser:
     restart = command(
         "restart", "replace the runtimes, so that rsrv.yaml and the installed packages are read again"
     )
-    _add_device(restart, "all, one after another")
-    restart.add_argument(
-        "--drain",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="limit of executions and runs of meta models in progress; default: %(default)g",
-    )
-    restart.add_argument(
-        "--force", action="store_true", help="if the limit is reached, restart and have them begin again"
-    )
+    sleep = command("sleep", "free the devices' memory for other programs; the next request wakes them")
+    for one, force in (
+        (restart, "if the limit is reached, restart and have them begin again"),
+        (sleep, "the same, and sleep although requests wait, which wake the device at once"),
+    ):
+        _add_device(one, "all, one after another")
+        one.add_argument(
+            "--drain",
+            type=_seconds,
+            default=30.0,
+            metavar="S",
+            help="limit of executions and runs of meta models in progress; default: %(default)g",
+        )
+        one.add_argument("--force", action="store_true", help=force)
+    _add_device(command("wake", "have devices that sleep serve again"), "all")
     profile = command("profile", "record a profile of the runtime and its device")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")

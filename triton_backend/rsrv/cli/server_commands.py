@@ -249,6 +249,22 @@ def _restart(server: Server) -> int:
     return server.done(answer, "\n".join(gaps))
 
 
+def _sleep(server: Server) -> int:
+    options = server.options
+    request = pb.SleepRequest(devices=_devices(server), drain_s=options.drain, force=options.force)
+    answer = server.wait("Sleep", request, "going to sleep")
+    return server.done(answer, "\n".join(f"device {number}: asleep" for number in answer.devices))
+
+
+def _wake(server: Server) -> int:
+    answer = server.wait("Wake", pb.WakeRequest(devices=_devices(server)), "waking")
+    lines = [
+        f"device {one.number}: awake " + (f"after {one.seconds:.2f} s" if one.seconds else "already")
+        for one in answer.devices
+    ]
+    return server.done(answer, "\n".join(lines))
+
+
 def _profile(server: Server) -> int:
     action, seconds = server.options.action, server.options.seconds
     if (action is None) == (seconds is None):
@@ -286,5 +302,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "abort": _abort,
     "reload": _reload,
     "restart": _restart,
+    "sleep": _sleep,
+    "wake": _wake,
     "profile": _profile,
 }

@@ -273,20 +273,23 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
             pairs.append((f"device {device.number}", _device_name(device)))
         if device.HasField("runtime"):
             pairs += _device_pairs(device, alone=len(answer.devices) == 1)
-    runtime = live[0].runtime
-    pairs += [
-        (
-            "numerics",
-            _word(pb.Numerics, runtime.numerics)
-            + (f"; the device multiplies in {runtime.computes}" if runtime.computes else ""),
-        ),
-        ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
-    ]
+        elif len(answer.devices) == 1:
+            pairs.append(("device", _device_name(device)))
+    if live:
+        runtime = live[0].runtime
+        computes = f"; the device multiplies in {runtime.computes}" if runtime.computes else ""
+        pairs += [
+            ("numerics", _word(pb.Numerics, runtime.numerics) + computes),
+            ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
+        ]
     _print_pairs(pairs)
 
 
 def _device_name(device: pb.DeviceStatus) -> str:
     memory = device.memory
+    if device.HasField("asleep_since_unix_s"):
+        since = time.strftime("%H:%M:%S", time.localtime(device.asleep_since_unix_s))
+        return f"asleep since {since}; the next request or `rsrv wake` wakes it"
     if not device.HasField("runtime"):
         since = time.strftime("%H:%M:%S", time.localtime(device.down_since_unix_s))
         return f"its runtime has not answered since {since}; " + (device.error or "see the server's log")

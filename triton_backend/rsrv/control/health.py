@@ -64,7 +64,7 @@ class Readiness:
         return self._ready
 
     def _served(self) -> set[str]:
-        if not self._view.up:
+        if not (self._view.up or self._view.asleep):
             return set()
         entries = self._view.entries
         served = {
@@ -113,7 +113,7 @@ class Health(HealthService):
 
     def serving(self, service: str) -> bool | None:
         if not service:
-            return self._view.up and not self._readiness.missing()
+            return (self._view.up or self._view.asleep) and not self._readiness.missing()
         if service in self._readiness.ready():
             return True
         return False if self._readiness.knows(service) else None

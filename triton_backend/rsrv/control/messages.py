@@ -185,7 +185,10 @@ def device_status(
     if link.obstacle:
         shown.error = link.obstacle
     if status is None:
-        shown.down_since_unix_s = now - link.down_s
+        if link.asleep_since is None:
+            shown.down_since_unix_s = now - link.down_s
+        else:
+            shown.asleep_since_unix_s = link.asleep_since
         return shown
     shown.runtime.MergeFrom(
         pb.Runtime(

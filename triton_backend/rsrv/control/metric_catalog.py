@@ -184,7 +184,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_runtime_up",
         "gauge",
         ("device",),
-        "1 while the device's runtime answers. While none does, only the metrics of this section exist.",
+        "1 while the device's runtime answers, or the device sleeps. While none answers, only the metrics of this section exist.",
     ),
     MetricFamily(
         "rsrv_runtime_restarts_total",

@@ -27,6 +27,8 @@ class ServerFacts:
     version: str
     #: Spans of traces by outcome; empty if traces are off.
     spans: Mapping[str, int]
+    #: Numbers of the devices that sleep.
+    asleep: Collection[int] = ()
 
 
 class Metrics:
@@ -57,7 +59,7 @@ class Metrics:
         runtimes = self._runtimes
         said: Answers = {}
         try:
-            said = await runtimes.query({"command": "metrics"})
+            said = {} if runtimes.asleep else await runtimes.query({"command": "metrics"})
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
         entries = runtimes.entries.values() if runtimes.up else ()
@@ -67,6 +69,7 @@ class Metrics:
             failed=frozenset(self._failed()),
             version=self._version,
             spans=dict(self._spans),
+            asleep=frozenset(n for n, link in enumerate(runtimes.links) if link.asleep_since is not None),
         )
         # With hundreds of models, it takes longer than a probe should wait.
         return await asyncio.to_thread(expose, said, server)
@@ -81,7 +84,7 @@ def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
     for name in {*server.models, *server.failed}:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
     for number, restarts in server.restarts.items():
-        page.put("rsrv_runtime_up", (str(number),), float(number in said))
+        page.put("rsrv_runtime_up", (str(number),), float(number in said or number in server.asleep))
         page.put("rsrv_runtime_restarts_total", (str(number),), restarts)
     page.put_each("rsrv_trace_spans_total", (), server.spans)
     page.put("rsrv_build_info", (server.version,), 1.0)

@@ -38,6 +38,10 @@ class RuntimeView(Protocol):
         """True if the runtime answers; False while it is dead, stopped, or not started."""
 
     @property
+    def asleep(self) -> bool:
+        """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
+
+    @property
     def since(self) -> float:
         """The event loop's time at which this runtime was found. A runtime that was silent for a while is the same one."""
 

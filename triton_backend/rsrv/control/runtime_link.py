@@ -18,7 +18,7 @@ from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import SharedMemoryError, read_document
-from rsrv.wire.paths import FAILURE, NO_DEVICE
+from rsrv.wire.paths import FAILURE, NO_DEVICE, asleep_since
 
 log = logging.getLogger("rsrv.control")
 
@@ -222,6 +222,11 @@ class RuntimeLink:
         self._down_at = self._loop.time()
         #: Models with a stub before the runtime's last silence or end.
         self._served_before: set[str] = set()
+        #: Unix time since which the device sleeps; None: it is awake. Whether to wake it; and the models whose stubs have not
+        #: connected since a sleep, because no request has come for them.
+        self.asleep_since: float | None = None
+        self._wakes = False
+        self._dismissed: set[str] = set()
         self._entries: dict[str, ModelVersion] = {}
         self._ready: frozenset[str] | None = None
         self.instance = ""
@@ -277,13 +282,24 @@ class RuntimeLink:
         return {entry["name"] for entry in self._entries.values() if entry["state"] == "loading"} - self.ready
 
     def served(self) -> set[str]:
-        """Return the names of the models and meta models with a connected stub; none while the runtime is down."""
-        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} if self._up else set()
+        """Return the names of the models and meta models with a stub; none while the runtime is down.
+
+        During and after a sleep, stubs wait for requests without a connection.
+        """
+        if self.asleep_since is not None:
+            return self._dismissed
+        if not self._up:
+            return set()
+        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} | self._dismissed
 
     def returning(self) -> set[str]:
         """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
         waited = self._loop.time() - (self._since if self._up else self._down_at)
         return self._served_before if waited < (CONNECT_S if self._up else RESTART_S) else set()
+
+    def wake(self) -> None:
+        """Connect although the device sleeps, which wakes it."""
+        self._wakes = True
 
     def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
         """Subscribe to all changes from now on, after a snapshot; each sets the event. Close the subscription."""
@@ -350,20 +366,42 @@ class RuntimeLink:
         """Connect, follow the state, and connect again, until cancelled."""
         logged = ""
         while True:
+            if self._sleeps():
+                await asyncio.sleep(self._timing.pause_s)
+                continue
             try:
                 reason = await self._serve()
             except OSError:
                 reason = ""  # no runtime listens yet, or not any more
             except ProtocolError as error:
                 reason = str(error)
+            if not self._wakes:
+                self.asleep_since = None
             if self._up:
                 self._go_down()
-                log.warning("%s: the connection ended: %s", self._who, reason)
+                if self.asleep_since is None:
+                    log.warning("%s: the connection ended: %s", self._who, reason)
                 continue  # the next runtime may listen already
             if reason and reason != logged:
                 log.error("cannot follow the state of %s: %s", self._who, reason)
             logged = reason
             await asyncio.sleep(self._timing.pause_s)
+
+    def _sleeps(self) -> bool:
+        """Look whether the device sleeps and is not to be woken."""
+        since = asleep_since(self._path.parent)
+        if since is None or self._wakes:
+            return False
+        if self.asleep_since is None:
+            self._fall_asleep(since)
+            self._changes.note()
+        return True
+
+    def _fall_asleep(self, since: float) -> None:
+        self.asleep_since = since
+        self._dismissed |= self._served_before
+        for entry in self._entries.values():
+            entry["weights"] = "absent" if entry["weights"] else None
 
     async def _serve(self) -> str:
         """Use one connection to its end; return the reason of the end. Raises OSError, ProtocolError."""
@@ -402,7 +440,7 @@ class RuntimeLink:
                 self._ready = None
                 self._since = self._loop.time()
                 new = state["instance"] != self.instance
-                self.lives += new
+                self.lives += new and self.asleep_since is None
                 self.instance, self.revision = str(state["instance"]), revision
                 log.info("connected to %s, instance %s", self._who, self.instance)
                 if new:
@@ -421,6 +459,8 @@ class RuntimeLink:
         before = self._entries.pop(key, None) if entry is None else self._entries.get(key)
         if entry is not None:
             self._entries[key] = entry
+            if entry["stubs"]:
+                self._dismissed.discard(entry["name"])
             self._send_model(entry["name"])
         moves = moves_only(before, entry)
         self._ready = self._ready if moves else None
@@ -429,7 +469,7 @@ class RuntimeLink:
             self._publish(StateChange(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
-        self._up = True
+        self._up, self._wakes, self.asleep_since = True, False, None
         self._down = self._loop.create_future()
         missed, self._missed = self._missed, {}
         settings, self._missed_settings = self._missed_settings, {}
@@ -442,6 +482,9 @@ class RuntimeLink:
     def _go_down(self) -> None:
         self._served_before = self.served()
         self._up = False
+        since = asleep_since(self._path.parent)
+        if since is not None:
+            self._fall_asleep(since)
         self._down_at = self._loop.time()
         self._down.set_result(None)
         self._changes.note()

@@ -5,6 +5,8 @@ server's state is that of the others, and a command fails if no runtime carries 
 """
 
 import asyncio
+import os
+import select
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +42,8 @@ _WEIGHTS = ("resident", "loading", "absent", None)
 _GRACE_S = 90.0
 #: Seconds between two looks for models that do not return.
 _RETURN_LOOK_S = 0.25
+#: Seconds for a runtime whose device sleeps to answer, and for one that is to sleep to end.
+_WAKE_S, _END_S = 60.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,11 @@ class Runtimes:
         return any(link.up for link in self.links)
 
     @property
+    def asleep(self) -> bool:
+        """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
+        return not self.up and any(link.asleep_since is not None for link in self.links)
+
+    @property
     def since(self) -> float:
         return min((link.since for link in self.live.values()), default=0.0)
 
@@ -149,7 +158,7 @@ class Runtimes:
         """
         live = len(self.live)
         found: set[str] = set()
-        for link in self.links if live else ():
+        for link in self.links if live or self.asleep else ():
             found |= link.served()
             # With no other runtime, no stub counts as dead before that time.
             if live - link.up:
@@ -193,7 +202,12 @@ class Runtimes:
         return answers[min(answers)]
 
     async def status(self) -> Answers:
-        """Return the status of docs/protocol.md of each runtime that answers. Raises RuntimeDown if none does."""
+        """Return the status of docs/protocol.md of each runtime that answers.
+
+        Raises RuntimeDown if none does, unless devices sleep.
+        """
+        if self.asleep:
+            return {}
         if not self.up:
             raise RuntimeDown(next(filter(None, (link.obstacle for link in self.links)), ""))
         answers, _ = await self._ask(self.live, lambda _, link: link.status())
@@ -205,6 +219,11 @@ class Runtimes:
         Raises RuntimeDown, StatusError; then the runtime goes on.
         """
         link, clock = self.links[number], asyncio.get_running_loop().time
+        if link.asleep_since is not None:
+            raise StatusError(
+                "FAILED_PRECONDITION",
+                f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
+            )
         before, instance = link.ready, link.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
         await link.slow_command(command, drain_s + _GRACE_S)
@@ -226,6 +245,48 @@ class Runtimes:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETURN_LOOK_S):
                     await self.wait_change(seen)
+
+    async def sleep(self, number: int, drain_s: float, *, force: bool) -> None:
+        """Have a runtime end so that its device sleeps; return when the runtime is gone.
+
+        Raises RuntimeDown, StatusError; then the runtime goes on.
+        """
+        link = self.links[number]
+        if link.asleep_since is not None:
+            raise StatusError("FAILED_PRECONDITION", f"device {number} sleeps already")
+        runtime = -1
+        with suppress(OSError):  # it has just ended
+            runtime = os.pidfd_open((await link.status())["pid"])
+        try:
+            command = {"command": "sleep", "drain_s": drain_s, "force": force}
+            await link.slow_command(command, drain_s + _GRACE_S)
+            while link.up:
+                await self.wait_change(self.changes)
+            if runtime >= 0:
+                # The device's memory is free when the process has ended.
+                await asyncio.to_thread(select.select, [runtime], [], [], _END_S)
+        finally:
+            if runtime >= 0:
+                os.close(runtime)
+
+    async def wake(self, number: int) -> float:
+        """Wake a device; return the seconds until its runtime answered, 0.0 if it did. Raises StatusError."""
+        link, clock = self.links[number], asyncio.get_running_loop().time
+        if number in self.live:
+            return 0.0
+        began = clock()
+        try:
+            async with asyncio.timeout(_WAKE_S):
+                while not link.up:
+                    seen = self.changes
+                    link.wake()
+                    await self.wait_change(seen)
+        except TimeoutError:
+            text = f"the runtime of device {number} has not answered for {_WAKE_S:g} s; " + (
+                link.obstacle or "the server's log says why"
+            )
+            raise StatusError("UNAVAILABLE", text) from None
+        return clock() - began
 
     def chosen(self, devices: Collection[int] | None) -> dict[int, RuntimeLink]:
         """Return the links of these devices by number, of all if there are none. Raises InvalidArgument."""

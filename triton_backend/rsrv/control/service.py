@@ -70,7 +70,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> None:
         self._server = server
         self._settings = server.settings
-        self._restarting = False
+        #: Held while runtimes are restarted, put to sleep or woken.
+        self._changing = asyncio.Lock()
         self._runtimes = runtimes
         self._lifecycle = lifecycle
         self._placing = placing
@@ -83,9 +84,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         runtimes = self._runtimes
         statuses = await runtimes.status()
-        section = await runtimes.configure({})
+        section = (
+            self._settings.scheduler.model_dump(mode="json")
+            if runtimes.asleep
+            else await runtimes.configure({})
+        )
         entries = runtimes.entries
-        by_device = {number: messages.by_name(link.entries) for number, link in runtimes.live.items()}
+        by_device = {
+            number: messages.by_name(link.entries)
+            for number, link in enumerate(runtimes.links)
+            if link.up or link.asleep_since is not None
+        }
         failures = self._lifecycle.failures
         # A model that is not built yet, or could not be built, has no status.
         names = {
@@ -327,12 +336,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if not 0 <= request.drain_s < inf:
             raise InvalidArgument("drain_s must be a number of seconds, at least 0")
         chosen = self._runtimes.chosen(request.devices)
-        if self._restarting:
-            raise StatusError("FAILED_PRECONDITION", "another restart is under way; wait for its end")
-        self._restarting = True
-        try:
+        self._check_unchanging()
+        async with self._changing:
             file = self._server.settings_file
-            settings = read_settings(file if file.exists() else None)
+            try:
+                settings = read_settings(file if file.exists() else None)
+            except SettingsError as error:
+                raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
             answer = pb.RestartResponse()
             for number in chosen:
                 one = await self._runtimes.restart(number, request.drain_s, force=request.force)
@@ -343,14 +353,37 @@ class ControlService(control_pb2_grpc.ControlServicer):
                         "server's log say why. Devices after it were not restarted",
                     )
                 answer.devices.add(number=number, first_s=one.first_s, all_s=one.all_s)
-        except SettingsError as error:
-            raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
-        finally:
-            self._restarting = False
         # These sections of the control process's own settings are shown as those of the runtimes.
         update = {"models": settings.models, "scheduler": settings.scheduler}
         self._settings = self._settings.model_copy(update=update)
         return answer
+
+    @steers
+    async def Sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
+        if not 0 <= request.drain_s < inf:
+            raise InvalidArgument("drain_s must be a number of seconds, at least 0")
+        chosen = self._runtimes.chosen(request.devices)
+        self._check_unchanging()
+        async with self._changing:
+            for number in chosen:
+                await self._runtimes.sleep(number, request.drain_s, force=request.force)
+        return pb.SleepResponse(devices=chosen)
+
+    @steers
+    async def Wake(self, request: pb.WakeRequest) -> pb.WakeResponse:
+        chosen = self._runtimes.chosen(request.devices)
+        answer = pb.WakeResponse()
+        # After a sleep that is under way, which the caller may not know of.
+        async with self._changing:
+            for number in chosen:
+                answer.devices.add(number=number, seconds=await self._runtimes.wake(number))
+        return answer
+
+    def _check_unchanging(self) -> None:
+        if self._changing.locked():
+            raise StatusError(
+                "FAILED_PRECONDITION", "another restart, sleep or wake is under way; wait for its end"
+            )
 
     # --- bundles and profiles -----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.allocation import use_one_arena
-from rsrv.runtime.spare import SpareKeeper, wait_for_turn
+from rsrv.runtime.spare import SpareKeeper, wait_for_call, wait_for_turn
 from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
 
@@ -81,7 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = os.pidfd_open(options.server_pid)
         if spare:
-            if not wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon):
+            if not (
+                wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon)
+                and wait_for_call(server, options.listener_fd, options.directory)
+            ):
                 # There may be no runtime that would do so. The interpreter's own exit would wait for imports.
                 from rsrv.runtime.host_memory import remove_left
 
@@ -113,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             # Another runtime serves already: a stub that died has started it, or there were two spares during a restart.
             _say(options.ready_fd, "ready")
             return 0
+        (options.directory / paths.ASLEEP).unlink(missing_ok=True)
         base = options.directory.parent
         paths.sweep(base)
         wanted, platform = settings.runtime.devices, settings.runtime.platform
@@ -244,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
             target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
         ).start()
     command = _command(options.directory, options, str(options.device), environment)
-    keeper = SpareKeeper(command, environment, listener.fileno(), lambda: loop.building)
-    loop.prepare_restarts(keeper.renew)
+    keeper = SpareKeeper(command, environment, listener.fileno(), options.directory, lambda: loop.building)
+    loop.have_successor(keeper)
     if settings.runtime.spare:
         threading.Thread(target=keeper.keep, name="spare", daemon=True).start()
     # One control process suffices for a server.
@@ -258,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     status = 0
     try:
         loop.run()
-        log.info("the runtime ends for the next one")
+        log.info("the runtime ends for the next one%s", ", and the device sleeps" if loop.sleeps else "")
     except BaseException:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
         status = _EXIT_FAILED

@@ -1,7 +1,7 @@
 """Commands of operators while the runtime runs: COMMAND and CONFIGURE, carried out or refused with a reason.
 
 A command is answered when the scheduler has taken in its events, in the order of the connection's commands. One that
-takes time (`profile`, `restart`) delays those that follow it on its connection, and no others.
+takes time (`profile`, `restart`, `sleep`) delays those that follow it on its connection, and no others.
 """
 
 import logging
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
@@ -84,6 +84,10 @@ _MODEL = {"model": _Field(_is_text, "a string", required=True)}
 _MODEL_OR_ALL = {"model": _Field(_is_text_or_none, "a string")}
 _MODES = [mode.value for mode in ev.Pause]
 _SINCE = {"since": _Field(_is_count, "a whole number, at least 0")}
+_END = {
+    "drain_s": _Field(_is_duration, "a number of seconds, at least 0", required=True),
+    "force": _Field(lambda value: isinstance(value, bool), "true or false"),
+}
 
 #: the fields of each command, beside its name
 _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
@@ -109,10 +113,8 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "load": _SINCE,
     "metrics": {},
     "overview": {},
-    "restart": {
-        "drain_s": _Field(_is_duration, "a number of seconds, at least 0", required=True),
-        "force": _Field(lambda value: isinstance(value, bool), "true or false"),
-    },
+    "restart": _END,
+    "sleep": _END,
     "profile": {"directory": _Field(_is_text_or_none, "a string")},
     "timeline": _SINCE,
     "traces": _SINCE,
@@ -228,11 +230,43 @@ class NextPrepared:
     reason: str
 
 
+class Successor(Protocol):
+    """The process that becomes the next runtime, as far as the end of this one needs it."""
+
+    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> object:
+        """Have the process wait for its turn; `fresh`: with the installed packages of now.
+
+        `done` is called from any thread, with "" or the reason why the process cannot serve.
+        """
+
+    def withdraw(self) -> object:
+        """Take back `prepare`: this runtime goes on."""
+
+    def stay_back(self) -> object:
+        """Have the process wait for a connection before it becomes the runtime. Raises OSError."""
+
+
+class NoSuccessor:
+    """The next runtime is started by a stub."""
+
+    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
+        done("")
+
+    def withdraw(self) -> None:
+        pass
+
+    def stay_back(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
-class _Restart:
+class _PlannedEnd:
+    """End of the runtime that is under way."""
+
+    command: Literal["restart", "sleep"]
     connection: PeerConnection
     drain_s: float
-    #: whether to end even if something is in progress
+    #: whether to end even if something is in progress, or, for a sleep, if requests wait
     force: bool
 
 
@@ -258,13 +292,12 @@ class Commands:
         self._outbox = outbox
         self._profiler = Profiler(inbox)
         self._inbox = inbox
-        #: starts the process that becomes the next runtime; calls back, from any thread, with "" or the reason why it cannot
-        self.prepare_next: Callable[[Callable[[str], object]], object] = lambda done: done("")
-        #: the `restart` that is under way, and whether the next runtime is not there yet
-        self._restart: _Restart | None = None
+        self.successor: Successor = NoSuccessor()
+        #: the end that is under way, and whether the next runtime is not there yet
+        self._end: _PlannedEnd | None = None
         self._preparing = False
-        #: whether the runtime ends now, for the next one
-        self.ends = False
+        #: whether the runtime ends now, for the next one; and whether that one waits until it is needed
+        self.ends = self.sleeps = False
         #: commands that wait until an earlier one of their connection is answered
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
         #: answers that wait for the scheduler to take in the events of their command; some are made only then
@@ -291,11 +324,10 @@ class Commands:
             raise ProtocolError(f"{len(waiting)} commands wait for their answers already")
 
     def leave(self, connection: PeerConnection) -> None:
-        """Drop the waiting commands of a closed connection, and withdraw its `restart`."""
+        """Drop the waiting commands of a closed connection, and withdraw its `restart` or `sleep`."""
         self._waiting.pop(connection, None)
-        if self._restart is not None and self._restart.connection is connection and not self.ends:
-            self._restart = None
-            self._outbox.append(ev.WindDown(None))
+        if self._end is not None and self._end.connection is connection and not self.ends:
+            self._go_on()
 
     def answer(self) -> None:
         """Answer the commands that were carried out."""
@@ -310,32 +342,59 @@ class Commands:
         self._answer_late(message.connection, message.refused)
 
     def next_prepared(self, message: "NextPrepared") -> None:
-        """Wind down for the next runtime, or refuse `restart`."""
+        """Wind down for the next runtime, or refuse the end that was planned."""
         self._preparing = False
-        if self._restart is None:
-            return  # its connection has ended
-        if not message.reason:
-            self._outbox.append(ev.WindDown(self._restart.drain_s))
-            return
-        connection, self._restart = self._restart.connection, None
-        text = f"nothing was restarted: {message.reason}"
-        self._answer_late(connection, CommandRefused("FAILED_PRECONDITION", text))
+        end = self._end
+        if end is None:
+            self.successor.withdraw()  # the connection has ended
+        elif not message.reason:
+            self._outbox.append(ev.WindDown(end.drain_s))
+        else:
+            self._refuse_end(end, f"the runtime goes on: {message.reason}")
 
-    def wound_down(self, end: ev.WoundDown) -> None:
-        """Answer `restart`: the runtime ends, or something is still in progress."""
-        if self._restart is None:
+    def wound_down(self, wound: ev.WoundDown) -> None:
+        """Answer `restart` or `sleep`: the runtime ends, or something is still in progress."""
+        end = self._end
+        if end is None:
             return  # it is being withdrawn
-        connection = self._restart.connection
-        self.ends = self._restart.force or not (end.runs or end.executions)
-        refused = None
-        if not self.ends:
-            self._restart = None
-            refused = CommandRefused(
-                "FAILED_PRECONDITION",
-                f"{end.runs} runs of meta models and {end.executions} executions have not ended in time, so nothing was "
-                "restarted. Wait longer with --drain, or have them begin again in the next runtime with --force",
+        waiting = len(self._requests.pending) + len(self._catalog.building)
+        if not end.force and (wound.runs or wound.executions):
+            text = (
+                f"{wound.runs} runs of meta models and {wound.executions} executions have not ended in time, so the runtime "
+                "goes on. Wait longer with --drain, or have them begin again in the next runtime with --force"
             )
-        self._answer_late(connection, refused)
+            self._refuse_end(end, text)
+        elif not end.force and end.command == "sleep" and waiting:
+            text = (
+                f"{waiting} requests wait, or models are built: they would wake the device at once, so it does not sleep. "
+                "Try again when they are answered, or go on with --force"
+            )
+            self._refuse_end(end, text)
+        else:
+            self._finish(end)
+
+    def _finish(self, end: _PlannedEnd) -> None:
+        if end.command == "sleep":
+            try:
+                self.successor.stay_back()
+            except OSError as error:
+                self._refuse_end(end, f"the note that the device sleeps cannot be written: {error}")
+                return
+            self.sleeps = True
+            self._registry.dismiss_all()
+        self.ends = True
+        self._answer_late(end.connection, None)
+
+    def _refuse_end(self, end: _PlannedEnd, text: str) -> None:
+        self._go_on()
+        self._answer_late(end.connection, CommandRefused("FAILED_PRECONDITION", text))
+
+    def _go_on(self) -> None:
+        """Withdraw the end that is under way."""
+        self._end = None
+        self._outbox.append(ev.WindDown(None))
+        if not self._preparing:
+            self.successor.withdraw()
 
     def _answer_late(self, connection: PeerConnection, refused: CommandRefused | None) -> None:
         """Answer a command that took time, and carry out those that have waited for it."""
@@ -398,15 +457,18 @@ class Commands:
                 return self._reports.metrics()
             case "overview":
                 return self._reports.overview()
-            case "restart":
-                if self._restart is not None or self._preparing:
+            case "restart" | "sleep":
+                if self._end is not None or self._preparing:
                     raise CommandRefused(
-                        "FAILED_PRECONDITION", "another restart is under way; wait for its end"
+                        "FAILED_PRECONDITION", "another restart or sleep is under way; wait for its end"
                     )
-                self._restart = _Restart(connection, command["drain_s"], command.get("force", False))
+                self._end = _PlannedEnd(name, connection, command["drain_s"], command.get("force", False))
                 self._waiting[connection] = deque()
                 self._preparing = True
-                self.prepare_next(lambda reason: self._inbox.post(NextPrepared(reason)))
+                # A device sleeps for long, so memory for executables that wait would be wasted.
+                self.successor.prepare(
+                    lambda reason: self._inbox.post(NextPrepared(reason)), fresh=name == "restart"
+                )
                 return None
             case "profile":
                 self._profile(connection, command.get("directory"))

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import open_stub
-from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
+from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged, Successor
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
 from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
@@ -118,9 +118,14 @@ class Loop:
             self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
         )
 
-    def prepare_restarts(self, by: Callable[[Callable[[str], object]], object]) -> None:
-        """Have `by` start the next runtime before an operator's restart, as `Commands.prepare_next`."""
-        self._commands.prepare_next = by
+    def have_successor(self, successor: Successor) -> None:
+        """Have the process that becomes the next runtime prepared before an end that is planned."""
+        self._commands.successor = successor
+
+    @property
+    def sleeps(self) -> bool:
+        """True if the runtime has ended so that the device sleeps."""
+        return self._commands.sleeps
 
     @property
     def launcher(self) -> int | None:

@@ -22,7 +22,7 @@ from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Tra
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.wire.frames import Kind, ProtocolError, pack_json, pack_rejected
+from rsrv.wire.frames import Kind, ProtocolError, pack_cold, pack_json, pack_rejected
 from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
@@ -31,6 +31,8 @@ log = logging.getLogger("rsrv.registry")
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
+#: seconds
+_START_TIMEOUT_S = 60.0
 #: for a native front; a meta model's file is one of hooks, too
 _HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
 
@@ -198,6 +200,13 @@ class Registry:
                 log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
                 self._advance(key, LifecycleEvent.UNWANTED)
                 self._outbox.append(ev.ModelRemoved(key))
+
+    def dismiss_all(self) -> None:
+        """Send COLD on all connections of models that serve: their stubs come back with their next request."""
+        for connection in self._transport.connections:
+            if connection.group is not None and self.catalog.ready(connection.group):
+                frame = pack_cold(_START_TIMEOUT_S, flat=connection.flat)
+                self._transport.guard(connection, connection.send, frame)
 
     def tell_all(self) -> None:
         """Update the feed's entries of all models."""

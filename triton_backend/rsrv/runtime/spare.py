@@ -1,8 +1,9 @@
 """The spare: a process that has imported everything, and becomes the next runtime when the runtime ends.
 
 The spare shares the runtime's listening socket. From the runtime's death on, connections wait there for the spare, so no
-stub starts a runtime meanwhile. The spare has no device: jax makes its client, and with it a CUDA context, when a device
-is first used. Only before a restart on a CPU does `preparation` use it.
+stub starts a runtime meanwhile. If the runtime has ended to sleep, the spare waits for the first connection: that of a
+stub with a request, or of an operator who wakes it. The spare has no device: jax makes its client, and with it a CUDA
+context, when a device is first used. Only before a restart on a CPU does `preparation` use it.
 """
 
 import gc
@@ -17,8 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from rsrv.wire import paths
 from rsrv.wire.frames import PROTOCOL_VERSION
 
 log = logging.getLogger("rsrv.runtime")
@@ -55,10 +58,12 @@ class SpareKeeper:
         command: Sequence[str],
         environment: Mapping[str, str],
         listener: int,
+        directory: Path,
         is_building: Callable[[], bool],
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
         """`command` starts a spare, but for the descriptors that it gets; `rest` sleeps for a number of seconds."""
+        self._directory = directory
         # No pid, which another process may have by then.
         runtime = os.pidfd_open(os.getpid())
         self._descriptors = listener, runtime
@@ -68,9 +73,12 @@ class SpareKeeper:
         self._rest = rest
         self._lock = threading.Lock()
         self._spare: _Spare | None = None
+        #: whether there is a spare without an end that was planned
+        self._keeps = False
 
     def keep(self) -> None:
         """Have a spare at all times, for as long as this process lives."""
+        self._keeps = True
         while True:
             quiet_s = 0.0
             while quiet_s < _QUIET_S:
@@ -93,24 +101,43 @@ class SpareKeeper:
             log.error("the spare runtime %s; starting another in %.0f s", ended, _PAUSE_S)
             self._rest(_PAUSE_S)
 
-    def renew(self, done: Callable[[str], object]) -> None:
-        """Replace the spare by one with the installed packages of now, on a thread.
+    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
+        """Have a spare that waits for its turn, on a thread; `fresh`: one with the installed packages of now.
 
-        `done` gets "" when it waits for its turn, or the reason why it cannot serve; then the spare before it stays.
+        `done` gets "" when it waits, or the reason why it cannot serve; then the spare before it stays.
         """
-        threading.Thread(target=lambda: done(self._renew()), name="renewal", daemon=True).start()
+        action = self._renew if fresh else self._have
+        threading.Thread(target=lambda: done(action()), name="renewal", daemon=True).start()
+
+    def withdraw(self) -> None:
+        """End a spare that is there only for an end that does not come."""
+        with self._lock:
+            spare = None if self._keeps else self._spare
+            self._spare = self._spare if self._keeps else None
+        if spare is not None:
+            spare.end()
+
+    def stay_back(self) -> None:
+        """Have the spare wait for a connection when its turn has come. Raises OSError."""
+        paths.write_whole(self._directory / paths.ASLEEP, str(time.time()))
+
+    def _have(self) -> str:
+        try:
+            with self._lock:
+                spare = self._spare = self._spare or self._start(self._command)
+        except OSError as error:
+            return f"the next runtime cannot be started: {error}"
+        return spare.problem()
 
     def _renew(self) -> str:
         try:
             fresh = self._start([*self._command, "--soon"])
         except OSError as error:
             return f"the next runtime cannot be started: {error}"
-        reason = fresh.hear()
-        if reason != _READY:
+        problem = fresh.problem()
+        if problem:
             fresh.end()
-            if reason.startswith(_CAN):
-                reason = f"it {reason} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
-            return f"the next runtime could not serve: {reason}"
+            return problem
         with self._lock:
             before, self._spare = self._spare, fresh
         # Two would both take this process's place.
@@ -142,14 +169,19 @@ class _Spare(NamedTuple):
     process: "subprocess.Popen[bytes]"
     sock: socket.socket
 
-    def hear(self) -> str:
-        """Return _READY, or the reason why the spare cannot serve."""
+    def problem(self) -> str:
+        """Return the reason why the spare cannot serve, once it has imported its modules; "": it can."""
         self.sock.settimeout(_IMPORT_S)
         try:
-            said = self.sock.recv(4096).decode(errors="replace")
+            # It says so once, and may be asked again.
+            said = self.sock.recv(4096, socket.MSG_PEEK).decode(errors="replace")
         except OSError as error:
-            return f"it has not imported its modules: {error}"
-        return said or "it ended; the server's log may say more"
+            said = f"it has not imported its modules: {error}"
+        if said == _READY:
+            return ""
+        if said.startswith(_CAN):
+            said = f"it {said} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
+        return f"the next runtime could not serve: {said or 'it ended; the server log may say more'}"
 
     def end(self) -> None:
         self.process.kill()
@@ -180,6 +212,13 @@ def wait_for_turn(
         return all(server not in select.select([server, end], [], [])[0] for end in (prepared, runtime))
     finally:
         os.close(prepared)
+
+
+def wait_for_call(server: int, listener: int, directory: Path) -> bool:
+    """In the spare, when its turn has come: if the device sleeps, wait for a connection. False: the server ends."""
+    if paths.asleep_since(directory) is None:
+        return True
+    return server not in select.select([server, listener], [], [])[0]
 
 
 def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int, preparing: int) -> None:

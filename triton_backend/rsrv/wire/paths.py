@@ -12,6 +12,8 @@ LOCK = "lock"
 FAILURE = "failure"
 #: why the runtime found no device the last time
 NO_DEVICE = "no-device"
+#: there while the device sleeps: the Unix time since which it does
+ASLEEP = "asleep"
 #: of the control process: its socket, its lock, and the settings of operators
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
@@ -77,6 +79,14 @@ def runtime_command(
     ]  # fmt: skip
 
 
+def asleep_since(directory: Path) -> float | None:
+    """Return the Unix time since which a runtime's device sleeps; None: it does not. A connection would wake it."""
+    try:
+        return float((directory / ASLEEP).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def start_time(pid: int) -> int:
     """Return the clock ticks from boot to the start of a process; 0 if it is gone."""
     try:
@@ -132,7 +142,7 @@ def sweep(base: Path) -> None:
 def remove(directory: Path) -> None:
     ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
-    replaced = (NO_DEVICE, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
+    replaced = (NO_DEVICE, ASLEEP, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
     try:

@@ -131,7 +131,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error")
+    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error", "asleep_since_unix_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class DeviceStatus(_message.Message):
     CARD_FIELD_NUMBER: _ClassVar[int]
     DOWN_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     runtime: Runtime
     host: HostMemory
@@ -146,7 +147,8 @@ class DeviceStatus(_message.Message):
     card: CardMemory
     down_since_unix_s: float
     error: str
-    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    asleep_since_unix_s: float
+    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ..., asleep_since_unix_s: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
     __slots__ = ("pid", "control_pid", "version", "mode", "repository")
@@ -594,6 +596,42 @@ class RestartedDevice(_message.Message):
     first_s: float
     all_s: float
     def __init__(self, number: _Optional[int] = ..., first_s: _Optional[float] = ..., all_s: _Optional[float] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("devices", "drain_s", "force")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    drain_s: float
+    force: bool
+    def __init__(self, devices: _Optional[_Iterable[int]] = ..., drain_s: _Optional[float] = ..., force: bool = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, devices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, devices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[WokenDevice]
+    def __init__(self, devices: _Optional[_Iterable[_Union[WokenDevice, _Mapping]]] = ...) -> None: ...
+
+class WokenDevice(_message.Message):
+    __slots__ = ("number", "seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    seconds: float
+    def __init__(self, number: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
     __slots__ = ()

@@ -94,6 +94,16 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/rsrv.control.v1.Control/Sleep',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/rsrv.control.v1.Control/Wake',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WakeRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/rsrv.control.v1.Control/StartProfile',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartProfileRequest.SerializeToString,
@@ -235,6 +245,21 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Have runtimes end, so that other programs can use their devices' memory. What executes is answered before. The next
+        request for a device's models, or Wake, starts its runtime. Returns when the runtimes are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Start the runtimes of devices that sleep. Returns when they answer; their models follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Record what the runtime and its device do (jax.profiler), until StopProfile. One at a time.
         """
@@ -367,6 +392,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Restart,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SleepRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.WakeRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WakeResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -743,6 +778,60 @@ class Control(object):
             '/rsrv.control.v1.Control/Restart',
             rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.RestartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/Sleep',
+            rsrv_dot_control_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/Wake',
+            rsrv_dot_control_dot_v1_dot_control__pb2.WakeRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,179 @@
+"""Devices that sleep, by the control service and the commands: nothing but `wake` wakes them, and all is shown as before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.wire.paths import ASLEEP
+from tests.unit.control.peers import FakeRuntime, Served, served, until
+from tests.unit.control.test_cli import shell
+from tests.unit.control.test_service import refusal
+from tests.waiting import looped
+
+SLEEP = {"command": "sleep", "drain_s": 30.0, "force": False}
+
+
+def drowsy(server: Served) -> list[FakeRuntime]:
+    """Have each runtime end at `sleep`, with a note that it sleeps; return those that were started since."""
+    since: list[FakeRuntime] = []
+    for runtime in server.all:
+        runtime.pid = 0  # no process's
+
+        def answer(command: dict[str, Any], runtime: FakeRuntime = runtime) -> dict[str, Any]:
+            if command["command"] == "sleep":
+                (runtime._path.parent / ASLEEP).write_text("1000.5")
+                runtime._loop.call_later(0.01, end, runtime)
+            return {}
+
+        runtime.answers = answer
+
+    def end(runtime: FakeRuntime) -> None:
+        runtime.die()
+        # The spare listens on, and becomes the runtime with the first connection.
+        spare = FakeRuntime(runtime._path, instance="99" * 8)
+        accept = spare._accept
+
+        def rise() -> None:
+            (runtime._path.parent / ASLEEP).unlink(missing_ok=True)
+            since.append(spare)
+            accept()
+
+        spare._loop.add_reader(spare._listener, rise)
+        server.all.append(spare)
+
+    return since
+
+
+@looped
+async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: Path) -> None:
+    """Status, metrics, health and the state of each model are there without a runtime; no connection reaches the spare."""
+    async with served(tmp_path, models=["a"]) as server:
+        woken = drowsy(server)
+        answer = await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        assert list(answer.devices) == [0]
+        assert server.runtime.commands == [SLEEP]
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+        assert status.devices[0].asleep_since_unix_s == 1000.5
+        assert not status.devices[0].HasField("down_since_unix_s")
+        assert [model.name for model in status.models] == ["a"]
+        assert status.models[0].weights == pb.WEIGHTS_ABSENT
+        text = (await server.control.GetMetrics(pb.GetMetricsRequest())).text
+        assert 'rsrv_runtime_up{device="0"} 1' in text
+        assert server.health.serving("")
+        assert server.health.serving("a")
+        assert server.runtimes.served() == {"a"}
+        assert not woken
+
+
+@looped
+async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> None:
+    """The answer has the seconds that it took; a device that is awake needs none."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        woken = drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(devices=[1], drain_s=30))
+
+        answer = await server.control.Wake(pb.WakeRequest())
+
+        assert [one.number for one in answer.devices] == [0, 1]
+        assert answer.devices[0].seconds == 0 < answer.devices[1].seconds < 10
+        assert len(woken) == 1
+        assert [link.lives for link in server.runtimes.links] == [1, 1]
+        # The stub has no connection to the new runtime until a request comes, and is no dead one.
+        assert server.runtimes.links[1].served() == {"a"}
+
+
+@looped
+async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
+    """When the note is gone, the control process connects again."""
+    async with served(tmp_path, models=["a"]) as server:
+        drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        assert server.runtimes.asleep
+        (tmp_path / ASLEEP).unlink()
+        await until(server.runtimes, lambda: server.link.up)
+        assert not server.runtimes.asleep
+
+
+@looped
+async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
+    """A device that sleeps already, one that is not there, a time below 0, and a restart of one that sleeps."""
+    async with served(tmp_path, models=["a"]) as server:
+        drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
+        for call, told in (
+            (server.control.Sleep(pb.SleepRequest(drain_s=30)), (precondition, "device 0 sleeps already")),
+            (
+                server.control.Sleep(pb.SleepRequest(devices=[1])),
+                (wrong, "there is no device 1: the server's devices are 0 to 0"),
+            ),
+            (
+                server.control.Sleep(pb.SleepRequest(drain_s=-1)),
+                (wrong, "drain_s must be a number of seconds, at least 0"),
+            ),
+            (
+                server.control.Restart(pb.RestartRequest(drain_s=30)),
+                (
+                    precondition,
+                    "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
+                ),
+            ),
+        ):
+            assert await refusal(call) == told
+
+
+@looped
+async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
+    """The device is awake in the end; a restart is refused meanwhile."""
+    async with served(tmp_path, models=["a"]) as server:
+        woken = drowsy(server)
+        sleeping = server.control.Sleep(pb.SleepRequest(drain_s=30))
+        await server.runtime.came(lambda: bool(server.runtime.commands))
+        waking = server.control.Wake(pb.WakeRequest())
+        code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
+        assert (code, text) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "another restart, sleep or wake is under way; wait for its end",
+        )
+        await sleeping
+        assert (await waking).devices[0].seconds > 0
+        assert len(woken) == 1
+
+
+@looped
+async def test_a_runtime_that_is_killed_while_it_goes_to_sleep_is_awaited(tmp_path: Path) -> None:
+    """The caller learns that nothing answers; the next runtime is found as after any death."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.pid = 0
+        server.runtime.answers = lambda command: server.runtime.die()
+        code, _ = await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30)))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        again = FakeRuntime(server.runtime._path, instance="99" * 8)
+        server.all.append(again)
+        await until(server.runtimes, lambda: server.link.up)
+
+
+def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sleep`, `status` and `wake` in turn."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            drowsy(rsrv.server)
+            done = await rsrv("sleep", "--drain", "7")
+            assert (done.status, done.out) == (0, "device 0: asleep\n")
+            shown = await rsrv("status")
+            clock = time.strftime("%H:%M:%S", time.localtime(1000.5))
+            assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in shown.out
+            assert (await rsrv("wake")).out.startswith("device 0: awake after 0.")
+            assert (await rsrv("wake")).out == "device 0: awake already\n"
+            assert (await rsrv("sleep", "--device", "-1")).status == 2
+
+    run()

@@ -1,0 +1,160 @@
+"""The command `sleep`: a runtime ends, its stubs are told to come back with a request, and the next runtime stays back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
+from rsrv.wire.memory import read_document
+from rsrv.wire.socket import Closed, send
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.test_residency import answered
+from tests.unit.runtime.test_restart import ask, one_executes_and_one_waits
+from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
+
+SETTINGS = load_settings("stub: {in_place_ms: 0}")
+
+
+@dataclass
+class Successor:
+    """Records what the runtime asks of the next one."""
+
+    problem: str = ""
+    disk_is_full: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
+        self.asked.append("prepare fresh" if fresh else "prepare")
+        done(self.problem)
+
+    def withdraw(self) -> None:
+        self.asked.append("withdraw")
+
+    def stay_back(self) -> None:
+        if self.disk_is_full:
+            raise OSError("No space left on device")
+        self.asked.append("stay back")
+
+
+@pytest.fixture
+def successor() -> Successor:
+    return Successor()
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime, successor: Successor) -> Runtime:
+    runtime = start_runtime(SETTINGS)
+    runtime.loop.have_successor(successor)
+    return runtime
+
+
+@pytest.fixture
+def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+    engine = make_engine(runtime, doubling)
+    yield engine
+    runtime.device.gate.set()
+    engine.close()
+
+
+def test_stubs_hear_cold_before_the_runtime_ends(
+    runtime: Runtime, successor: Successor, doubling: Path
+) -> None:
+    """A stub reads COLD and then the end; the next runtime was told to stay back, and is no fresh one."""
+    greeted = runtime.open()
+    greeted.sock.settimeout(20)
+    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "doubling", "bundle": str(doubling)}))
+    frame, fds = greeted.receiver.receive()
+    assert read_header(frame)[0] is Kind.REGISTERED
+    read_document(fds[0])
+    with Operator(runtime) as operator:
+        assert operator.do("sleep", drain_s=30) == {}
+    frame, _ = greeted.receiver.receive()
+    assert read_header(frame)[0] is Kind.COLD
+    assert unpack_json(frame)["start_timeout_s"] > 0
+    with pytest.raises(Closed):
+        greeted.receiver.receive()
+    greeted.sock.close()
+    wait_until(lambda: not runtime.alive)
+    assert runtime.loop.sleeps
+    assert successor.asked == ["prepare", "stay back"]
+
+
+def test_a_device_with_waiting_requests_does_not_sleep(
+    runtime: Runtime, engine: Engine, successor: Successor
+) -> None:
+    """The command fails, the spare is withdrawn, and both requests are answered here."""
+    executing, waiting = one_executes_and_one_waits(runtime, engine)
+    with Operator(runtime) as operator:
+        operator.send(command="sleep", drain_s=30.0)
+        wait_until(lambda: successor.asked == ["prepare"])
+        runtime.device.gate.set()
+        refused = operator.hear()
+    assert refused["code"] == "FAILED_PRECONDITION"
+    assert refused["error"].startswith("1 requests wait, or models are built: they would wake the device")
+    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert successor.asked == ["prepare", "withdraw"]
+    assert runtime.alive
+
+
+def test_a_forced_sleep_leaves_waiting_requests_to_the_next_runtime(
+    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
+) -> None:
+    """The stub keeps them, and the next runtime answers each once."""
+    asked = one_executes_and_one_waits(runtime, engine)
+    with Operator(runtime) as operator:
+        assert operator.do("sleep", drain_s=0, force=True) == {}
+    wait_until(lambda: not runtime.alive)
+    start_runtime(SETTINGS)
+    assert [answered(one) for one in asked] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("successor", "why"),
+    [
+        (Successor(problem="no module named jax"), "the runtime goes on: no module named jax"),
+        (Successor(disk_is_full=True), "cannot be written: No space left on device"),
+    ],
+)
+def test_without_a_next_runtime_the_device_stays_awake(
+    runtime: Runtime, engine: Engine, successor: Successor, why: str
+) -> None:
+    """The reason is told, and requests are answered as before; the same holds for a second attempt."""
+    with Operator(runtime) as operator:
+        for _ in range(2):
+            refused = operator.do("sleep", drain_s=30)
+            assert refused["code"] == "FAILED_PRECONDITION"
+            assert why in refused["error"]
+    assert answered(ask(engine)) == 1
+    assert successor.asked[-1] == "withdraw"
+
+
+def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
+    runtime: Runtime, engine: Engine, successor: Successor
+) -> None:
+    """A second end waits for no first one, and a caller that leaves changes nothing."""
+    executing, waiting = one_executes_and_one_waits(runtime, engine)
+    first = Operator(runtime)
+    first.send(command="restart", drain_s=30)
+    wait_until(lambda: successor.asked == ["prepare fresh"])
+    with Operator(runtime) as second:
+        refused = second.do("sleep", drain_s=30)
+        assert refused["error"] == "another restart or sleep is under way; wait for its end"
+    first.close()
+    wait_until(lambda: successor.asked == ["prepare fresh", "withdraw"])
+
+    second = Operator(runtime)
+    second.send(command="sleep", drain_s=30)
+    wait_until(lambda: successor.asked[2:] == ["prepare"])
+    second.close()
+    wait_until(lambda: successor.asked[3:] == ["withdraw"])
+    runtime.device.gate.set()
+    assert [answered(one) for one in (executing, waiting)] == [1, 1]
+    assert runtime.alive

@@ -167,7 +167,7 @@ def _gateway() -> list[Panel]:
         ),
         Panel(
             "Outstanding work",
-            "Outstanding work of each server, in the unit of gateway.work_basis. Far more than the others have: the server is "
+            "Outstanding work of each server, in the unit of work_basis. Far more than the others have: the server is "
             "slow, or is the only one with the requested model; give that model replicas.",
             "short",
             {"{{worker}}": total(gateway("rsrv_gateway_worker_load"), "worker")},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -30,6 +30,11 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     # one.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+#: pause between two probes of a worker, and the time without an answer after which it counts as dead
+PROBE_S: Final = 0.5
+PROBE_TIMEOUT_S: Final = 2 * PROBE_S
 
 
 class CredentialsError(Exception):
@@ -263,11 +268,6 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         *KEEPALIVE,
     )
-
-
-def probe_timeout_s(settings: GatewaySection) -> float:
-    """Return the seconds after which a worker without an answer counts as dead."""
-    return 2 * settings.probe_s
 
 
 def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]:

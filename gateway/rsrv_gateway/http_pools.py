@@ -19,7 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.connections import probe_timeout_s
+from rsrv_gateway.connections import PROBE_TIMEOUT_S
 from rsrv_gateway.http_protocol import http_refusal
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
@@ -207,7 +207,7 @@ class Pool:
         session = ClientSession(
             connector=TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S),
             # The caller limits the whole request; a worker that is slow to accept counts as dead.
-            timeout=ClientTimeout(total=None, sock_connect=probe_timeout_s(self._settings)),
+            timeout=ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             cookie_jar=DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_SKIPPED_HEADERS,

@@ -20,7 +20,7 @@ from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import GatewayLoop, Proxy
-from rsrv_gateway.connections import ChannelFactory, CredentialsError, open_ports, probe_timeout_s
+from rsrv_gateway.connections import PROBE_S, PROBE_TIMEOUT_S, ChannelFactory, CredentialsError, open_ports
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.picker import Picker
@@ -87,14 +87,14 @@ async def serve(settings: Settings, picker: str | None) -> None:
         stack.callback(directory.close)
 
         def probe(worker: Worker) -> GrpcProber:
-            return GrpcProber(worker, contacts, probe_timeout_s(section))
+            return GrpcProber(worker, contacts, PROBE_TIMEOUT_S)
 
         gateway = GatewayLoop(
             members,
-            partial(Probes, probe, section.probe_s),
+            partial(Probes, probe, PROBE_S),
             Planner(_options(settings)),
             partial(Proxy, section) if picker is None else partial(Picker, picker, section),
-            pause=section.probe_s,
+            pause=PROBE_S,
             drain=section.drain_s,
         )
         await _serve_operators(stack, settings, gateway, directory.path)
@@ -127,10 +127,7 @@ async def _serve_operators(
 
 
 def _options(settings: Settings) -> PlannerOptions:
-    section = settings.gateway
-    return PlannerOptions.of(
-        settings.placement, settings.models, mode=section.mode, work_basis=section.work_basis
-    )
+    return PlannerOptions.of(settings.placement, settings.models, mode=settings.gateway.mode)
 
 
 def _page_token(file: Path | None) -> bytes | None:

@@ -86,7 +86,7 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
     )
     yield _gauge(
         "rsrv_gateway_worker_load",
-        "Outstanding work, in the unit of gateway.work_basis.",
+        "Outstanding work, in the unit of work_basis.",
         ("worker",),
         _single(counts.load),
     )

@@ -1,4 +1,4 @@
-"""Probes of the workers: each is probed every probe_s, and at once when a request to it fails.
+"""Probes of the workers: each is probed every half second, and at once when a request to it fails.
 
 A probe asks Triton whether it answers and which models are ready, and the control service for figures, over
 gRPC.

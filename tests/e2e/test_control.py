@@ -110,7 +110,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     for name in ("exact", "steady"):
         place(bundles.ensure() / name, folder / "bundles" / name)
     place(write_version(folder / "one", 1), folder / "bundles" / "changing")
-    repository = make_repository(folder, settings=f"{SETTINGS}control: {{profile_dir: {folder}/profiles}}\n")
+    repository = make_repository(folder, settings=SETTINGS)
     with running_triton(
         repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY], spare=True
     ) as running:
@@ -452,7 +452,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     control.rsrv("pin", "exact", "--wait")
     control.rsrv("policy", "steady", "--weight", "3")
     control.rsrv("pause", "steady")
-    control.rsrv("scheduler", "launch_ahead_ms=1.5")
+    control.rsrv("scheduler", "meta_concurrency=3")
     runtime = control.status().devices[0].runtime
     with control.watch() as updates:
         assert updates.get(timeout=20).HasField("snapshot")
@@ -469,7 +469,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     exact, steady = control.model("exact"), control.status("steady")
     assert exact.residency == pb.RESIDENCY_DEVICE
     assert (steady.models[0].policy.weight, steady.models[0].paused) == (3.0, pb.PAUSE_HOLD)
-    assert steady.scheduler.launch_ahead_ms == 1.5
+    assert steady.scheduler.meta_concurrency == 3
     control.rsrv("policy", "steady", "--weight", "1")
 
 
@@ -486,7 +486,7 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
             answered_at.append(time.monotonic())
 
     file = server.server.model_repository / "rsrv.yaml"
-    file.write_text(file.read_text().replace("residency_factor: 4.0", "residency_factor: 7.0"))
+    file.write_text(file.read_text().replace("eviction: lru", "eviction: cost"))
     before = control.status().devices[0].runtime.instance
     with ThreadPoolExecutor(1) as pool:
         clients = pool.submit(at_once, server, 16, work)
@@ -503,7 +503,7 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
 
     status = control.status()
     assert status.devices[0].runtime.instance != before
-    assert status.scheduler.residency_factor == 7
+    assert status.scheduler.eviction == pb.EVICTION_COST
 
 
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:

@@ -145,8 +145,8 @@ class Speaker:
                 {"key": self.key},
                 {"discipline": "fair", "depth": 2},
                 {"spans": [["a" * 32, "b" * 16, "", "s", 1, 2, "", {"k": 1}]] * 3, "dropped": 1},
-                {"residency_factor": 1e308},
-                {"launch_ahead_ms": 0},
+                {"meta_concurrency": 1e308},
+                {"meta_concurrency": 0},
                 {},
                 *(
                     {"command": command, "model": rng.choice(names), **rng.choice(_OPTIONS)}

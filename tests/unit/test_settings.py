@@ -1,5 +1,6 @@
 """rsrv.yaml: typed, overridable, and refused with the nearest known key."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_written_reads_back_the_same() -> None:
     """The settings written beside the models read back the same."""
     settings = load_settings(
-        "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
-        "runtime: {shared_host_weights: true}\nmeta: {transport: bls}"
+        "models: {a: {max_queue_depth: 3, idle: {device: 10m, host: never}, warm_at: Mon-Fri 08:55}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
+        "runtime: {shared_host_weights: true, idle: {host: 1h, server: 1d}}\nmeta: {transport: bls}"
     )
 
     assert load_settings(dump_settings(settings)) == settings
@@ -48,6 +49,28 @@ def test_the_dump_documents_every_key() -> None:
     for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "transport"):
         before = text[: text.index(f"{key}:")].splitlines()
         assert before[-2].lstrip().startswith("# ") or before[-1].lstrip().startswith("# ")
+
+
+def test_a_model_has_the_runtimes_start_and_limits_where_it_has_none() -> None:
+    """A key of a model's own wins over the runtime's; the other keys are the runtime's."""
+    settings = load_settings(
+        "runtime: {start: lazy, idle: {device: 10m, host: 1h}}\nmodels: {m: {start: eager, idle: {host: never}}}"
+    )
+
+    own, other = settings.for_model("m"), settings.for_model("other")
+
+    assert (own.start, other.start) == ("eager", "lazy")
+    assert (own.idle.device, own.idle.host, own.idle.executable) == (600, inf, inf)
+    assert (other.idle.device, other.idle.host, other.idle.executable) == (600, 3600, inf)
+    assert load_settings().for_model("m").start == "eager"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("1.5", 1.5), ("90s", 90), ("'1.5h'", 5400), ("2d", 172_800)]
+)
+def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
+    """A duration reads as seconds, in the file and in the environment's form."""
+    assert load_settings(f"runtime: {{idle: {{host: {text}}}}}").runtime.idle.host == seconds
 
 
 @pytest.mark.parametrize(
@@ -73,9 +96,7 @@ def test_the_dump_documents_every_key() -> None:
         ("a: [", "rsrv.yaml: not YAML: line 1: expected the node content"),
         ("scheduler: {zzz: 1}", "known are discipline, depth"),
         ("scheduler: {discipline: lifo}", "scheduler.discipline: must be 'fair', 'fifo' or 'edf'"),
-        ("scheduler: {launch_ahead_ms: .inf}", "scheduler.launch_ahead_ms: "),
         ("scheduler: {meta_concurrency: 0}", "scheduler.meta_concurrency: "),
-        ("scheduler: {residency_factor: -1}", "scheduler.residency_factor: "),
         ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
         ("meta: {transport: rpc}", "meta.transport: must be 'direct' or 'bls'"),
         ("lifecycle: {poll_s: 5}", "lifecycle.poll_s: unknown key"),
@@ -84,6 +105,18 @@ def test_the_dump_documents_every_key() -> None:
         ("traces: {endpoint: ''}", "traces.endpoint: "),
         ("gateway: {workers: [{host: 'http://gpu1'}]}", "'http://gpu1' is no name or address"),
         ("gateway: {workers: [{host: '[[::1]]'}]}", "is no name or address"),
+        ("runtime: {idle: {device: 10x}}", "runtime.idle.device: must be a time above 0 as 600, 90s, 10m"),
+        ("runtime: {idle: {host: 0}}", "runtime.idle.host: must be a time above 0"),
+        ("runtime: {idle: {host: true}}", "runtime.idle.host: must be a time above 0"),
+        ("runtime: {idle: {disk: 1h}}", "runtime.idle.disk: unknown key; known are device, host"),
+        ("runtime: {idle: 1h}", "runtime.idle: must be a mapping"),
+        ("runtime: {start: later}", "runtime.start: must be 'eager' or 'lazy'"),
+        ("runtime: {start_timeout_s: 0}", "runtime.start_timeout_s: "),
+        ("runtime: {host_memory_bytes: -1}", "runtime.host_memory_bytes: "),
+        ("models: {m: {idle: {server: 1h}}}", "models.m.idle: server is about the whole server"),
+        ("models: {m: {warm_at: noon}}", "'noon' is not a time; write it as 08:55, Mon-Fri 08:55"),
+        ("models: {m: {warm_at: [08:55, Mon-Fri 25:00]}}", "'Mon-Fri 25:00' is not a time"),
+        ("placement: {hysteresis: 0.2}", "placement.hysteresis is gone: leave it out: it is 0.1"),
         ("models: {m: {weight: 0}}", "models.m.weight: "),
         ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],

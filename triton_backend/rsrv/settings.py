@@ -9,8 +9,9 @@ import io
 import os
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -24,6 +25,7 @@ from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
 from rsrv.settings_fleet import GatewaySection, PlacedModelSection, PlacementSection, Section
+from rsrv.settings_times import Duration, WeekTime
 from rsrv.text import nearest
 
 
@@ -49,26 +51,12 @@ class SchedulerSection(Section):
     max_queue_depth: int = Field(
         1024, ge=1, description="Requests of one model that may wait; further ones are refused (QUEUE_FULL)."
     )
-    launch_ahead_ms: float = Field(
-        2.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="With a depth above 1, the device gets the next execution this long before the running one is expected to"
-        " end; until then requests may still join it.",
-    )
     meta_concurrency: int = Field(
         2,
         ge=1,
         le=64,
         description="Concurrent runs of meta models; further runs wait, at most until their deadline. Between its calls a run"
         " holds memory, not the device.",
-    )
-    residency_factor: float = Field(
-        4.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="A model with waiting requests keeps its weights on the device for at least this many times their loading"
-        " time.",
     )
     eviction: Literal["lru", "cost"] = Field(
         "lru",
@@ -81,9 +69,7 @@ class SchedulerSection(Section):
 CHANGEABLE = (
     "discipline",
     "depth",
-    "launch_ahead_ms",
     "meta_concurrency",
-    "residency_factor",
     "eviction",
 )
 
@@ -94,6 +80,24 @@ Numerics = Literal["auto", "f32", "tf32"]
 
 #: the placement table has a bit for each device of a server, and one for pins
 MAX_DEVICES = 63
+
+
+#: when a model starts: with the server, or when it is first asked for
+Start = Literal["eager", "lazy"]
+
+
+class IdleSection(Section):
+    """Times without requests after which a model leaves a place; `never`, or a time as 600, 90s, 10m, 1h, 2d."""
+
+    device: Duration = Field(inf, description="Its weights leave the device.")
+    host: Duration = Field(inf, description="They leave host memory, too; its executables stay.")
+    executable: Duration = Field(
+        inf, description="The model is cold: the runtime keeps nothing of it, and the next request starts it."
+    )
+    server: Duration = Field(
+        inf,
+        description="Of a server without any request: its runtimes sleep, as after `rsrv sleep`. Only in runtime.idle.",
+    )
 
 
 class RuntimeSection(Section):
@@ -132,6 +136,27 @@ class RuntimeSection(Section):
         True,
         description="Take that share when the runtime starts, so that no other process can. jax's variable "
         "XLA_PYTHON_CLIENT_PREALLOCATE wins.",
+    )
+    start: Start = Field(
+        "eager",
+        description="When models start. eager: when the server starts; lazy: when they are first asked for, and until then "
+        "they cost no compilation and no memory of the runtime.",
+    )
+    start_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Requests for a model that starts wait at most this long, and at most until their deadline.",
+    )
+    idle: IdleSection = Field(
+        IdleSection(),
+        description="When models that are not asked for leave the device, the host and the runtime.",
+    )
+    host_memory_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Host bytes for copies of weights; beyond them the least recently used leave, unless requests wait for "
+        "them. null: what the limit of the container, or the machine's memory, leaves.",
     )
     weight_budget_bytes: int | None = Field(
         None,
@@ -298,10 +323,6 @@ class ControlSection(Section):
         None,
         description="File with a secret that clients of `listen` must send, as `authorization: Bearer SECRET`.",
     )
-    profile_dir: Path = Field(
-        Path("~/.cache/rsrv/profiles"),
-        description="Folder for profiles of the runtime.",
-    )
 
 
 class MetricsSection(Section):
@@ -386,7 +407,31 @@ class ModelSection(PlacedModelSection):
         le=60_000_000,
         description="Requests may be delayed this long so that others can share their execution.",
     )
+    start: Start | None = Field(None, description="As runtime.start, for this model.")
+    idle: IdleSection = Field(
+        IdleSection(), description="As runtime.idle, for this model; absent keys take its values."
+    )
+    warm_at: list[WeekTime] = Field(
+        default_factory=list,
+        description="Times at which a model that is cold starts, as `Mon-Fri 08:55`, in the machine's time zone; one or a "
+        "list.",
+    )
 
+    @field_validator("warm_at", mode="before")
+    @classmethod
+    def _are_times(cls, times: object) -> object:
+        return [times] if isinstance(times, str) else times
+
+    @field_validator("idle")
+    @classmethod
+    def _is_of_a_model(cls, idle: IdleSection) -> IdleSection:
+        if "server" in idle.model_fields_set:
+            raise ValueError("server is about the whole server; set runtime.idle.server")
+        return idle
+
+
+#: settings of a model that rsrv.yaml does not name
+_NO_SETTINGS: Final = ModelSection()
 
 #: former keys, each with what to do instead
 _FORMER = {
@@ -399,8 +444,15 @@ _FORMER = {
     "node.hang_s": "leave it out: it is 60 s",
     "node.drain_s": "use `rsrv serve --drain SECONDS`",
     "gateway.replicas": "use placement.replicas",
-    "gateway.rebalance_device_s": "use placement.rebalance_device_s",
-    "gateway.hysteresis": "use placement.hysteresis",
+    "gateway.rebalance_device_s": "leave it out, or use `rsrv gateway policy rebalance_device_s=SECONDS`",
+    "gateway.hysteresis": "leave it out, or use `rsrv gateway policy hysteresis=FRACTION`",
+    "gateway.work_basis": "leave it out, or use `rsrv gateway policy work_basis=BASIS`",
+    "gateway.probe_s": "leave it out: it is 0.5 s",
+    "placement.rebalance_device_s": "leave it out: it is 300 s; behind a gateway, `rsrv gateway policy` changes it",
+    "placement.hysteresis": "leave it out: it is 0.1; behind a gateway, `rsrv gateway policy` changes it",
+    "scheduler.launch_ahead_ms": "leave it out: it is 2 ms",
+    "scheduler.residency_factor": "leave it out: it is 4",
+    "control.profile_dir": "leave it out: profiles are in ~/.cache/rsrv/profiles",
     "gateway.models": "use models.NAME.replicas",
 }
 
@@ -468,7 +520,10 @@ class Settings(BaseSettings):
         return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
-        return self.models.get(name, ModelSection())
+        """Return a model's settings, with the runtime's `start` and `idle` where it has none of its own."""
+        own = self.models.get(name, _NO_SETTINGS)
+        idle = self.runtime.idle.model_copy(update=own.idle.model_dump(exclude_unset=True))
+        return own.model_copy(update={"start": own.start or self.runtime.start, "idle": idle})
 
 
 def read_settings(path: Path | None, remedy: str = "Name a file of settings") -> Settings:
@@ -545,7 +600,8 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
 
 def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
     """Return the settings with changes in one model's section. Raises SettingsError."""
-    changed = {**settings.for_model(name).model_dump(), **changes}
+    own = settings.models.get(name, _NO_SETTINGS)
+    changed = {**own.model_dump(exclude_unset=True), **changes}
     try:
         section = ModelSection(**changed)
     except ValidationError as error:
@@ -559,7 +615,8 @@ def dump_settings(settings: Settings) -> str:
     """Return rsrv.yaml with every key and its meaning; loading it gives the same settings."""
     out = io.StringIO()
     out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
-    values = settings.model_dump(mode="json")
+    values = settings.model_dump(mode="json", exclude={"models"})
+    models = settings.model_dump(mode="json", include={"models"}, exclude_unset=True)
     for section, info in Settings.model_fields.items():
         if section == "models":
             continue
@@ -571,15 +628,7 @@ def dump_settings(settings: Settings) -> str:
             out.write(f"  # {field.description}\n")
             out.write(_yaml({key: values[section][key]}, indent="  "))
     out.write(f"\n# {Settings.model_fields['models'].description}\n")
-    out.write(
-        _yaml(
-            {
-                "models": {
-                    n: {k: v for k, v in m.items() if v is not None} for n, m in values["models"].items()
-                }
-            }
-        )
-    )
+    out.write(_yaml(models or {"models": {}}))
     return out.getvalue()
 
 

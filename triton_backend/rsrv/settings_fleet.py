@@ -74,18 +74,6 @@ class PlacementSection(Section):
         description="Number of devices that share one model's requests. auto: one, and more while the model keeps its devices"
         " busy; all: all devices.",
     )
-    rebalance_device_s: float = Field(
-        300.0,
-        gt=0,
-        description="Device seconds, of all devices together, after which all models are packed again; for the first time "
-        "after a tenth.",
-    )
-    hysteresis: float = Field(
-        0.1,
-        ge=0,
-        le=10,
-        description="A model keeps its device unless that one would be busier than another by more than this fraction.",
-    )
 
 
 class PlacedModelSection(Section):
@@ -130,12 +118,6 @@ class GatewaySection(Section):
         "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers "
         "by measured load, and move when it changes.",
     )
-    work_basis: Literal["compute", "items", "requests"] = Field(
-        "compute",
-        description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the model's "
-        "measured device time of a row.",
-    )
-    probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two probes of each worker.")
     request_timeout_s: float = Field(
         60.0, gt=0, le=86400, description="Limit of requests whose client has set no deadline."
     )

@@ -40,7 +40,7 @@ _MODELS = 8
 _FITTING = 4
 _NAMES = ("ann", "bob", "cat")
 #: Repacks so frequent that models move.
-_PLACEMENT = {"rebalance_device_s": 2.0, "hysteresis": 0.05}
+_POLICY = {"rebalance_device_s": 2.0, "first_rebalance_device_s": 0.2, "hysteresis": 0.05}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def soak(plan: Plan) -> Soak:
         for worker in everyone:
             stack.enter_context(worker)
         write_workers(file, [worker.entry() for worker in everyone])
-        running = stack.enter_context(gateway(file, _PLACEMENT, mode="lpt_packing"))
+        running = stack.enter_context(gateway(file, mode="lpt_packing"))
+        running.set_policy(**_POLICY)
         running.wait_alive(set(_NAMES))
         with asking(
             running.url,

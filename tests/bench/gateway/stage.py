@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.field_mask_pb2 import FieldMask
 from ruamel.yaml import YAML
 
 from local_triton import EXEC_BOUND, LOOPBACK, TritonServer, free_ports
@@ -54,11 +55,18 @@ class Gateway:
         return Way(GATEWAY, self.url, {self.process.pid: PASSING})
 
     def status(self) -> pb.GetStatusResponse:
+        found: pb.GetStatusResponse = self._ask("GetStatus", pb.GetStatusRequest())
+        return found
+
+    def set_policy(self, **policy: Any) -> None:
+        """Change keys of the policy of the packing."""
+        mask = FieldMask(paths=policy)
+        self._ask("SetPolicy", pb.SetPolicyRequest(policy=pb.Policy(**policy), update_mask=mask))
+
+    def _ask(self, call: str, request: Any) -> Any:
         (socket,) = base_directory().glob(f"gateway-{self.process.pid}-*/{CONTROL_SOCKET}")
         with grpc.insecure_channel(f"unix:{socket}") as channel:
-            stub: Any = gateway_pb2_grpc.GatewayStub(channel)
-            found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=_PATIENCE)
-        return found
+            return getattr(gateway_pb2_grpc.GatewayStub(channel), call)(request, timeout=_PATIENCE)
 
     def alive(self) -> set[str]:
         """Return the workers to which it can send requests."""
@@ -89,11 +97,9 @@ class Gateway:
 
 
 @contextmanager
-def gateway(
-    workers_file: Path, placement: Mapping[str, Any] | None = None, **settings: Any
-) -> Iterator[Gateway]:
-    """Yield a ready gateway for these workers. `placement` is the section of that name, `settings` the section gateway."""
-    with _gateway(workers_file, "gateway", [], settings, placement) as running:
+def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
+    """Yield a ready gateway for these workers. `settings` are the section gateway."""
+    with _gateway(workers_file, "gateway", [], settings) as running:
         yield running
 
 
@@ -103,7 +109,6 @@ def _gateway(
     name: str,
     arguments: Sequence[str],
     settings: Mapping[str, Any],
-    placement: Mapping[str, Any] | None = None,
 ) -> Iterator[Gateway]:
     ports = free_ports(3)
     config, log = WORK / f"{name}.yaml", WORK / f"{name}.log"
@@ -113,7 +118,7 @@ def _gateway(
         **settings,
     )
     with config.open("w") as file:
-        YAML(typ="safe").dump({"gateway": section, "placement": placement or {}}, file)
+        YAML(typ="safe").dump({"gateway": section}, file)
     command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config), *arguments]
     with _process(command, log) as process:
         running = Gateway(process, ports, log)

@@ -90,9 +90,7 @@ SECTION = {
     "discipline": "fair",
     "depth": 2,
     "max_queue_depth": 1024,
-    "launch_ahead_ms": 2.0,
     "meta_concurrency": 2,
-    "residency_factor": 4.0,
     "eviction": "lru",
 }
 
@@ -340,7 +338,7 @@ async def served(
         )
         cards = Cards(["cpu"] * len(runtimes.links))
         health = Health(runtimes, readiness)
-        parsed = load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}")
+        parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         live = Live(runtimes, cards, dict, every=0.1)
         service = ControlService(

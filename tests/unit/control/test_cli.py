@@ -208,7 +208,7 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
             }
             assert set(status["scheduler"]) == {
-                *("discipline", "depth", "launchAheadMs", "metaConcurrency", "residencyFactor", "eviction"),
+                *("discipline", "depth", "metaConcurrency", "eviction"),
                 "maxQueueDepth",
             }
             model = status["models"][0]
@@ -370,10 +370,10 @@ def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.Captu
             said = await rsrv("scheduler")
             assert "discipline        fair\ndepth             2\n" in said.out
 
-            said = await rsrv("scheduler", "discipline=edf", "depth=null", "launch_ahead_ms=0.5", "--json")
+            said = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
             assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
             assert rsrv.server.runtime.configured == [
-                {"discipline": "edf", "depth": None, "launch_ahead_ms": 0.5}
+                {"discipline": "edf", "depth": None, "meta_concurrency": 3}
             ]
 
     run()

@@ -311,10 +311,10 @@ async def test_the_schedulers_settings_are_asked_for_and_changed(tmp_path: Path)
         answer = await server.control.SetScheduler(pb.SetSchedulerRequest())
         assert (answer.scheduler.discipline, answer.scheduler.max_queue_depth) == (pb.DISCIPLINE_FAIR, 1024)
 
-        changes = pb.Scheduler(discipline=pb.DISCIPLINE_EDF, depth=0, launch_ahead_ms=1.5)
+        changes = pb.Scheduler(discipline=pb.DISCIPLINE_EDF, depth=0, meta_concurrency=3)
         answer = await server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=changes))
 
-        assert server.runtime.configured == [{"discipline": "edf", "depth": None, "launch_ahead_ms": 1.5}]
+        assert server.runtime.configured == [{"discipline": "edf", "depth": None, "meta_concurrency": 3}]
         assert answer.scheduler.discipline == pb.DISCIPLINE_EDF
 
 
@@ -413,8 +413,11 @@ async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path)
 
 
 @looped
-async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> None:
+async def test_a_profile_is_written_to_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A profile is written to a private folder, which start and stop return."""
+    monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path) as server:
         started = await server.control.StartProfile(pb.StartProfileRequest())
         assert server.runtime.commands == [{"command": "profile", "directory": started.directory}]
@@ -427,8 +430,9 @@ async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> No
 
 
 @looped
-async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_profile_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """StartProfile fails with the runtime's reason, or with that of the folder."""
+    monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {"error": "one runs already", "code": "FAILED_PRECONDITION"}
         assert await refusal(server.control.StartProfile(pb.StartProfileRequest())) == (
@@ -440,7 +444,7 @@ async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
         (tmp_path / "profiles").write_text("in the way")
         code, text = await refusal(server.control.StartProfile(pb.StartProfileRequest()))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "control.profile_dir" in text
+        assert "the folder is ~/.cache/rsrv/profiles" in text
 
 
 @looped

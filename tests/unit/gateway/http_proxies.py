@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from aiohttp import ClientResponse, ClientSession, web
 from multidict import CIMultiDict
@@ -174,11 +175,12 @@ async def serving(
 
     No time limit depends on the machine's speed.
     """
-    defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_s": 15}
+    defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin"}
     section = GatewaySection(**{**defaults, **settings})
     brain = FakeBrain()
     workers = [FakeHttpWorker("abcdefgh"[number]) for number in range(count)]
     async with AsyncExitStack() as ends:
+        ends.enter_context(patch("rsrv_gateway.http_pools.PROBE_TIMEOUT_S", 30.0))
         for worker in workers:
             await worker.start(worker_tls)
             ends.push_async_callback(worker.kill)

@@ -186,8 +186,8 @@ def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
     """An unknown key is an error that names it and the likely one."""
     config = tmp_path / "rsrv.yaml"
-    config.write_text("gateway: {prob_s: 1}")
-    with pytest.raises(SettingsError, match=r"gateway\.prob_s: unknown key; did you mean 'probe_s'"):
+    config.write_text("gateway: {drains: 1}")
+    with pytest.raises(SettingsError, match=r"gateway\.drains: unknown key; did you mean 'drain_s'"):
         read(config, None)
 
 
@@ -286,7 +286,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 async def test_a_worker_that_dies_takes_no_request_with_it_that_another_can_answer(tmp_path: Path) -> None:
     """If a worker dies, the first failed request marks it, and the other worker answers all."""
     one, other = FakeServer(), FakeServer()
-    settings = "mode: round_robin, probe_s: 60"
+    settings = "mode: round_robin"
     async with AsyncExitStack() as stack:
         second = await stack.enter_async_context(serving(other))
         mortal = AsyncExitStack()

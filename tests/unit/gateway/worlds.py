@@ -14,7 +14,7 @@ from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
-from rsrv_gateway.connections import ControlClient
+from rsrv_gateway.connections import PROBE_S, ControlClient
 from rsrv_gateway.members import Members
 from rsrv_gateway.probes import DEAD, Probes
 
@@ -130,7 +130,6 @@ class World:
         self.seconds = 0.001
         given = {
             "workers_dns": "workers",
-            "probe_s": 0.5,
             "mode": "least_outstanding",
             "replicas": 1,
             **(settings or {}),
@@ -146,10 +145,10 @@ class World:
 
         self.gateway = GatewayLoop(
             Members(section, resolve),
-            lambda seen: Probes(lambda worker: WorldProber(self, worker), section.probe_s, seen),
+            lambda seen: Probes(lambda worker: WorldProber(self, worker), PROBE_S, seen),
             self.planner,
             lambda brain: self.proxy,
-            pause=section.probe_s,
+            pause=PROBE_S,
             drain=7,
             clock=lambda: asyncio.get_running_loop().time(),
         )

@@ -20,7 +20,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     assert before == {**SchedulerSection().model_dump(), "depth": 1}
 
     first = configure(os.getpid(), {"depth": 3, "discipline": "edf"})
-    changes = {"launch_ahead_ms": 0.5, "residency_factor": 0.0, "eviction": "cost"}
+    changes = {"meta_concurrency": 3, "eviction": "cost"}
     second = configure(os.getpid(), changes)
 
     assert first == {**before, "depth": 3, "discipline": "edf"}
@@ -37,9 +37,8 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
         ({"dept": 3}, "scheduler.dept: unknown key; did you mean 'depth'?"),
         ({"cost_ema_alpha": 0.5}, "scheduler.cost_ema_alpha: unknown key"),
         ({"depth": "many"}, "scheduler.depth: must be a valid integer"),
-        ({"depth": 2, "launch_ahead_ms": -1}, "scheduler.launch_ahead_ms: "),
-        ({"residency_factor": float("inf")}, "scheduler.residency_factor: "),
-        ({"launch_ahead_ms": float("nan")}, "scheduler.launch_ahead_ms: "),
+        ({"depth": 2, "meta_concurrency": 0}, "scheduler.meta_concurrency: "),
+        ({"meta_concurrency": float("nan")}, "scheduler.meta_concurrency: "),
         ({"discipline": "lifo"}, "scheduler.discipline: "),
         ({"eviction": "random"}, "scheduler.eviction: "),
         ({"depth": [0] * 10_000}, "scheduler.depth: "),

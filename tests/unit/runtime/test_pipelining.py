@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import permutations
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,10 @@ from rsrv.runtime.device import Array, Device
 from rsrv.runtime.executor import Dispatch, ExecutionEnded, Executor, RequestSlice
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
+from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
@@ -35,9 +38,17 @@ from tests.waiting import wait_until
 
 def in_depth(depth: int) -> Settings:
     """Settings without waiting in execute(), and with this depth."""
-    return load_settings(
-        f"scheduler: {{depth: {depth}, launch_ahead_ms: 1000}}\nstub: {{in_place_ms: 0, retry_s: 0}}"
-    )
+    return load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0, retry_s: 0}}")
+
+
+@pytest.fixture(autouse=True)
+def launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch executions as soon as the depth allows, however slow this machine is."""
+
+    def early(*args: Any, **options: Any) -> SchedulerSettings:
+        return replace(scheduler_settings(*args, **options), launch_ahead_ms=1000.0)
+
+    monkeypatch.setattr("rsrv.runtime.weight_manager.scheduler_settings", early)
 
 
 @pytest.fixture

@@ -34,15 +34,13 @@ def test_every_key_arrives() -> None:
     settings = load_settings(
         """
         scheduler:
-          {depth: 4, meta_concurrency: 7, launch_ahead_ms: 1.5, residency_factor: 2, eviction: cost}
+          {depth: 4, meta_concurrency: 7, eviction: cost}
         """
     )
 
     assert scheduler_settings(settings, weight_budget_bytes=1000) == SchedulerSettings(
         depth=4,
         meta_concurrency=7,
-        launch_ahead_ms=1.5,
-        residency_factor=2.0,
         eviction="cost",
         weight_budget_bytes=1000,
     )

@@ -110,8 +110,8 @@ def test_settings_of_a_gateway_are_refused(tmp_path: Path) -> None:
     config.write_text("gateway: {token_file: secret}")
     with pytest.raises(ServeError, match=r"gateway\.token_file: `rsrv serve` starts no gateway"):
         read(config=config)
-    config.write_text("gateway: {probe_s: 0.5}")
-    assert read(config=config).gateway.probe_s == 0.5  # as in a file with all defaults
+    config.write_text("gateway: {drain_s: 30}")
+    assert read(config=config).gateway.drain_s == 30  # as in a file with all defaults
 
 
 def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:

@@ -158,11 +158,11 @@ def test_equal_models_are_numbered() -> None:
 def test_settings_are_those_of_the_runtime() -> None:
     """Settings are those of rsrv.yaml's section, and the device's budgets."""
     scenario = parse_scenario(
-        SILENT + "settings: {depth: 2, launch_ahead_ms: 0.5}\ndevice: {weight_budget_bytes: 9}"
+        SILENT + "settings: {depth: 2, meta_concurrency: 3}\ndevice: {weight_budget_bytes: 9}"
     )
 
     settings = scenario.settings
-    assert (settings.depth, settings.launch_ahead_ms) == (2, 0.5)
+    assert (settings.depth, settings.meta_concurrency) == (2, 3)
     assert settings.weight_budget_bytes == 9
 
 

@@ -33,6 +33,8 @@ from rsrv.settings import CHANGEABLE, Settings, SettingsError, read_settings
 
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
+#: folder of the runtime's profiles
+PROFILES = Path("~/.cache/rsrv/profiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +427,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StatusError(
-                "FAILED_PRECONDITION", f"the profile cannot be written: {error}; see control.profile_dir"
+                "FAILED_PRECONDITION",
+                f"the profile cannot be written: {error}; the folder is ~/.cache/rsrv/profiles",
             ) from None
         live = self._runtimes.live
         folders = (
@@ -446,7 +449,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.StopProfileResponse(directory=str(found[-1]) if found else "")
 
     def _profiles(self) -> Path:
-        return self._settings.control.profile_dir.expanduser().absolute()
+        return PROFILES.expanduser().absolute()
 
 
 def _model(name: str) -> str:

@@ -25,7 +25,9 @@ class PlannerOptions(PlacementSection):
         "lpt_packing", description="As gateway.mode."
     )
     work_basis: Literal["compute", "items", "requests"] = Field(
-        "compute", description="As gateway.work_basis."
+        "compute",
+        description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the model's "
+        "measured device time of a row.",
     )
     fill: Literal["least", "rr"] = Field(
         "least",
@@ -39,6 +41,18 @@ class PlannerOptions(PlacementSection):
     )
     fill_factor: float = Field(
         1.0, gt=0, le=1024, description="lpt_packing: the quantum, in largest executions of the model."
+    )
+    rebalance_device_s: float = Field(
+        300.0,
+        gt=0,
+        description="lpt_packing: device seconds, of all devices together, after which all models are packed again.",
+    )
+    hysteresis: float = Field(
+        0.1,
+        ge=0,
+        le=10,
+        description="lpt_packing: a model keeps its device unless that one would be busier than another by more than this "
+        "fraction.",
     )
     first_rebalance_device_s: float = Field(
         30.0,
@@ -65,6 +79,5 @@ class PlannerOptions(PlacementSection):
             for name, one in models.items()
             if one.devices is not None or one.replicas is not None
         }
-        first = section.rebalance_device_s / 10
         values = section.model_dump(exclude={"mode"})
-        return cls.model_validate({**values, "first_rebalance_device_s": first, "models": placed, **policy})
+        return cls.model_validate({**values, "models": placed, **policy})

@@ -25,8 +25,6 @@ def scheduler_settings(
         discipline=section.discipline,
         depth=section.depth or (2 if asynchronous else 1),
         meta_concurrency=section.meta_concurrency,
-        launch_ahead_ms=section.launch_ahead_ms,
-        residency_factor=section.residency_factor,
         eviction=section.eviction,
         weight_budget_bytes=weight_budget_bytes,
         on_demand=settings.lifecycle.mode != "explicit",

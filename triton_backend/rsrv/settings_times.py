@@ -1,0 +1,89 @@
+"""Times in rsrv.yaml: durations as `10m`, and times of a week as `Mon-Fri 08:55`."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, time, timedelta
+from math import inf, isnan
+from typing import Annotated, Any, Final, Self
+
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+
+#: seconds after a time of the week in which it still counts, if the server was down
+MISSED_S: Final = 600.0
+
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+def _as_seconds(value: Any) -> float:
+    """Return a duration in seconds, infinity for `never`. Raises ValueError."""
+    if value == "never":
+        return inf
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", value)
+        value = float(found[1]) * _UNITS[found[2]] if found else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or isnan(value) or value <= 0:
+        raise ValueError("must be a time above 0 as 600, 90s, 10m, 1h or 2d, or never")
+    return float(value)
+
+
+#: seconds; `never` is infinity
+Duration = Annotated[
+    float,
+    BeforeValidator(_as_seconds),
+    PlainSerializer(lambda seconds: "never" if seconds == inf else seconds, when_used="json"),
+]
+
+
+@dataclass(frozen=True)
+class WeekTimes:
+    """A time of day on some days of the week."""
+
+    #: 0: Monday
+    days: frozenset[int]
+    at: time
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the times that a text as `Mon-Fri 08:55` means; without days, each day. Raises ValueError."""
+        days, _, clock = text.strip().rpartition(" ")
+        try:
+            hours, minutes = re.fullmatch(r"(\d?\d):(\d\d)", clock).groups()  # type: ignore[union-attr]
+            return cls(_days(days or "Mon-Sun"), time(int(hours), int(minutes)))
+        except (AttributeError, ValueError):
+            raise ValueError(
+                f"{text!r} is not a time; write it as 08:55, Mon-Fri 08:55 or Sat,Sun 10:00"
+            ) from None
+
+    def latest(self, now: float) -> float:
+        """Return the last of these times that is not after `now`, in Unix time. Days are the machine's time zone's."""
+        here = datetime.fromtimestamp(now)
+        moments = (datetime.combine(here - timedelta(days=back), self.at) for back in range(8))
+        return next(
+            moment.timestamp() for moment in moments if moment <= here and moment.weekday() in self.days
+        )
+
+
+def _days(text: str) -> frozenset[int]:
+    """Return the days of `Mon-Fri,Sun`. Raises ValueError."""
+    found: set[int] = set()
+    for part in text.lower().split(","):
+        first, _, last = part.strip().partition("-")
+        start, end = _DAYS.index(first), _DAYS.index(last or first)
+        found.update(day % 7 for day in range(start, end + 1 if end >= start else end + 8))
+    return frozenset(found)
+
+
+def due(times: Iterable[str], last: float, now: float) -> bool:
+    """Return whether one of these times of the week came after `last` and at most ten minutes before `now`."""
+    return any(max(last, now - MISSED_S) < WeekTimes.parse(text).latest(now) for text in times)
+
+
+def _is_week_time(text: str) -> str:
+    WeekTimes.parse(text)
+    return text
+
+
+#: text of `WeekTimes`
+WeekTime = Annotated[str, AfterValidator(_is_week_time)]

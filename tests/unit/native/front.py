@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from rsrv.wire.frames import (
     Kind,
     Status,
     Submission,
+    pack_cold,
     pack_completions,
     pack_json,
     read_header,
@@ -133,13 +134,19 @@ class Connection:
             kind, count, frame = self.receive()
         return count, frame
 
-    def greet(self) -> None:
-        """Exchange the first frames, and take the registration."""
+    def greet(self) -> dict[str, Any]:
+        """Exchange the first frames, and return the registration."""
         assert self.receive()[0] is Kind.HELLO
         send(self.sock, pack_json(Kind.WELCOME, {}, self.devices), (self.board.fd,))
         kind, _, frame = self.receive()
         assert kind is Kind.REGISTER
-        assert unpack_json(frame)["flat"] is True
+        registration = unpack_json(frame)
+        assert registration["flat"] is True
+        return registration
+
+    def dismiss(self, start_timeout_s: float = 60.0) -> None:
+        """Say that the model may be cold."""
+        send(self.sock, pack_cold(start_timeout_s, flat=True))
 
     def register(self, document: bytes) -> None:
         fd = create_document(document)

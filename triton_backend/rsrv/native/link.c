@@ -1,4 +1,5 @@
 #include <errno.h>
+#include <inttypes.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -16,6 +17,7 @@
 // Nanoseconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model,
 // because it reads the whole bundle each time.
 #define FIRST_BACKOFF_NS (50 * 1000000ll)
+#define FIRST_START_BACKOFF_NS NS_PER_S  // of a start that failed
 #define MAX_BACKOFF_NS (5 * NS_PER_S)
 #define MAX_REJECTED_BACKOFF_NS (60 * NS_PER_S)
 #define FIRST_ATTEMPTS 10
@@ -53,6 +55,9 @@ void link_drop(struct link* link) {
     interface_drop(link->interface);
     if (link->arena) arena_close(link->arena);
     board_unmap(link->board);
+    free(link->buckets);
+    free(link->down);
+    free(link->reason);
     trace_forget(link, UINT32_MAX);
     pthread_mutex_destroy(&link->lock);
     pthread_cond_destroy(&link->changed);
@@ -87,38 +92,58 @@ static void schedule_mend(struct link* link) {
     pthread_mutex_unlock(&mender_lock);
 }
 
-static void set_backoff(struct link* link, int64_t most) {
-    link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : FIRST_BACKOFF_NS;
+static void set_backoff(struct link* link, int64_t least, int64_t most) {
+    link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : least;
+    link->backoff_ns = link->backoff_ns < least ? least : link->backoff_ns;
     link->backoff_ns = link->backoff_ns > most ? most : link->backoff_ns;
     link->due_ns = now_ns() + link->backoff_ns;
     link->attempted = true;
     pthread_cond_broadcast(&link->changed);
 }
 
-// Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
-static void lose(struct link* link, const char* why, const char* client) {
-    pthread_mutex_lock(&link->lock);
+static void set_text(char** text, const char* value) {
+    free(*text);
+    *text = value ? strdup(value) : NULL;
+}
+
+// Closes the socket, and gives back all that a connection needs; no request is in flight. Under the lock.
+static void detach(struct link* link) {
     close(link->fd);
     link->fd = -1;
     arena_close(link->arena);
     link->arena = NULL;
-    bool blames = link->first && board_blames(link->board, link->interface->key);
     board_unmap(link->board);
     link->board = NULL;
+    free(link->buckets);
+    link->buckets = NULL;
+}
+
+// Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
+static void lose(struct link* link, const char* why, const char* client) {
+    struct text down;
+    pthread_mutex_lock(&link->lock);
+    bool blames = link->first && board_blames(link->board, link->interface->key);
     struct pending* list = waiting_take_all(link);
+    detach(link);
     bool closed = link->state == CLOSED, mends = !closed && !link->loading;
     if (!closed) {
-        link->state = MISSING;
+        // Nothing but a request starts the model again: its start has failed.
+        bool is_cold = client && !link->started && atomic_load(&link->owner->start_timeout_ns);
+        link->state = is_cold ? IS_COLD : MISSING;
+        mends = mends && !is_cold;
         link->rejected = client != NULL;
         link->dangerous = client && *client;
-        text_clear(&link->reason);
-        text_add_bytes(&link->reason, why, strlen(why));
-        text_clear(&link->down);
-        text_add(&link->down, "%s", client == NULL ? LINK_DOWN : *client ? client : NOT_AGAIN);
-        set_backoff(link, client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
+        set_text(&link->reason, why);
+        text_clear(&down);
+        text_add(&down, "the model could not be started: %s", why);
+        set_text(&link->down, client == NULL ? NULL : is_cold ? down.bytes : *client ? client : NOT_AGAIN);
+        set_backoff(link, is_cold ? FIRST_START_BACKOFF_NS : FIRST_BACKOFF_NS,
+                    client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
     }
+    bool logs = !closed && !link->loading;
     pthread_mutex_unlock(&link->lock);
-    if (mends)
+    resubmission_wake();
+    if (logs)
         log_line(LOG_ERROR, link->model, client ? "the runtime rejects the model: %s" : "lost the runtime: %s", why);
     for (struct pending *one = list, *next; one; one = next) {
         next = one->next;
@@ -133,6 +158,18 @@ static void lose(struct link* link, const char* why, const char* client) {
     link_drop(link);  // the socket's
 }
 
+static bool send_registration(struct link* link, int fd) {
+    struct text text;
+    text_clear(&text);
+    pthread_mutex_lock(&link->lock);
+    text_add(&text, "%s%s", link->registration, link->started ? ",\"started\":true" : "");
+    if (link->asked) text_add(&text, ",\"asked\":true,\"waiting\":%u", link->waiting);
+    if (link->asked && link->first_deadline_ns) text_add(&text, ",\"deadline_ns\":%" PRId64, link->first_deadline_ns);
+    pthread_mutex_unlock(&link->lock);
+    text_add(&text, "}");
+    return frame_send_json(fd, REGISTER, text.bytes) > 0;
+}
+
 // Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
 static bool attach(struct link* link, struct text* why, bool* final) {
     struct greeted greeted;
@@ -142,13 +179,15 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     int fd = greeted.fd;
     const _Atomic uint64_t* board = board_map(greeted.board, own);
     struct arena* arena = arena_new();
+    struct pending** buckets = calloc(BUCKETS, sizeof *buckets);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = link};
-    bool sent = arena && board && frame_send_json(fd, REGISTER, link->registration) > 0;
+    bool sent = arena && buckets && board && send_registration(link, fd);
     pthread_mutex_lock(&link->lock);
     bool goes_on = sent && link->state == MISSING;
     if (goes_on) {
         link->fd = fd;
         link->arena = arena;
+        link->buckets = buckets;
         link->board = board;
         link->word_at_send = UINT64_MAX;
         link->devices = greeted.devices;
@@ -158,6 +197,7 @@ static bool attach(struct link* link, struct text* why, bool* final) {
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {
             link->fd = -1;
             link->arena = NULL;
+            link->buckets = NULL;
             link->board = NULL;
             link->state = MISSING;
             atomic_fetch_sub(&link->users, 1);
@@ -168,6 +208,7 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     if (goes_on) return true;
     close(fd);
     if (arena) arena_close(arena);
+    free(buckets);
     board_unmap(board);
     text_add(why, board ? "the model cannot be registered" : "the runtime's greeting comes without its board");
     return false;
@@ -191,7 +232,11 @@ static bool take_registered(struct link* link, const struct frame* frame, const 
         interface_drop(link->interface);
         link->interface = interface;
         link->state = READY;
+        link->started = true;
+        link->asked = false;
         link->backoff_ns = 0;
+        set_text(&link->down, NULL);
+        if (link->measured) link_watch(link);
         link->execution_ns = interface->cost_ns;
         atomic_store(&link->owner->retry_ns, interface->retry_ns);
         link->attempted = true;
@@ -199,6 +244,7 @@ static bool take_registered(struct link* link, const struct frame* frame, const 
     }
     pthread_mutex_unlock(&link->lock);
     if (!ready) interface_drop(interface);
+    resubmission_wake();
     if (again) log_line(LOG_INFO, link->model, "reconnected to the runtime");
     return ready;
 }
@@ -211,6 +257,30 @@ static void take_rejected(struct link* link, const struct frame* frame) {
     text_add_bytes(&reason, (const char*)frame->body, length);
     text_add_bytes(&client, (const char*)frame->body + length, frame->length - length);
     lose(link, reason.bytes, client.bytes);
+}
+
+// Takes COLD: the runtime need not have the model until a request waits. False: the link has no socket any more. If
+// requests are in flight, the runtime sees them; those that are about to be sent wait, and start the model again.
+static bool take_cold(struct link* link, int64_t start_timeout_ns) {
+    pthread_mutex_lock(&link->lock);
+    bool leaves = !link->first && (link->state == READY || link->state == REGISTERING);
+    if (leaves) {
+        if (link->state == READY && link->measured) waiting_report(link, now_ns());
+        trace_forget(link, UINT32_MAX);
+        detach(link);
+        interface_drop(link->interface);
+        link->interface = NULL;
+        link->state = IS_COLD;
+        link->started = link->asked = false;
+        link->backoff_ns = link->due_ns = 0;
+        set_text(&link->down, NULL);
+        atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
+        link->attempted = true;
+        pthread_cond_broadcast(&link->changed);
+    }
+    pthread_mutex_unlock(&link->lock);
+    if (leaves) link_drop(link);  // the socket's
+    return !leaves;
 }
 
 static void take_done(struct link* link, const struct frame* frame) {
@@ -235,6 +305,7 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         return false;
     }
     bool right = true;
+    int64_t start_timeout_ns;
     why = "the runtime's answer breaks the protocol";
     if (frame.kind == DONE && ready && completions_check(&frame))
         take_done(link, &frame);
@@ -244,6 +315,9 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         if (frame.fd >= 0) close(frame.fd);
         take_rejected(link, &frame);
         return false;
+    } else if (frame.kind == COLD && cold_read(&frame, &start_timeout_ns)) {
+        if (frame.fd >= 0) close(frame.fd);
+        return take_cold(link, start_timeout_ns);
     } else
         right = frame.kind == REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
@@ -264,7 +338,8 @@ static void check_all(struct link** at, int64_t now) {
         }
         struct pending* late = link->state == READY ? waiting_check(link, now) : NULL;
         if (link->state == READY && link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
-        link->watched = link->state != CLOSED && (link->first || link->measured);
+        // What is measured without a runtime waits for the next one.
+        link->watched = link->first || (link->measured && link->state == READY);
         bool watched = link->watched;
         if (watched)
             at = &link->next_watched;
@@ -346,9 +421,8 @@ static void* mend_all(void* mender_of_device) {
         if (!closed) atomic_store(&mender->fails, !attached);
         if (!closed && !attached) {
             pthread_mutex_lock(&link->lock);
-            set_backoff(link, MAX_BACKOFF_NS);
-            text_clear(&link->down);
-            text_add(&link->down, "%s", LINK_DOWN);
+            set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
+            set_text(&link->down, NULL);
             pthread_mutex_unlock(&link->lock);
             log_line(LOG_ERROR, link->model, "no runtime yet: %s", why.bytes);
             schedule_mend(link);
@@ -414,12 +488,12 @@ bool link_load(struct link* link, struct text* why, bool* dangerous) {
         bool attached = attach(link, why, &final);
         pthread_mutex_lock(&link->lock);
         while (attached && link->state == REGISTERING) pthread_cond_wait(&link->changed, &link->lock);
-        bool ready = link->state == READY;
+        bool ready = link->state == READY || link->state == IS_COLD;
         bool rejected = attached && link->rejected;
         *dangerous = rejected && link->dangerous;
         if (ready) link->loading = false;
-        if (attached && !ready) *why = link->reason;
-        if (!attached) set_backoff(link, MAX_BACKOFF_NS);
+        if (attached && !ready) text_add(why, "%s", link->reason ? link->reason : LINK_DOWN);
+        if (!attached) set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
         int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
         pthread_mutex_unlock(&link->lock);
         if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
@@ -429,6 +503,33 @@ bool link_load(struct link* link, struct text* why, bool* dangerous) {
 }
 
 void link_begin(struct link* link) { schedule_mend(link); }
+
+void link_begin_cold(struct link* link) {
+    pthread_mutex_lock(&link->lock);
+    link->state = IS_COLD;
+    link->attempted = true;
+    pthread_mutex_unlock(&link->lock);
+}
+
+void link_ask(struct link* link, uint32_t waiting, int64_t first_deadline_ns, bool starts) {
+    int64_t now = now_ns();
+    pthread_mutex_lock(&link->lock);
+    starts = starts && link->state == IS_COLD && link->due_ns <= now;
+    if (starts) {
+        link->state = MISSING;
+        link->due_ns = now;
+        set_text(&link->down, NULL);
+    }
+    if (link->state == MISSING) {
+        link->asked = true;
+        link->waiting = waiting;
+        link->first_deadline_ns = first_deadline_ns;
+    }
+    pthread_mutex_unlock(&link->lock);
+    if (starts) schedule_mend(link);
+}
+
+bool link_is_reachable(const struct link* link) { return !atomic_load(&menders[link->device].fails); }
 
 void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
@@ -451,7 +552,7 @@ struct link* link_new(
     text_add_json(&registration, model);
     text_add(&registration, ",\"bundle\":");
     text_add_json(&registration, bundle);
-    text_add(&registration, ",\"flat\":true}");
+    text_add(&registration, ",\"flat\":true");
     atomic_init(&link->users, 1);
     pthread_mutex_init(&link->lock, NULL);
     begin_condition(&link->changed);
@@ -461,7 +562,6 @@ struct link* link_new(
     link->registration = strdup(registration.bytes);
     link->settings = strdup(settings);
     link->fd = -1;
-    text_add(&link->down, "%s", LINK_DOWN);
     if (link->model && link->registration && link->settings) return link;
     link_drop(link);
     return NULL;

@@ -7,7 +7,8 @@
 #define BUCKETS 256u
 #define INTERVALS 19u
 
-enum state { MISSING, REGISTERING, READY, CLOSED };
+// IS_COLD: no runtime has the model, and the link has no socket, until a request waits.
+enum state { MISSING, REGISTERING, READY, IS_COLD, CLOSED };
 
 // Requests in order, by `next`.
 struct queue {
@@ -38,12 +39,16 @@ struct link {
     int64_t unnoticed_ns;
     uint64_t execution_ns;  // learned
     struct interface* interface;
-    struct text down;    // for clients while no runtime serves the model
-    struct text reason;  // for the log
+    char* down;    // for clients while no runtime serves the model; NULL: one is expected
+    char* reason;  // for the log; NULL: none
     bool rejected, dangerous;  // the runtime does not load the model; because it ended runtimes
+    bool started;  // a runtime had the model when the link last had one: the next one shall have it, too
+    bool asked;    // requests wait for the model, or the placement table wants it here, although it may be cold
+    uint32_t waiting;          // requests, when they were last counted
+    int64_t first_deadline_ns;  // of these; 0: none
     int64_t backoff_ns, due_ns;
     uint64_t next_id;
-    struct pending *first, *last, *buckets[BUCKETS];
+    struct pending *first, *last, **buckets;  // buckets: NULL without a connection
     struct { int64_t budget_ns; int64_t then_ns; uint32_t left_out; } logged[STATUSES];
     uint64_t durations[INTERVALS], responses[STATUSES], duration_ns;
     struct span *first_span, *last_span;  // ended, not reported yet
@@ -60,7 +65,7 @@ struct replicas {
     uint8_t digest[16];
     uint32_t count, home;
     struct link* links[MAX_DEVICES];
-    _Atomic int64_t retry_ns;
+    _Atomic int64_t retry_ns, start_timeout_ns;  // the second is 0 until a runtime says that the model is cold
     // Requests that wait for a runtime, under the lock of resubmission.c.
     struct queue waiting;
     uint32_t waiting_count;
@@ -71,19 +76,27 @@ struct replicas {
 
 // The link that gets a batch, by the placement table and by when its device answers. NULL: no runtime reads.
 struct link* replicas_soonest(struct replicas*);
-// False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon.
-bool replicas_down(struct replicas*, struct text* why);
+// False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon, and `starts` says
+// that the model was cold, not that its runtime died.
+bool replicas_down(struct replicas*, struct text* why, bool* starts);
+// Has runtimes know that requests wait, the earliest deadline (0: none) included. Starts a cold model on one device.
+void replicas_ask(struct replicas*, uint32_t waiting, int64_t first_deadline_ns);
 
 bool resubmission_begin(void);
 // Has a request, which the caller owns, wait for a runtime; or ends it with the reason why it cannot. No lock is held.
 void resubmission_add(struct link*, struct pending*);
 void resubmission_ended(struct link*, struct pending*);  // the suspect that is under way has its answer
+void resubmission_wake(void);  // a model has a runtime, or cannot have one
 
 // A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
 // Waits until the runtime serves the model, however long compiling takes. False: it does not, and `why`.
 bool link_load(struct link*, struct text* why, bool* dangerous);
 void link_begin(struct link*);                       // reaches for the runtime without waiting
+void link_begin_cold(struct link*);                  // reaches for it when the model is asked for
+// Has the runtime know that requests wait. If the link is cold, the model starts when its back-off is over.
+void link_ask(struct link*, uint32_t waiting, int64_t first_deadline_ns, bool starts);
+bool link_is_reachable(const struct link*);          // false: the last attempt to reach the device's runtime failed
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
 uint32_t link_devices(struct link*);
 // Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.

@@ -167,6 +167,8 @@ void put_header(uint8_t*, uint16_t kind, uint32_t count);
 // Reads entry `index` of a DONE frame, and where its text is. False: the frame is wrong.
 bool completions_check(const struct frame*);
 struct completion completion_at(const struct frame*, uint32_t index);
+// Reads how long a start may take from a COLD frame. False: the frame is wrong.
+bool cold_read(const struct frame*, int64_t* start_timeout_ns);
 
 // --- launch.c -----------------------------------------------------------------------------------------------
 

@@ -124,6 +124,12 @@ struct completion completion_at(const struct frame* frame, uint32_t index) {
     return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20), u64_at(at + 24)};
 }
 
+bool cold_read(const struct frame* frame, int64_t* start_timeout_ns) {
+    uint64_t ns = frame->length == sizeof ns ? u64_at(frame->body) : 0;
+    *start_timeout_ns = ns > MAX_RETRY_NS ? MAX_RETRY_NS : (int64_t)ns;
+    return ns > 0;
+}
+
 // --- the description of a model -------------------------------------------------------------------------------------
 
 // The protocol's types in its order, Triton's numbers of them, and their bytes.

@@ -66,12 +66,14 @@ struct replicas* replicas_open(const char* model, const char* bundle, const char
         free(all);
         return NULL;
     }
+    bool is_cold = atomic_load(&all->start_timeout_ns);
     text_digest(model, all->digest, sizeof all->digest);
     all->home = crc32_of(0, model, strlen(model)) % all->count;
     for (uint32_t device = 0; device < all->count; device++) {
         if (all->links[device]) continue;
         all->links[device] = link_new(all, model, bundle, settings, device);
-        if (all->links[device]) link_begin(all->links[device]);
+        // A cold model is cold on all devices: they have the same settings.
+        if (all->links[device]) (is_cold ? link_begin_cold : link_begin)(all->links[device]);
     }
     int64_t until = now_ns() + JOIN_NS;
     for (uint32_t device = 0; device < all->count; device++)
@@ -86,8 +88,9 @@ void replicas_close(struct replicas* all) {
 }
 
 // Returns the link that answers first among these devices; the first one from the model's home on if no other is clearly
-// sooner, and sets `least` to its time. NULL: none of them has a runtime that reads.
-static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least) {
+// sooner, and sets `least` to its time. NULL: none of them has a runtime that reads. `starts`: where the model is cold, it
+// starts.
+static struct link* soonest(struct replicas* all, uint64_t mask, bool starts, int64_t* least) {
     struct link* chosen = NULL;
     *least = INT64_MAX;
     for (uint32_t i = 0; i < all->count; i++) {
@@ -95,6 +98,7 @@ static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least)
         struct link* link = all->links[device];
         if (!link || !(mask >> device & 1)) continue;
         int64_t ns = link_answers_in_ns(link);
+        if (ns == INT64_MAX && starts) link_ask(link, 0, 0, true);
         if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)*least)) continue;
         chosen = link;
         *least = ns;
@@ -105,9 +109,9 @@ static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least)
 struct link* replicas_soonest(struct replicas* all) {
     uint64_t mask = placement_mask(all->digest);
     int64_t least = INT64_MAX, elsewhere;
-    struct link* chosen = mask ? soonest(all, mask, &least) : NULL;
+    struct link* chosen = mask ? soonest(all, mask, all->count > 1, &least) : NULL;
     if (!chosen || !(mask & PINNED)) {
-        struct link* other = soonest(all, ~mask, &elsewhere);
+        struct link* other = soonest(all, ~mask, false, &elsewhere);
         if (!chosen || (double)elsewhere < ELSEWHERE * (double)least) chosen = other;
     }
     return chosen;
@@ -136,18 +140,45 @@ void replicas_submit(
     }
 }
 
-bool replicas_down(struct replicas* all, struct text* why) {
+// Returns the device on which a cold model starts: one of the table's, or the home, unless its runtime was not reached.
+static struct link* starting_link(struct replicas* all) {
+    uint64_t mask = placement_mask(all->digest) & ~PINNED;
+    struct link* chosen = NULL;
+    bool is_best = false;
+    for (uint32_t i = 0; i < all->count && !is_best; i++) {
+        uint32_t device = (all->home + i) % all->count;
+        struct link* link = all->links[device];
+        if (!link) continue;
+        is_best = (!mask || mask >> device & 1) && link_is_reachable(link);
+        if (!chosen || is_best) chosen = link;
+    }
+    return chosen;
+}
+
+void replicas_ask(struct replicas* all, uint32_t waiting, int64_t first_deadline_ns) {
+    struct link* starting = starting_link(all);
+    for (uint32_t device = 0; device < all->count; device++) {
+        struct link* link = all->links[device];
+        if (link) link_ask(link, waiting, first_deadline_ns, link == starting);
+    }
+}
+
+bool replicas_down(struct replicas* all, struct text* why, bool* starts) {
     bool is_down = true, is_soon = false;
+    int64_t now = now_ns();
     text_clear(why);
+    *starts = true;
     for (uint32_t device = 0; device < all->count && is_down; device++) {
         struct link* link = all->links[device];
         if (!link) continue;
         pthread_mutex_lock(&link->lock);
+        bool is_cold = link->state == IS_COLD;
         is_down = link->state != READY;
-        // A device that has never served the model is not expected to.
-        bool expected = link->interface && strcmp(link->down.bytes, LINK_DOWN) == 0;
-        if (link->interface && !expected && !why->length) *why = link->down;
-        is_soon |= expected;
+        *starts = *starts && !link->started;
+        // A device that has never served the model is not expected to; a cold model waits after a start that failed.
+        bool serves = is_cold ? link->due_ns > now : link->interface || link->asked;
+        if (serves && link->down && !why->length) text_add(why, "%s", link->down);
+        is_soon |= serves && !is_cold && !link->down;
         pthread_mutex_unlock(&link->lock);
     }
     if (is_soon) text_clear(why);

@@ -2,9 +2,9 @@
 
 #include "link.h"
 
-// A model's requests without a runtime: those that a death has left, and those that come while there is none. Inference
-// has no side effects, and Triton keeps a request's inputs until its answer; so a death costs time, not answers. The inputs
-// are copied again, to memory that the dead runtime does not have.
+// A model's requests without a runtime: those that a death has left, those that come while there is none, and those for a
+// cold model, which they start. Inference has no side effects, and Triton keeps a request's inputs until its answer; so a
+// death costs time, not answers. The inputs are copied again, to memory that the dead runtime does not have.
 
 // Requests of a model that wait at most, and the bytes of their inputs.
 #define MAX_REQUESTS 1000u
@@ -18,6 +18,10 @@ static const char SUSPECT[] =
     "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
     "inputs; the server's log has the stacks of the crash, or says that the execution hung";
 
+static const char STARTING[] =
+    "the model is starting; this request has waited %.1f s for it, and requests wait %g s at most. Send it again later, with "
+    "a later deadline, or start the model ahead with `rsrv prefetch --warm`";
+
 // Guards what waits, of all models; taken before a link's lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed;
@@ -29,17 +33,35 @@ static void append(struct queue* queue, struct pending* one) {
     queue->last = one;
 }
 
-// Fails a request that cannot wait longer; `down`: no runtime serves the model, for this reason.
-static bool is_over(struct pending* one, const struct text* down, int64_t now) {
+// Why a model has no runtime.
+struct outage {
+    bool is_down;  // false: it has one
+    bool starts;   // it was cold
+    int64_t start_timeout_ns;
+    struct text why;  // for clients; empty: there may be a runtime soon
+};
+
+static void read_outage(struct replicas* all, struct outage* outage) {
+    outage->is_down = replicas_down(all, &outage->why, &outage->starts);
+    outage->start_timeout_ns = atomic_load(&all->start_timeout_ns);
+}
+
+// Fails a request that cannot wait longer.
+static bool is_over(struct pending* one, const struct outage* outage, int64_t now) {
+    bool starts = outage->is_down && outage->starts, is_late = starts && one->deadline_ns && one->deadline_ns <= now;
     if (one->deaths >= MAX_DEATHS)
         request_fail(one, INTERNAL, "%s", SUSPECT);
+    else if (is_late || (starts && now >= one->retry_until_ns))
+        request_fail(one, is_late ? DEADLINE : RUNTIME_DOWN, STARTING,
+                     (double)(now - one->retry_until_ns + outage->start_timeout_ns) / NS_PER_S,
+                     (double)outage->start_timeout_ns / NS_PER_S);
     else if (waiting_is_late(one, now))
         request_fail(one, DEADLINE, "%s", LATE);
-    else if (now >= one->retry_until_ns && (down || !one->deaths))
+    else if (now >= one->retry_until_ns && (outage->is_down || !one->deaths))
         // A suspect, for which there is a runtime, only waits for its turn.
         request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
-    else if (down && down->length)
-        request_fail(one, RUNTIME_DOWN, "%s", down->bytes);
+    else if (outage->is_down && outage->why.length)
+        request_fail(one, RUNTIME_DOWN, "%s", outage->why.bytes);
     else
         return false;
     return true;
@@ -57,7 +79,7 @@ static bool is_cancelled(struct pending* one, int64_t now) {
 
 void resubmission_add(struct link* link, struct pending* one) {
     struct replicas* all = link->owner;
-    struct text down;
+    struct outage outage;
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
     arena_give(&one->place);
@@ -67,13 +89,16 @@ void resubmission_add(struct link* link, struct pending* one) {
     one->cancelling = false;
     one->checked_ns = now;
     one->waiting_bytes = request_input_bytes(one);
-    if (!one->retry_until_ns) one->retry_until_ns = now + atomic_load(&all->retry_ns);
-    bool is_read = request_read_parameters(one), is_down = replicas_down(all, &down), waits = false;
+    read_outage(all, &outage);
+    if (!one->retry_until_ns)
+        one->retry_until_ns = now + (outage.starts ? outage.start_timeout_ns : atomic_load(&all->retry_ns));
+    bool is_read = request_read_parameters(one), waits = false;
     pthread_mutex_lock(&lock);
     if (one->suspect) one->suspect = all->has_suspect = false;
     // First: a request that has ended two runtimes gets that reason, however many wait.
-    waits = is_read && !is_over(one, is_down ? &down : NULL, now);
-    if (waits && (one->run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES)) {
+    waits = is_read && !is_over(one, &outage, now);
+    bool has_run = one->run && !outage.starts;
+    if (waits && (has_run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES)) {
         // Only the runtime that is gone knows the run of a sub-call.
         request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
         waits = false;
@@ -99,18 +124,28 @@ void resubmission_ended(struct link* link, struct pending* one) {
     pthread_mutex_unlock(&lock);
 }
 
+void resubmission_wake(void) {
+    pthread_mutex_lock(&lock);
+    if (models) pthread_cond_signal(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
 // Takes a model's requests that wait no longer: failed ones, and those for a runtime. Suspects go one after another, so that
 // the one that ends the next runtime has no company of the same model. Under the lock.
 static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
-    struct text down;
-    bool is_down = replicas_down(all, &down), reads = !is_down && replicas_soonest(all);
+    struct outage outage;
+    read_outage(all, &outage);
+    bool reads = !outage.is_down && replicas_soonest(all);
+    int64_t first_deadline_ns = 0;
     struct pending *one = all->waiting.first, *next;
     all->waiting = (struct queue){0};
     for (; one; one = next) {
         next = one->next;
-        bool ends = is_over(one, is_down ? &down : NULL, now) || is_cancelled(one, now);
+        bool ends = is_over(one, &outage, now) || is_cancelled(one, now);
         if (!ends && (!reads || (one->deaths && all->has_suspect))) {
             append(&all->waiting, one);
+            if (one->deadline_ns && (!first_deadline_ns || one->deadline_ns < first_deadline_ns))
+                first_deadline_ns = one->deadline_ns;
             continue;
         }
         if (!ends && one->deaths) one->suspect = all->has_suspect = true;
@@ -118,6 +153,7 @@ static void look(struct replicas* all, int64_t now, struct queue* failed, struct
         all->waiting_bytes -= one->waiting_bytes;
         append(ends ? failed : ready, one);
     }
+    if (outage.is_down && all->waiting.first) replicas_ask(all, all->waiting_count, first_deadline_ns);
 }
 
 // The model may be unloaded as soon as its last request is answered; the link lives until it is dropped.

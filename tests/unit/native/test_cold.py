@@ -1,0 +1,243 @@
+"""Cold models of the native front: requests start them, wait, and are answered or told why not; an idle model falls back."""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.placement.device_choice import PINNED
+from rsrv.stub.resubmission import MAX_REQUESTS
+from rsrv.stub.session import DOWN
+from rsrv.wire import paths
+from rsrv.wire.frames import Kind, pack_rejected
+from rsrv.wire.placement_table import PlacementWriter
+from rsrv.wire.socket import Closed, send
+from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
+from tests.unit.native.test_front import HOME, doubled, program
+
+__all__ = ["program"]
+
+TOO_LONG = (
+    r"the model is starting; this request has waited 0\.\d s for it, and requests wait 0\.5 s at most. Send it again "
+    "later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
+)
+
+
+class Lazy:
+    """A runtime whose model is cold until it is asked for."""
+
+    def __init__(self, start_timeout_s: float = 60.0) -> None:
+        self.start_timeout_s = start_timeout_s
+        #: what the front has said of itself, registration by registration
+        self.registrations: list[dict[str, Any]] = []
+        #: set when the front has closed the connection of a cold model
+        self.left = threading.Event()
+        #: the start takes until it is set
+        self.may_start = threading.Event()
+        self.starting = threading.Event()
+
+    def cold(self, connection: Connection) -> None:
+        """Answer a registration with COLD."""
+        self.registrations.append(connection.greet())
+        self._leave(connection)
+
+    def start(self, connection: Connection) -> None:
+        """Start the model for the requests that wait, and serve it."""
+        self.registrations.append(connection.greet())
+        self.starting.set()
+        assert self.may_start.wait(60)
+        connection.register(described())
+        connection.answer_all()
+
+    def serve_once(self, connection: Connection) -> None:
+        """Start the model, answer a frame of requests, and have the model fall back."""
+        self.registrations.append(connection.greet())
+        connection.register(described())
+        count, frame = connection.receive_requests()
+        connection.answer(frame, count)
+        self._leave(connection)
+
+    def _leave(self, connection: Connection) -> None:
+        connection.dismiss(self.start_timeout_s)
+        with suppress(Closed):
+            while connection.receive()[0] is Kind.REPORT:
+                pass
+            raise AssertionError("the front has not left")
+        self.left.set()
+
+
+def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_requests(
+    program: Path, tmp_path: Path
+) -> None:
+    """The registration then says that requests wait, and how many; those that come meanwhile join."""
+    lazy = Lazy()
+    with Front(program, tmp_path, [lazy.cold, lazy.start]) as front:
+        assert front.ask("open") == ["opened - ok 0 0"]
+        assert lazy.left.wait(60)
+        front.tell("batch 1 3")
+        assert lazy.starting.wait(60)
+        front.tell("send 9 8")
+        lazy.may_start.set()
+        assert front.hear(4) == sorted([*(doubled(number) for number in (1, 2, 3)), doubled(9, 8)])
+        assert front.ask("close") == ["closed - ok 0 0"]
+    cold, asked = lazy.registrations
+    assert "asked" not in cold
+    assert (asked["asked"], asked["model"], "started" in asked) == (True, "doubling", False)
+    assert 1 <= asked["waiting"] <= 3
+    assert "deadline_ns" not in asked
+
+
+def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
+    """The runtime orders starts by it."""
+    lazy = Lazy()
+    with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
+        front.ask("open")
+        front.tell(f"send 1 1 reactant_timeout_ns={10**12}")
+        assert lazy.starting.wait(60)
+        lazy.may_start.set()
+        assert front.hear() == [doubled(1)]
+        front.ask("close")
+    assert lazy.registrations[1]["deadline_ns"] > 10**12
+
+
+def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:
+    """Nothing waits, and no connection is left to close."""
+    with Front(program, tmp_path, [Lazy().cold]) as front:
+        assert front.ask("open", "close") == ["closed - ok 0 0", "opened - ok 0 0"]
+
+
+def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path: Path) -> None:
+    """A deadline ends a request alone; `start_timeout_s` is for those that have none."""
+    lazy = Lazy(0.5)
+    with Front(program, tmp_path, [lazy.cold, lazy.start]) as front:
+        front.ask("open")
+        (late,) = front.ask("send 1 1 reactant_timeout_ns=200000000")
+        assert re.fullmatch(rf"answer 1 4 \[rsrv:DEADLINE\] {TOO_LONG}", late)
+        (long,) = front.ask("send 2 1")
+        assert re.fullmatch(rf"answer 2 4 \[rsrv:RUNTIME_DOWN\] {TOO_LONG}", long)
+        lazy.may_start.set()
+        assert front.ask("send 3 1", "close") == [doubled(3), "closed - ok 0 0"]
+
+
+def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path) -> None:
+    """Requests that wait, and those of the next second, get the reason at once; a later one starts the model."""
+    lazy = Lazy()
+    failing = threading.Event()
+
+    def fail(connection: Connection) -> None:
+        lazy.registrations.append(connection.greet())
+        assert failing.wait(60)
+        send(connection.sock, pack_rejected("its weights are cursed", ""))
+
+    text = "4 [rsrv:RUNTIME_DOWN] the model could not be started: its weights are cursed"
+    with Front(program, tmp_path, [lazy.cold, fail, lazy.start]) as front:
+        front.ask("open")
+        front.tell("send 1 1", "send 2 1")
+        failing.set()
+        assert front.hear(2) == [f"answer 1 {text}", f"answer 2 {text}"]
+        assert front.ask("send 3 1") == [f"answer 3 {text}"]
+        lazy.may_start.set()
+        number = 4
+        while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
+            assert said == [f"answer {number} {text}"]
+            number += 1
+        front.ask("close")
+    assert [one.get("asked") for one in lazy.registrations] == [None, True, True]
+
+
+def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path) -> None:
+    """After COLD the front leaves; the next request starts the model anew, as one that was cold."""
+    lazy = Lazy()
+    with Front(program, tmp_path, [lazy.serve_once, lazy.start]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert lazy.left.wait(60)
+        lazy.may_start.set()
+        assert front.ask("send 2 1", "close") == [doubled(2), "closed - ok 0 0"]
+    assert "started" not in lazy.registrations[1]
+    assert lazy.registrations[1]["asked"] is True
+
+
+def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
+    """The runtime sees the request that COLD crossed, and answers it on the same connection."""
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        count, frame = connection.receive_requests()
+        connection.dismiss()
+        connection.answer(frame, count)
+        connection.answer_all()
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1", "send 2 1", "close") == [doubled(1), doubled(2), "closed - ok 0 0"]
+
+
+def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) -> None:
+    """The next runtime hears that the model was started; one that dies while it starts the model, that requests wait."""
+    lazy = Lazy()
+
+    def die(connection: Connection) -> None:
+        lazy.registrations.append(connection.greet())
+
+    def serve_and_die(connection: Connection) -> None:
+        die(connection)
+        connection.register(described())
+        connection.receive_requests()
+
+    with Front(program, tmp_path, [lazy.cold, die, serve_and_die, lazy.start]) as front:
+        front.ask("open")
+        lazy.may_start.set()
+        assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
+    told = [(one.get("asked"), one.get("started")) for one in lazy.registrations]
+    assert told == [(None, None), (True, None), (True, None), (True, True)]
+
+
+def test_requests_beyond_the_limit_are_refused_while_the_model_starts(tmp_path: Path) -> None:
+    """A cold model holds as many as one whose runtime has died."""
+    lazy = Lazy()
+    with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
+        front.ask("open")
+        front.tell(f"batch 1 {MAX_REQUESTS + 2}")
+        refused = [f"answer {MAX_REQUESTS + more} 4 [rsrv:RUNTIME_DOWN] {DOWN}" for more in (1, 2)]
+        assert front.hear(2) == refused
+        lazy.may_start.set()
+        assert front.hear(MAX_REQUESTS) == sorted(doubled(number) for number in range(1, MAX_REQUESTS + 1))
+        front.ask("close")
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table: bool) -> None:
+    """The device is its home, or the one that the placement table names."""
+    lazies = [Lazy(), Lazy()]
+    for lazy in lazies:
+        lazy.may_start.set()
+    expected = 1 - HOME if table else HOME
+    behaviours: list[list[Behaviour]] = [[lazy.start] for lazy in lazies]
+    behaviours[0].insert(0, lazies[0].cold)
+    with Front(program, tmp_path, *behaviours) as front:
+        front.ask("open")
+        if table:
+            writer = PlacementWriter(front.directory(0) / paths.PLACEMENT)
+            writer.write({"doubling": PINNED | 1 << expected})
+        assert front.ask("send 1 1", "send 2 1", "close") == [doubled(1), doubled(2), "closed - ok 0 0"]
+    assert [len(lazy.registrations) for lazy in lazies] == [1 + (expected == 0), int(expected == 1)]
+
+
+def test_a_broken_cold_frame_ends_the_connection(tmp_path: Path) -> None:
+    """The next runtime is asked again."""
+
+    def broken(connection: Connection) -> None:
+        connection.greet()
+        connection.dismiss(0.0)
+
+    with Front(driver("undefined"), tmp_path, [broken, behave]) as front:
+        assert front.ask("open", "send 1 1", "close") == sorted(
+            ["opened - ok 0 0", doubled(1), "closed - ok 0 0"]
+        )

@@ -158,3 +158,23 @@ def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     runtime.device.gate.set()
     assert [answered(one) for one in (executing, waiting)] == [1, 1]
     assert runtime.alive
+
+
+def test_a_device_without_requests_sleeps_by_itself(
+    start_runtime: StartRuntime, successor: Successor, doubling: Path
+) -> None:
+    """The request is answered first."""
+    runtime = start_runtime(load_settings("{stub: {in_place_ms: 0}, runtime: {idle: {server: 0.05}}}"))
+    runtime.loop.have_successor(successor)
+    engine = make_engine(runtime, doubling)
+    try:
+        runtime.device.gate.clear()
+        executing = ask(engine)
+        assert runtime.device.gate.waiting.wait(10)
+        assert runtime.alive
+        runtime.device.gate.set()
+        assert answered(executing) == 1
+        wait_until(lambda: not runtime.alive)
+        assert successor.asked[-1] == "stay back"
+    finally:
+        engine.close()

@@ -264,7 +264,8 @@ class _PlannedEnd:
     """End of the runtime that is under way."""
 
     command: Literal["restart", "sleep"]
-    connection: PeerConnection
+    #: None: no request has come for `runtime.idle.server`
+    connection: PeerConnection | None
     drain_s: float
     #: whether to end even if something is in progress, or, for a sleep, if requests wait
     force: bool
@@ -302,6 +303,11 @@ class Commands:
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
         #: answers that wait for the scheduler to take in the events of their command; some are made only then
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
+
+    def fall_asleep(self) -> None:
+        """Sleep because no request has come for long, unless something is under way."""
+        if self._end is None and not self._preparing and self._profiler.state == "idle":
+            self._plan(_PlannedEnd("sleep", None, 0.0, force=False))
 
     def configure(self, changes: dict[str, Any]) -> Answer:
         """Change the scheduler's section; return the section, or what is wrong with the changes."""
@@ -373,6 +379,13 @@ class Commands:
         else:
             self._finish(end)
 
+    def _plan(self, end: _PlannedEnd) -> None:
+        """Begin an end with the preparation of the next runtime."""
+        self._end, self._preparing = end, True
+        # A device sleeps for long, so memory for executables that wait would be wasted.
+        fresh = end.command == "restart"
+        self.successor.prepare(lambda reason: self._inbox.post(NextPrepared(reason)), fresh=fresh)
+
     def _finish(self, end: _PlannedEnd) -> None:
         if end.command == "sleep":
             try:
@@ -396,8 +409,12 @@ class Commands:
         if not self._preparing:
             self.successor.withdraw()
 
-    def _answer_late(self, connection: PeerConnection, refused: CommandRefused | None) -> None:
+    def _answer_late(self, connection: PeerConnection | None, refused: CommandRefused | None) -> None:
         """Answer a command that took time, and carry out those that have waited for it."""
+        if connection is None:
+            if refused is not None:
+                log.info("the device, which is idle, does not sleep: %s", refused)
+            return
         waiting = self._waiting.pop(connection, None)
         if waiting is None:
             return  # the connection has ended
@@ -462,13 +479,8 @@ class Commands:
                     raise CommandRefused(
                         "FAILED_PRECONDITION", "another restart or sleep is under way; wait for its end"
                     )
-                self._end = _PlannedEnd(name, connection, command["drain_s"], command.get("force", False))
                 self._waiting[connection] = deque()
-                self._preparing = True
-                # A device sleeps for long, so memory for executables that wait would be wasted.
-                self.successor.prepare(
-                    lambda reason: self._inbox.post(NextPrepared(reason)), fresh=name == "restart"
-                )
+                self._plan(_PlannedEnd(name, connection, command["drain_s"], command.get("force", False)))
                 return None
             case "profile":
                 self._profile(connection, command.get("directory"))

@@ -77,6 +77,8 @@ class Loop:
         """`devices`: how many the server has; each has a runtime, and stubs register with all of them."""
         self._clock = time.monotonic
         self._started = self._clock()
+        #: when the last request ended, and seconds after which the device sleeps
+        self._used, self._idle_s = self._started, settings.runtime.idle.server
         self._server_pid = server_pid
         self._devices = devices
         self._traced = settings.traced
@@ -159,6 +161,7 @@ class Loop:
         else:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
+            timeout = min(timeout, max(0.0, self._used + self._idle_s - now))
             if wakeup is not None:
                 timeout = min(max(0.0, wakeup - now), timeout)
         self.activity.round.end()
@@ -188,6 +191,10 @@ class Loop:
         while self._catalog.moves:
             key = self._catalog.moves.pop()
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
+        if now - self._used >= self._idle_s:
+            self._used = now
+            if not (requests.pending or self.building):
+                self._commands.fall_asleep()
         if self._commands.ends:
             requests.send_answers()
             self._transport.settle()
@@ -385,6 +392,7 @@ class Loop:
         for instruction in instructions:
             match instruction:
                 case ev.Finish():
+                    self._used = now
                     if traces is not None:
                         traces.finished(instruction, now)
                     if instruction.outcome is ev.Outcome.ANSWERED:

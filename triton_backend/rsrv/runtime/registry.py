@@ -31,8 +31,6 @@ log = logging.getLogger("rsrv.registry")
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
-#: seconds
-_START_TIMEOUT_S = 60.0
 #: for a native front; a meta model's file is one of hooks, too
 _HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
 
@@ -205,7 +203,8 @@ class Registry:
         """Send COLD on all connections of models that serve: their stubs come back with their next request."""
         for connection in self._transport.connections:
             if connection.group is not None and self.catalog.ready(connection.group):
-                frame = pack_cold(_START_TIMEOUT_S, flat=connection.flat)
+                timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
+                frame = pack_cold(timeout_s, flat=connection.flat)
                 self._transport.guard(connection, connection.send, frame)
 
     def tell_all(self) -> None:

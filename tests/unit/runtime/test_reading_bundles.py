@@ -195,3 +195,19 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
             os.close(fd)
         lanes[name].sock.close()
     assert {key.partition("@")[0] for key in runtime.device.costs} == {"a", "d"}
+
+
+def test_builds_wait_for_serving_if_the_processors_are_busy(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """The thread that builds has a lower priority than the loop, and the device's threads keep theirs."""
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    runtime = start_runtime()
+    Client(runtime, doubling).lane.close()
+    priorities = {
+        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+        for thread in threading.enumerate()
+        if thread.name in ("build", "weights", "warm up")
+    }
+    assert priorities["build"] == min(19, here + 10)
+    assert priorities["weights"] == priorities["warm up"] == here

@@ -17,7 +17,7 @@ from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, RequestedModels, about, compile_model, identify, warm_up
 from rsrv.runtime.numerics import Computes, probe
 from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
-from rsrv.runtime.threads import Inbox, WorkerThread
+from rsrv.runtime.threads import Inbox, WorkerThread, lower_priority
 from rsrv.runtime.transport import PeerConnection
 from rsrv.runtime.weight_mover import WeightMover, follow_residency
 from rsrv.settings import Settings
@@ -200,6 +200,9 @@ class ModelBuilder:
             self._get_device()
         except (DeviceError, HostMemoryError) as error:
             _device_log.error("%s", error)
+        _freeze()
+        # Not before: the device's own threads would inherit it.
+        lower_priority()
 
     def _get_device(self) -> tuple[Device, WeightMover]:
         """Return the device and the weight mover; make what is missing.
@@ -251,15 +254,13 @@ class ModelBuilder:
                 result = compile_model(bundle, device, weight_mover.host, settings, name, signatures)
                 if result.measured:
                     self._crash_history.survived(key)
-            # A model's parts live long: exempt them from garbage collection.
-            gc.collect()
-            gc.freeze()
         except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:
             log.exception("%s: cannot be loaded", name, extra=fields(model=name, version=key))
             result = f"{type(error).__name__}: {error}"
         self._inbox.post(ModelCompiled(key, result))
+        _freeze()
 
     def _warm_up(self, model: CompiledModel, device: Device, again: bool) -> None:
         try:
@@ -276,6 +277,12 @@ class ModelBuilder:
                 log.exception("%s: cannot be warmed up", model.name, extra=about(model))
                 ended = ModelWarmedUp(model, None, f"{type(error).__name__}: {error}")
         self._inbox.post(ended)
+
+
+def _freeze() -> None:
+    """Exempt what there is from garbage collection: modules and models live long, and a collection holds the interpreter."""
+    gc.collect()
+    gc.freeze()
 
 
 def log_not_loaded(name: str, key: str | None, reason: str) -> None:

@@ -6,9 +6,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger("rsrv.workers")
+
+#: nice value of threads whose work may wait, above that of others: they get a tenth of the time of a thread that competes
+_NICER = 10
 
 
 class Inbox:
@@ -60,3 +64,10 @@ class WorkerThread:
                 log.critical("thread %s failed; the runtime ends", self._thread.name, exc_info=True)
                 os._exit(70)
             del action  # its tensors must not live until the next one comes
+
+
+def lower_priority() -> None:
+    """Have the calling thread, and the threads and processes that it starts, wait for others if the processors are busy."""
+    own = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICER))

@@ -55,6 +55,20 @@ def test_zipf_falls_with_rank() -> None:
     assert abs(counts["a"] - 1000) < 4 * 1000**0.5
 
 
+def test_days_and_nights() -> None:
+    """The rate by day and the mean are as given; models whose days are spread do not peak together."""
+    text = (
+        "duration: 400\narrivals: {{zipf: {{rate: 100, exponent: 0, day_s: 100, night: 0.25, spread: {}}}}}"
+    )
+    together, spread = ([one.t % 100 for one in arrivals(text.format(share))] for share in (0, 1))
+
+    for sent in (together, spread):
+        assert abs(len(sent) - 40_000) < 4 * 40_000**0.5
+    peak, night = (sum(abs((t - at + 50) % 100 - 50) < 5 for t in together) for at in (50, 0))
+    assert abs(night / peak - 0.25) < 0.05
+    assert 0.5 < sum(abs(t - 50) < 5 for t in spread) / peak < 0.8
+
+
 def test_zipf_may_be_shuffled() -> None:
     """With shuffling, the most popular model need not be the first listed."""
     text = "seed: {}\nduration: 3\narrivals: {{zipf: {{rate: 100, exponent: 3, models: [c], shuffle: true}}}}"

@@ -114,3 +114,39 @@ def test_metrics_for_programs(scenario: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(scenario), "--json"]) == 0
 
     assert json.loads(capsys.readouterr().out)["total"]["served"] == 2
+
+
+def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row and one point of the picture for each limit: less memory, and a slower answer."""
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text(
+        """
+        device: {weight_budget_bytes: 1000, h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
+        runtime: {idle: {device: 5s}}
+        models: {a: {cost: {1: 0.5}, weight_bytes: 1000}}
+        arrivals: [{t: 0, model: a}, {t: 100, model: a}]
+        """
+    )
+    assert main([str(scenario), "--idle", "host=10s,1m,never", "--out", str(tmp_path / "out")]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["idle.host", "10s", "1m", "never"]
+    runs = json.loads((tmp_path / "out/metrics.json").read_text())["idle"]
+    assert [run["total"]["latency_p99_s"] for run in runs.values()] == [11.5, 11.5, 1.5]
+    means = [run["total"]["host_bytes_mean"] for run in runs.values()]
+    assert means == sorted(means)
+    assert (tmp_path / "out/idle.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("idle", "problem"),
+    [("disk=1m", "begin with one of device, host, executable"), ("host=soon", "give times such as 90s")],
+)
+def test_a_sweep_that_cannot_be(
+    scenario: Path, idle: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message says what to write."""
+    with pytest.raises(SystemExit):
+        main([str(scenario), "--idle", idle])
+
+    assert problem in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""For any scenario, every request ends once, and device and link do one thing at a time."""
+"""For any scenario, every request ends once, and device, link and build thread do one thing at a time."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _model = st.fixed_dictionaries(
         "count": st.integers(1, 3),
         "coalesce": st.booleans(),
         "max_delay_us": st.sampled_from([0, 5000]),
+        "start": st.sampled_from(["eager", "lazy"]),
+        "start_s": _seconds,
     },
 )
 _common: dict[str, st.SearchStrategy[Any]] = {
@@ -46,11 +48,22 @@ _scenario = st.fixed_dictionaries(
             optional={
                 "warm": st.booleans(),
                 "h2d_bytes_per_s": st.sampled_from([1e3, 1e5]),
+                "read_bytes_per_s": st.sampled_from([1e3, 1e5]),
                 "weight_budget_bytes": st.integers(50, 200),
             },
         ),
         "settings": st.fixed_dictionaries(
             {"depth": st.integers(1, 2), "eviction": st.sampled_from(["lru", "cost"])}
+        ),
+        "runtime": st.fixed_dictionaries(
+            {},
+            optional={
+                "idle": st.fixed_dictionaries(
+                    {}, optional=dict.fromkeys(("device", "host", "executable"), _seconds)
+                ),
+                "start_timeout_s": st.sampled_from([0.02, 60]),
+                "host_memory_bytes": st.integers(0, 200),
+            },
         ),
         "models": st.dictionaries(st.sampled_from(["a", "b", "c"]), _model, min_size=1),
         "arrivals": st.fixed_dictionaries(
@@ -87,9 +100,12 @@ def test_random_scenarios(scenario: dict[str, Any]) -> None:
         assert sent.arrived <= (sent.started or sent.arrived) <= sent.ended
     executions = [(one.started, one.ended) for one in record.executions]
     loads = [(one.started, one.ended) for one in record.loads]
-    for taken in (executions, loads):
+    starts = [(one.began, one.ended) for one in record.starts]
+    for taken in (executions, loads, starts):
         assert all(one[1] <= other[0] for one, other in pairwise(taken))
     served = sum(len(one.execute.requests) for one in record.executions)
+    limit = scenario["runtime"].get("host_memory_bytes", 1e9)
+    assert all(0 <= nbytes <= limit for _, nbytes in record.host)
     total = summarize(record)["total"]
     assert total["arrived"] == len(record.requests)
     assert total["served"] == served

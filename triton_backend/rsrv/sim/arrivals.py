@@ -7,7 +7,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import accumulate
-from math import inf
+from math import cos, inf, pi
 from random import Random
 from typing import NamedTuple
 
@@ -47,7 +47,10 @@ def open_arrivals(scenario: Scenario) -> Iterator[Arrival]:
         if zipf.shuffle:
             random.shuffle(models)
         weights = [rank**-zipf.exponent for rank in range(1, len(models) + 1)]
-        sources.append(_poisson(zipf, models, weights, random, end))
+        if zipf.night is None:
+            sources.append(_poisson(zipf, models, weights, random, end))
+        else:
+            sources.append(_daily(zipf, zipf.night, models, weights, random, end))
     for index, bursts in enumerate(scenario.bursts):
         sources.append(_bursts(bursts, _stream(scenario, "bursts", index), end))
     return merge(*sources, key=lambda arrival: arrival.t)
@@ -62,6 +65,19 @@ def _listed(requests: Sequence[RequestKeys], end: float) -> Iterator[Arrival]:
         t = instant(one.t)
         if t <= end:
             yield Arrival(t, one.model, one.rows, one.deadline_s, one.priority, one.variant, one.committed)
+
+
+def _daily(
+    source: Zipf, night: float, models: Sequence[str], weights: Sequence[float], random: Random, end: float
+) -> Iterator[Arrival]:
+    """Thin out arrivals at the highest rate, so that each model's rate is that of its hour."""
+    amplitude = (1.0 - night) / (1.0 + night)
+    late = {model: source.spread * random.random() for model in models}
+    highest = source.model_copy(update={"rate": source.rate * (1.0 + amplitude)})
+    for arrival in _poisson(highest, models, weights, random, end):
+        day = arrival.t / source.day_s - late[arrival.model]
+        if random.random() * (1.0 + amplitude) < 1.0 - amplitude * cos(2.0 * pi * day):
+            yield arrival
 
 
 def _poisson(

@@ -4,8 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rsrv.command import EXIT_STATUS, CommandParser, command
+
+if TYPE_CHECKING:
+    from rsrv.sim.sweep import IdleSweep
 
 
 @command("rsrv-sim", extra="sim")
@@ -38,6 +42,12 @@ def parser() -> CommandParser:
         help="of several devices: compare these modes of the gateway (default: the scenario's alone)",
     )
     top.add_argument(
+        "--idle",
+        metavar="TIER=LIMIT,LIMIT",
+        type=_sweep,
+        help="compare limits of idleness of all models, such as host=10m,1h,never; with --out, idle.png",
+    )
+    top.add_argument(
         "--window",
         metavar="START:END",
         type=_window,
@@ -56,6 +66,23 @@ def _window(text: str) -> tuple[float, float]:
     if not (colon and 0.0 <= window[0] < window[1] < float("inf")):
         raise argparse.ArgumentTypeError(f"{text!r}: give two rising times in seconds, such as 0.5:0.75")
     return window
+
+
+def _sweep(text: str) -> "IdleSweep":
+    from rsrv.settings import IdleSection
+    from rsrv.sim.scenario import IdleLimits
+    from rsrv.sim.sweep import IdleSweep
+
+    tier, _, limits = text.partition("=")
+    if tier not in IdleLimits._fields:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: begin with one of {', '.join(IdleLimits._fields)}, then ="
+        )
+    try:
+        seconds = {one: getattr(IdleSection(**{tier: one}), tier) for one in limits.split(",")}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give times such as 90s, 10m, 1h, or never") from None
+    return IdleSweep(tier, seconds)
 
 
 def _modes(text: str) -> list[str]:

@@ -1,10 +1,9 @@
 """One simulated device, which executes strictly one after another, with its scheduler and its link.
 
-The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions.
-Evictions, and giving up a load, take no time.
+The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions;
+weights without a host copy are read from the disk first. Evictions, and giving up a load, take no time.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -25,11 +24,14 @@ from rsrv.scheduler.events import (
     ModelAdded,
     Outcome,
     Program,
+    Request,
+    RequestsArrived,
     Tick,
     WeightsLoaded,
 )
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.sim.arrivals import instant
+from rsrv.sim.catalogue import Catalogue, TensorMemory
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.record import ExecutionRecord, LoadRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
@@ -66,16 +68,18 @@ class SimulatedDevice:
         self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
         self._random = random
         self._ended = ended
-        #: models that the scheduler has.
-        self.known: set[str] = set()
         #: models whose weights are on the device, and the load that runs.
         self.resident: set[str] = set()
         self.loading: LoadWeights | None = None
+        self.catalogue = Catalogue(
+            self.record,
+            lambda model: model in self.resident or bool(self.loading and self.loading.model == model),
+        )
         #: coming events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
         self._sequence = count()
-        #: tensors that are on the device or loading, and the number of models that use each.
-        self._tensors: Counter[str] = Counter()
+        #: tensors that are on the device or loading.
+        self._tensors = TensorMemory(self.record.device)
         #: bytes that the next load has to move, if weights were evicted for it.
         self._claimed: int | None = None
         #: until when the device and the link are taken.
@@ -86,29 +90,32 @@ class SimulatedDevice:
         self._room = inf if budget is None else budget
 
     def start(self, program: Program) -> None:
-        """Add a model at the start, with its weights on the device if the scenario is warm and they fit."""
-        nbytes = self._absent_bytes(program)
+        """Add a model at the start, unless it is lazy; its weights are on the device if the scenario is warm and they fit."""
+        if self.scenario.lives[program.model].lazy:
+            return
+        nbytes = self._tensors.absent_bytes(program)
         resident = self.scenario.warm and nbytes <= self._room
         if resident:
             self._room -= nbytes
-            self._hold(program)
+            self._tensors.hold(program, 0.0)
             self.resident.add(program.model)
         self._add(program, resident, 0.0)
 
     def meet(self, model: str, now: float) -> None:
         """Add a model at its first request, so that models without requests cost nothing."""
-        if model not in self.known:
+        if model not in self.catalogue.started:
             self._add(self.scenario.programs[model], False, now)
 
     def answers_in_s(self, model: str, now: float) -> float:
         """Return the seconds until a batch that came now would be answered, as a stub expects by the runtime's board."""
         program = self.scenario.programs[model]
-        load_s = self.scheduler.load_seconds(model) if model in self.known else program.load_seconds
+        known = model in self.catalogue.started
+        load_s = self.scheduler.load_seconds(model) if known else program.load_seconds
         return (self.scheduler.seconds_until_idle(now) or 0.0) + load_s + min(program.costs.values())
 
     def due(self, now: float) -> float:
         """Return the time of the next event, `now` or later; inf: none."""
-        t = self._heap[0][0] if self._heap else inf
+        t = min(self._heap[0][0] if self._heap else inf, self.catalogue.due())
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
             # Not before it is due: an early tick would do nothing.
@@ -119,8 +126,19 @@ class SimulatedDevice:
         """Carry out the first event that is due."""
         if self._heap and self._heap[0][0] == now:
             self.tell(heappop(self._heap)[3], now)
+        elif self.catalogue.due() == now:
+            for change in self.catalogue.step(now):
+                if isinstance(change, Finish):
+                    self._end(change, now)
+                else:
+                    self.tell(change, now)
         else:
             self.tell(Tick(), now)
+
+    def arrive(self, requests: tuple[Request, ...], now: float) -> None:
+        """Give the scheduler the requests whose models have started; the others wait for a start."""
+        if known := self.catalogue.arrive(requests, now):
+            self.tell(RequestsArrived(known), now)
 
     def tell(self, event: Event, now: float) -> None:
         """Give the scheduler an event, and carry out its instructions."""
@@ -145,7 +163,7 @@ class SimulatedDevice:
     # --- instructions --------------------------------------------------------------------------
 
     def _add(self, program: Program, resident: bool, now: float) -> None:
-        self.known.add(program.model)
+        self.catalogue.add(program.model, now)
         self.tell(ModelAdded(program, resident), now)
 
     def _push(self, t: float, kind: int, what: Event) -> None:
@@ -158,6 +176,7 @@ class SimulatedDevice:
         sent.outcome, sent.ended = finish.outcome, now
         if finish.outcome is not Outcome.ANSWERED:
             self.record.decisions.append((now, finish))
+        self.catalogue.ended(sent.request.model, now)
         self._ended(finish, now)
 
     def _execute(self, execute: Execute, now: float) -> None:
@@ -175,22 +194,24 @@ class SimulatedDevice:
 
     def _load(self, load: LoadWeights, now: float) -> None:
         program = self.scenario.programs[load.model]
-        nbytes = self._claim(load.model)
+        nbytes = self._claim(load.model, now)
         self._claimed = None
+        read_bytes = self.catalogue.read_for_load(load.model, now)
         share = nbytes / program.weight_bytes if program.weight_bytes else 1.0
-        seconds = instant(program.load_seconds * share)
+        seconds = instant(program.load_seconds * share + self.catalogue.read_seconds(read_bytes))
         start = max(now, self._link_free)
         self._link_free = end = instant(start + seconds)
-        self.record.loads.append(LoadRecord(load.model, load.epoch, start, end, nbytes))
+        self.record.loads.append(LoadRecord(load.model, load.epoch, start, end, nbytes, read_bytes))
         self.loading = load
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
 
     def _evict(self, evict: EvictWeights, now: float) -> None:
         if evict.loading_for is not None:
-            self._claim(evict.loading_for)
+            self._claim(evict.loading_for, now)
         self.record.evictions.append((evict.model, now))
         self.resident.remove(evict.model)
-        self._release(evict.model)
+        self._tensors.release(self.scenario.programs[evict.model], now)
+        self.catalogue.evicted(evict.model, now)
 
     def _abandon(self, abandon: AbandonLoad, now: float) -> None:
         """End the load now; the scheduler ignores the event of its end in the heap."""
@@ -198,27 +219,16 @@ class SimulatedDevice:
         self.record.loads[-1] = replace(last, ended=now)
         self._link_free = now
         self.loading = None
-        self._release(abandon.model)
+        self._tensors.release(self.scenario.programs[abandon.model], now)
         self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
 
-    # --- tensors on the device -----------------------------------------------------------------------------
-
-    def _absent_bytes(self, program: Program) -> int:
-        return sum(size for key, size in (program.tensors or {}).items() if not self._tensors[key])
-
-    def _claim(self, model: str) -> int:
+    def _claim(self, model: str, now: float) -> int:
         """Hold a model's tensors before others are evicted for it; return the bytes that its load has to move."""
         if self._claimed is None:
             program = self.scenario.programs[model]
-            self._claimed = self._absent_bytes(program)
-            self._hold(program)
+            self._claimed = self._tensors.absent_bytes(program)
+            self._tensors.hold(program, now)
         return self._claimed
-
-    def _hold(self, program: Program) -> None:
-        self._tensors.update(program.tensors or ())
-
-    def _release(self, model: str) -> None:
-        self._tensors.subtract(self.scenario.programs[model].tensors or ())
 
 
 def _not_before(t: float) -> float:

@@ -25,7 +25,7 @@ from math import inf
 from typing import Any
 
 from rsrv.sim.record import Record
-from rsrv.sim.tally import Span, Tally, in_time, ratio, rounded
+from rsrv.sim.tally import Span, Tally, in_time, mean, ratio, rounded
 
 #: a model is contending if it had requests in the system for this share of the window.
 _CONTENDING = 0.1
@@ -55,6 +55,10 @@ def summarize(record: Record) -> dict[str, Any]:
             load_seconds += min(load.ended, window) - load.started
             for tally in (models[load.model], total):
                 tally.load(load)
+    for start in record.starts:
+        if start.began <= window:
+            for tally in (models[start.model], total):
+                tally.start(start)
     for model, at in record.evictions:
         if at <= window:
             for tally in (models[model], total):
@@ -74,6 +78,9 @@ def summarize(record: Record) -> dict[str, Any]:
             "loads": tally.loads,
             "loaded_bytes": tally.loaded_bytes,
             "evictions": tally.evictions,
+            "starts": tally.starts,
+            "cold": tally.cold,
+            "read_bytes": tally.read_bytes,
         }
         for name, tally in models.items()
     }
@@ -98,6 +105,12 @@ def summarize(record: Record) -> dict[str, Any]:
         "loads": total.loads,
         "loaded_bytes": total.loaded_bytes,
         "evictions": total.evictions,
+        "starts": total.starts,
+        "cold": total.cold,
+        "read_bytes": total.read_bytes,
+        "host_bytes_mean": mean(record.host, window),
+        "host_bytes_peak": max((nbytes for at, nbytes in record.host if at <= window), default=0),
+        "device_bytes_mean": mean(record.device, window),
         "load_seconds": load_seconds,
         "link_utilisation": ratio(load_seconds, window),
     }

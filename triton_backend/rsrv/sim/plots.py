@@ -1,4 +1,4 @@
-"""Three pictures of a simulation: latency.png, shares.png and timeline.png.
+"""Three pictures of a simulation, latency.png, shares.png and timeline.png; and idle.png of one under several idle limits.
 
 Figures are drawn without pyplot, so nothing is global and no display is needed. Colours are those of
 M. Okabe and K. Ito (Color Universal Design, 2008), which colour-blind people tell apart; a model has the same
@@ -7,6 +7,7 @@ colour in all three.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,6 +17,7 @@ from matplotlib.patches import Patch
 
 from rsrv.scheduler.events import Outcome
 from rsrv.sim.record import Record
+from rsrv.sim.sweep import IdleSweep
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS = "#BBBBBB"
@@ -46,6 +48,37 @@ def write_plots(record: Record, out: Path, window: tuple[float, float] | None = 
         # Leave matplotlib's version out, so that equal simulations give equal files.
         figure.savefig(paths[-1], dpi=150, metadata={"Software": None})
     return paths
+
+
+def write_sweep_plot(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]], out: Path) -> Path:
+    """Write idle.png: latency and memory by idle limit, in the order given."""
+    figure, axes = _figure(5, f"Latency and memory by idle.{sweep.tier}")
+    totals = [run["total"] for run in runs.values()]
+    for key, colour in (("latency_p99_s", _PALETTE[0]), ("latency_p50_s", _PALETTE[4])):
+        times = [1e3 * (total[key] or np.nan) for total in totals]
+        axes.plot(list(runs), times, marker="o", color=colour, label=key.split("_")[1])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("latency in ms")
+    axes.set_xlabel(f"idle.{sweep.tier}")
+    memory = axes.twinx()
+    memory.spines["top"].set_visible(False)
+    for key, colour in (("host_bytes_mean", _PALETTE[1]), ("device_bytes_mean", _PALETTE[2])):
+        gigabytes = [(total[key] or 0) / 1e9 for total in totals]
+        memory.plot(
+            list(runs),
+            gigabytes,
+            marker="s",
+            linestyle="--",
+            color=colour,
+            label=f"{key.split('_')[0]} memory",
+        )
+    memory.set_ylabel("mean weights in memory, GB")
+    memory.set_ylim(bottom=0.0)
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    path = out / "idle.png"
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return path
 
 
 def _colours(record: Record) -> dict[str, str]:

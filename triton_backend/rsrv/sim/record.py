@@ -1,7 +1,7 @@
 """Records of a simulation: of one device, and of several behind a gateway."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from rsrv.placement.contract import WeightAction
@@ -26,6 +26,8 @@ class RequestRecord:
     outcome: Outcome | None = None
     #: index of the device that it went to.
     device: int = 0
+    #: whether its model had not started when it arrived.
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,20 @@ class LoadRecord:
     ended: float
     #: bytes that no other model had on the device.
     nbytes: int
+    #: bytes read from the disk first.
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """One start of a cold model, from its turn on the build thread to its end."""
+
+    model: str
+    asked: float
+    began: float
+    ended: float
+    #: bytes read from the disk.
+    read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,11 @@ class Record:
     evictions: list[tuple[str, float]]
     #: (time, instruction), without the answers
     decisions: list[tuple[float, Instruction]]
+    starts: list[StartRecord] = field(default_factory=list)
+    #: (time, bytes of weights in host memory from then on)
+    host: list[tuple[float, int]] = field(default_factory=list)
+    #: (time, bytes of weights on the device from then on)
+    device: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rsrv.sim.metrics import summarize
 from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
+from rsrv.sim.sweep import run_sweep, sweep_rows
 from rsrv.sim.table import aligned, table
 from rsrv.text import os_error
 
@@ -42,7 +43,9 @@ def _run(options: argparse.Namespace) -> int:
         if options.out is not None:
             # Before the simulation, which may take minutes.
             options.out.mkdir(parents=True, exist_ok=True)
-        if scenario.gateway is None:
+        if options.idle is not None:
+            lines, text = _run_sweep(scenario, options)
+        elif scenario.gateway is None:
             if options.modes:
                 raise ScenarioError(f"{options.scenario}: --modes compares gateways: say `devices` there")
             lines, text = _run_one(scenario, options)
@@ -87,6 +90,17 @@ def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
             plots.write_fleet_plots(records, runs, options.out)
     text = _as_json({"modes": runs}) if options.json else aligned(rows(runs))
     return fleet_decision_lines(list(records.values())[-1]), text
+
+
+def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
+    """Simulate one device under several idle limits; return no decisions, and the table."""
+    runs = run_sweep(scenario, options.idle)
+    if options.out is not None:
+        _write_metrics(options.out, {"idle": runs})
+        if plots := _plots("plots"):
+            plots.write_sweep_plot(options.idle, runs, options.out)
+    text = _as_json({"idle": runs}) if options.json else aligned(sweep_rows(options.idle, runs))
+    return iter(()), text
 
 
 def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +45,16 @@ class Scenario:
     duration: float | None
     settings: SchedulerSettings
     programs: Mapping[str, Program]
+    lives: Mapping[str, "Life"]
     #: model -> relative standard deviation of its real executions from their cost.
     jitter: Mapping[str, float]
     #: whether models start with their weights on the device, as far as the budget goes.
     warm: bool
+    start_timeout_s: float
+    #: None: no limit
+    host_memory_bytes: int | None
+    #: None: at once
+    read_bytes_per_s: float | None
     requests: Sequence[RequestKeys]
     recorded: Sequence[Sequence[RequestKeys]]
     poisson: Sequence[Poisson]
@@ -61,6 +68,24 @@ class Scenario:
     gateway: GatewayKeys | None = None
     #: model, or group of equal ones, whose costs are estimates -> the card that they are for
     estimated: Mapping[str, str] = field(default_factory=dict)
+
+
+class IdleLimits(NamedTuple):
+    """Seconds without requests after which weights leave the device and the host, and a model is cold."""
+
+    device: float
+    host: float
+    executable: float
+
+
+class Life(NamedTuple):
+    """How a model starts and falls back."""
+
+    #: whether its first request starts it
+    lazy: bool
+    #: seconds to compile it or to load its executable
+    start_s: float
+    idle: IdleLimits
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -118,6 +143,14 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         for name in names
     }
     arrivals = file.arrivals
+    lives = {name: _life(file.models[group], file) for group, names in groups.items() for name in names}
+    changing = file.runtime.host_memory_bytes is not None or any(
+        life.lazy or min(life.idle) < inf for life in lives.values()
+    )
+    if changing and (file.devices > 1 or file.gateway is not None):
+        problems.append(
+            "runtime: cold starts, idle limits and host memory are simulated on one device: leave out `devices` and `gateway`"
+        )
     recorded = [list(_read_trace(one, folder, problems)) for one in arrivals.trace]
     for index, request in enumerate(arrivals.requests):
         if request.model not in programs:
@@ -135,8 +168,12 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         duration=file.duration,
         settings=SchedulerSettings(**section, weight_budget_bytes=file.device.weight_budget_bytes),
         programs=programs,
+        lives=lives,
         jitter={name: file.models[group].cost_jitter for group, names in groups.items() for name in names},
         warm=file.device.warm,
+        start_timeout_s=file.runtime.start_timeout_s,
+        host_memory_bytes=file.runtime.host_memory_bytes,
+        read_bytes_per_s=file.device.read_bytes_per_s,
         requests=arrivals.requests,
         recorded=recorded,
         poisson=[one.model_copy(update={"models": names.shares(one.models)}) for one in arrivals.poisson],
@@ -276,6 +313,13 @@ def _program(
         weight=model.weight,
         max_delay=model.max_delay_us / 1e6,
     )
+
+
+def _life(model: ModelKeys, file: File) -> Life:
+    default = file.runtime.idle
+    own = {**default.model_dump(), **model.idle.model_dump(exclude_unset=True)}
+    limits = IdleLimits(own["device"], own["host"], own["executable"])
+    return Life((model.start or file.runtime.start) == "lazy", model.start_s, limits)
 
 
 def _read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[RequestKeys]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rsrv.placement.options import PlannerOptions
-from rsrv.settings import SchedulerSection
+from rsrv.settings import IdleSection, SchedulerSection, Start
 
 
 class Part(BaseModel):
@@ -36,7 +36,7 @@ Costs = Annotated[
 
 
 class DeviceKeys(Part):
-    """The device and its link to the host."""
+    """The device, its link to the host, and the host's disk."""
 
     weight_budget_bytes: int | None = Field(
         None, ge=0, description="Device bytes that weights may take; absent: no limit."
@@ -46,10 +46,41 @@ class DeviceKeys(Part):
         ge=1,
         description="Rate at which weights come to the device, one load at a time; absent: at once.",
     )
+    read_bytes_per_s: float | None = Field(
+        None, ge=1, description="Rate at which weights come from the disk to the host; absent: at once."
+    )
     warm: bool = Field(
         False,
         description="Start with the weights of each model, in listing order, that the budget still has room for. "
         "Otherwise all start on the host.",
+    )
+
+
+def _of_a_model(idle: IdleSection) -> IdleSection:
+    if "server" in idle.model_fields_set:
+        raise ValueError("server: a simulated runtime does not sleep; leave it out")
+    return idle
+
+
+Idle = Annotated[IdleSection, AfterValidator(_of_a_model)]
+
+
+class RuntimeKeys(Part):
+    """Keys of rsrv.yaml's section `runtime` about cold models and idleness; of one device only."""
+
+    start: Start = Field(
+        "eager", description="eager: models are started at time 0; lazy: by their first request."
+    )
+    start_timeout_s: float = Field(
+        60.0, gt=0, le=LONGEST, description="Requests for a model that starts wait at most this long."
+    )
+    idle: Idle = Field(
+        IdleSection(),
+        description="`{device, host, executable}`: times without requests after which weights leave the device and host "
+        "memory, and after which the model is cold.",
+    )
+    host_memory_bytes: int | None = Field(
+        None, ge=0, description="Host bytes for copies of weights; absent: no limit."
     )
 
 
@@ -99,6 +130,16 @@ class ModelKeys(Part):
         0.0, ge=0, description="Longest time a request is held back for others to join it, in us."
     )
     coalesce: bool = Field(True, description="Whether requests may share an execution.")
+    start: Start | None = Field(None, description="As `runtime.start`, for this model.")
+    start_s: float = Field(
+        0.0,
+        ge=0,
+        le=LONGEST,
+        description="Seconds of a cold start to compile it, or to load its stored executable. The read of its weights is added.",
+    )
+    idle: Idle = Field(
+        IdleSection(), description="As `runtime.idle`, for this model; absent keys take its values."
+    )
     count: int | None = Field(
         None,
         ge=1,
@@ -180,6 +221,22 @@ class Zipf(_OpenLoop):
     )
     exponent: float = Field(1.0, ge=0, description="How steeply popularity falls; 0: all are equal.")
     shuffle: bool = Field(False, description="Popularity in a random order of the models (seeded).")
+    night: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of a model's highest rate that is left half a day later: rates rise and fall as a sine, and `rate` is "
+        "their mean; absent: they are constant.",
+    )
+    day_s: float = Field(
+        86400.0, gt=0, le=LONGEST, description="Length of a day; the rates are lowest at its start."
+    )
+    spread: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Each model's day begins later by a random share of the day, up to this (seeded).",
+    )
 
 
 class Bursts(_OpenLoop):
@@ -292,6 +349,7 @@ class File(Part):
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
     )
+    runtime: RuntimeKeys = Field(RuntimeKeys(), description=str(RuntimeKeys.__doc__))
     models: dict[Annotated[str, Field(min_length=1)], ModelKeys] = Field(
         min_length=1, description="The models by name, in listing order."
     )

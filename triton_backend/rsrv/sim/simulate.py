@@ -12,7 +12,7 @@ from math import inf
 from random import Random
 from typing import TypeVar
 
-from rsrv.scheduler.events import CallerError, Event, Finish, InvariantError, Request, RequestsArrived
+from rsrv.scheduler.events import CallerError, Event, Finish, InvariantError, Request
 from rsrv.sim.arrivals import Arrival, instant, open_arrivals
 from rsrv.sim.device import SHORTEST, SimulatedDevice
 from rsrv.sim.gateway import SimulatedGateway
@@ -184,7 +184,9 @@ class _Simulation:
             self.clients[len(self.requests) + 1] = client
             self._send(Arrival(now, client.model, source.rows, source.deadline_s, source.priority), sent)
         for index, requests in sent.items():
-            self._tell(index, RequestsArrived(tuple(requests)))
+            self.events += 1
+            self.devices[index].arrive(tuple(requests), now)
+            self._schedule(index)
 
     def _send(self, arrival: Arrival, sent: dict[int, list[Request]]) -> None:
         t, model, rows, deadline_s, priority, variant, committed = arrival
@@ -194,8 +196,10 @@ class _Simulation:
         request = Request(number, model, variant, rows, deadline, priority, run)
         index = 0 if self.gateway is None else self.gateway.choose(request, t)
         device = self.devices[index]
-        device.meet(model, t)
-        self.requests.append(RequestRecord(request, t, model in device.resident, device=index))
+        if self.gateway is not None:
+            device.meet(model, t)
+        cold = model not in device.catalogue.started
+        self.requests.append(RequestRecord(request, t, model in device.resident, device=index, cold=cold))
         sent.setdefault(index, []).append(request)
 
     def _ended(self, finish: Finish, now: float) -> None:

@@ -24,8 +24,14 @@ def table(metrics: dict[str, Any]) -> str:
         f"device busy {percent(total['utilisation'])}, goodput {good}, Jain {_number(total['jain'])} ({over})",
         f"{total['dispatches']} executions, padding {percent(total['padding_ratio'])}, {loads}, "
         + f"{total['evictions']} evictions, {hits}",
-        "",
     ]
+    if total["starts"] or total["read_bytes"]:
+        lines.append(
+            f"{total['starts']} cold starts, {total['cold']} requests waited for one; "
+            f"{amount(total['read_bytes'])} read from the disk; weights in host memory: "
+            f"mean {amount(total['host_bytes_mean'])}, peak {amount(total['host_bytes_peak'])}"
+        )
+    lines.append("")
     head = (
         "model",
         "served",

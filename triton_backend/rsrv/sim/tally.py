@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
 from rsrv.scheduler.events import Outcome
-from rsrv.sim.record import ExecutionRecord, LoadRecord, RequestRecord
+from rsrv.sim.record import ExecutionRecord, LoadRecord, RequestRecord, StartRecord
 
 #: outcome -> its name in the metrics.
 ENDS = {
@@ -38,6 +39,9 @@ class Tally:
     loads: int = 0
     loaded_bytes: int = 0
     evictions: int = 0
+    starts: int = 0
+    cold: int = 0
+    read_bytes: int = 0
     #: intervals with requests in the system: disjoint, ascending.
     busy: list[Span] = field(default_factory=list)
 
@@ -45,6 +49,7 @@ class Tally:
         assert sent.outcome is not None
         self.arrived += 1
         self.hits += sent.hit
+        self.cold += sent.cold
         self.ends[sent.outcome] += 1
         if self.busy and sent.arrived <= self.busy[-1][1]:
             self.busy[-1] = (self.busy[-1][0], max(self.busy[-1][1], sent.ended))
@@ -79,6 +84,11 @@ class Tally:
     def load(self, one: LoadRecord) -> None:
         self.loads += 1
         self.loaded_bytes += one.nbytes
+        self.read_bytes += one.read_bytes
+
+    def start(self, one: StartRecord) -> None:
+        self.starts += 1
+        self.read_bytes += one.read_bytes
 
 
 def in_time(sent: RequestRecord, window: float) -> bool:
@@ -90,6 +100,14 @@ def in_time(sent: RequestRecord, window: float) -> bool:
 def percentile(ascending: Sequence[float], share: float) -> float | None:
     """Return the nearest-rank percentile of sorted values; None if there are none."""
     return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
+
+
+def mean(history: Sequence[tuple[float, int]], window: float) -> float | None:
+    """Return the mean over the window of bytes that change at given times."""
+    held = 0.0
+    for (since, nbytes), (until, _) in pairwise([*history, (window, 0)]):
+        held += nbytes * (min(until, window) - min(since, window))
+    return ratio(held, window)
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -1,0 +1,140 @@
+"""Cold starts, idle limits and host memory in the simulator, in scenarios computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.scheduler.events import Outcome
+from rsrv.sim.record import Record
+from rsrv.sim.scenario import ScenarioError, parse_scenario
+from tests.unit.sim.helpers import metrics, run
+
+#: 100 bytes of weights: 1 s from the disk, 0.1 s over the link; 2 s to load the executable.
+LAZY = """
+device: {h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
+runtime: {start: lazy, start_timeout_s: 10, idle: {device: 10s, host: 1m, executable: 10m}}
+models: {a: {cost: {1: 0.5}, weight_bytes: 100, start_s: 2}, b: {cost: {1: 0.5}, weight_bytes: 100, start_s: 2}}
+"""
+
+
+def ends(record: Record) -> list[tuple[Outcome | None, float]]:
+    return [(one.outcome, one.ended) for one in record.requests]
+
+
+def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
+    """The start reads and compiles for 3 s; then the weights load, and both requests execute."""
+    record = run(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}, {t: 20, model: a}]")
+
+    (start,) = record.starts
+    assert (start.asked, start.began, start.ended, start.read_bytes) == (1, 1, 4, 100)
+    assert ends(record)[:2] == [(Outcome.ANSWERED, 4.6), (Outcome.ANSWERED, 5.1)]
+    assert [one.cold for one in record.requests] == [True, True, False]
+    total = metrics(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}]")["total"]
+    assert (total["starts"], total["cold"], total["read_bytes"]) == (1, 2, 100)
+
+
+def test_starts_take_turns_by_the_earliest_deadline() -> None:
+    """One model is built at a time; of those that wait, the one with the earliest deadline is next."""
+    text = LAZY.replace("models: {", "models: {c: {cost: {1: 0.5}, start_s: 1}, ")
+    record = run(
+        text
+        + "arrivals: [{t: 0, model: a}, {t: 1, model: b}, {t: 2, model: c, deadline_s: 8}, {t: 2, model: b}]"
+    )
+
+    assert [(one.model, one.began, one.ended) for one in record.starts] == [
+        ("a", 0, 3),
+        ("c", 3, 4),
+        ("b", 4, 7),
+    ]
+
+
+def test_requests_give_up_while_their_model_starts() -> None:
+    """A request waits until its deadline or the start's timeout; a start that nobody waits for is dropped."""
+    text = LAZY.replace("start_s: 2}}", "start_s: 20}}")
+    record = run(
+        text
+        + "arrivals: [{t: 0, model: b, deadline_s: 4}, {t: 0, model: b}, {t: 1, model: a, deadline_s: 5}]"
+    )
+
+    assert ends(record) == [(Outcome.EXPIRED, 4), (Outcome.FAILED, 10), (Outcome.EXPIRED, 6)]
+    assert [one.model for one in record.starts] == ["b"]
+
+
+def test_an_idle_model_falls_back_step_by_step() -> None:
+    """Its weights leave the device after 10 s, the host after a minute, and after ten minutes it is cold."""
+    record = run(
+        LAZY + "arrivals: [{t: 0, model: a}, {t: 20, model: a}, {t: 120, model: a}, {t: 900, model: a}]"
+    )
+
+    assert [one.ended for one in record.requests] == [3.6, 20.6, 121.6, 903.6]
+    assert [(one.started, one.read_bytes) for one in record.loads] == [(3, 0), (20, 0), (120, 100), (903, 0)]
+    assert record.evictions == [("a", 13.6), ("a", 30.6), ("a", 131.6), ("a", 913.6)]
+    assert [one.began for one in record.starts] == [0, 900]
+    assert record.host[:4] == [(0, 100), (80.6, 0), (120, 100), (181.6, 0)]
+
+
+def test_a_model_in_use_does_not_fall_back() -> None:
+    """Requests that wait or execute keep their model, however long they take."""
+    text = LAZY.replace("cost: {1: 0.5}", "cost: {1: 30}")
+    record = run(text + "arrivals: [{t: 0, model: a}, {t: 1, model: a}]")
+
+    assert [one.ended for one in record.requests] == [33.1, 63.1]
+    assert [at for _, at in record.evictions] == [73.1]
+
+
+def test_host_memory_holds_the_models_that_were_used_last() -> None:
+    """Beyond the limit, the least recently used model loses its host copy, and reads from the disk at its next load."""
+    record = run(
+        """
+        device: {weight_budget_bytes: 100, h2d_bytes_per_s: 1000, read_bytes_per_s: 100}
+        runtime: {host_memory_bytes: 200}
+        models: {a: {cost: {1: 0.5}, weight_bytes: 100, count: 3}}
+        arrivals: [{t: 0, model: a-0}, {t: 5, model: a-1}, {t: 10, model: a-2}, {t: 15, model: a-0}]
+        """
+    )
+
+    assert [one.read_bytes for one in record.loads] == [0, 0, 100, 100]
+    assert max(nbytes for _, nbytes in record.host) == 200
+
+
+def test_shared_tensors_are_read_and_counted_once() -> None:
+    """The second model of a family reads only its own tensors."""
+    record = run(
+        """
+        device: {read_bytes_per_s: 100}
+        runtime: {start: lazy}
+        models: {a: {cost: {1: 0.5}, weight_bytes: 100, shared_bytes: 80, count: 2}}
+        arrivals: [{t: 0, model: a-0}, {t: 5, model: a-1}]
+        """
+    )
+
+    assert [(one.read_bytes, one.ended) for one in record.starts] == [(100, 1), (20, 5.2)]
+    assert record.host[-1][1] == 120
+
+
+def test_an_eager_model_becomes_cold_and_starts_again() -> None:
+    """`start` is only about the beginning; the idle limit of one model differs from the others'."""
+    record = run(
+        """
+        models:
+          a: {cost: {1: 0.5}, start_s: 2, idle: {executable: 1m}}
+          b: {cost: {1: 0.5}, start_s: 2}
+        arrivals: [{t: 100, model: a}, {t: 200, model: b}]
+        """
+    )
+
+    assert [(one.model, one.began) for one in record.starts] == [("a", 100)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("devices: 2\nruntime: {start: lazy}", "leave out `devices` and `gateway`"),
+        ("runtime: {idle: {server: 1h}}", "a simulated runtime does not sleep"),
+        ("runtime: {idle: {host: soon}}", "10m"),
+    ],
+)
+def test_what_the_simulator_cannot_do_is_refused(text: str, problem: str) -> None:
+    """Errors say which key is wrong, and what to do."""
+    with pytest.raises(ScenarioError, match=problem):
+        parse_scenario(f"{text}\nmodels: {{a: {{cost: {{1: 1}}}}}}\narrivals: []")

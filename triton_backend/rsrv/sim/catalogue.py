@@ -1,0 +1,275 @@
+"""Models of a simulated server beside its scheduler: which of them are cold or starting, and which have a host copy.
+
+A cold model has no entry in the scheduler. Its first request starts it: one thread builds models one after the other, in
+the order of the runtime's `StartQueue`. It reads the weights that host memory lacks, and compiles the model or loads its
+executable. Requests that arrive meanwhile wait, at most until their deadline and for `start_timeout_s`.
+
+Weights without a host copy are read from the disk at each load, until host memory has room for a copy. Beyond
+`host_memory_bytes`, the least recently used models without requests lose theirs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Any
+
+from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
+from rsrv.scheduler.events import (
+    Event,
+    Evict,
+    Finish,
+    ModelAdded,
+    ModelRemoved,
+    Outcome,
+    Program,
+    Request,
+    RequestsArrived,
+)
+from rsrv.sim.arrivals import instant
+from rsrv.sim.record import Record, StartRecord
+
+
+class TensorMemory:
+    """Tensors in one memory, each stored once however many models hold it."""
+
+    def __init__(self, history: list[tuple[float, int]]) -> None:
+        self._holders: Counter[Any] = Counter()
+        #: (time, bytes from then on)
+        self._history = history
+        self.nbytes = 0
+
+    def absent_bytes(self, program: Program) -> int:
+        return sum(size for key, size in _tensors(program).items() if not self._holders[key])
+
+    def hold(self, program: Program, now: float) -> None:
+        self._change(self.absent_bytes(program), now)
+        self._holders.update(_tensors(program).keys())
+
+    def release(self, program: Program, now: float) -> None:
+        self._holders.subtract(_tensors(program).keys())
+        self._change(-self.absent_bytes(program), now)
+
+    def _change(self, nbytes: int, now: float) -> None:
+        self.nbytes += nbytes
+        if nbytes:
+            self._history.append((now, self.nbytes))
+
+
+def _nothing() -> None:
+    """Stand for the work of a step, which takes virtual time alone."""
+
+
+def _tensors(program: Program) -> Mapping[Any, int]:
+    return program.tensors or {}
+
+
+class Catalogue:
+    """States of all models of one server. `due` returns the time of the next change, `step` makes it."""
+
+    def __init__(self, record: Record, on_device: Callable[[str], bool]) -> None:
+        """Create a catalogue of cold models.
+
+        Args:
+            record: the record of the device; starts and host memory are noted there.
+            on_device: whether a model's weights are on the device or loading.
+        """
+        scenario = record.scenario
+        self._programs = scenario.programs
+        self._lives = scenario.lives
+        self._start_timeout_s = scenario.start_timeout_s
+        self._read_rate = scenario.read_bytes_per_s or inf
+        self._room = inf if scenario.host_memory_bytes is None else scenario.host_memory_bytes
+        self._starts = record.starts
+        self._on_device = on_device
+        #: models that the runtime has: the scheduler knows them.
+        self.started: set[str] = set()
+        self._queue = StartQueue()
+        #: models that start, with the time at which they were asked for.
+        self._asked: dict[str, float] = {}
+        self._building: StartRecord | None = None
+        #: requests for models that start.
+        self._waiting: dict[str, dict[int, Request]] = {}
+        self._host = TensorMemory(record.host)
+        #: models with a host copy, the least recently used first.
+        self._copies: dict[str, None] = {}
+        #: requests of each model that have not ended, and when the last one ended.
+        self._unended: Counter[str] = Counter()
+        self._used: dict[str, float] = {}
+        #: coming times: (time, sequence, model or request whose time it is).
+        self._times: list[tuple[float, int, str | Request]] = []
+        self._sequence = count()
+        #: when each model falls back next: entries of `_times` with another time are stale.
+        self._looks: dict[str, float] = {}
+
+    # --- events of the device --------------------------------------------------------------------------
+
+    def add(self, model: str, now: float) -> None:
+        """Count a model as started, with a host copy if no other has to leave for it."""
+        self.started.add(model)
+        self._used[model] = now
+        if not self._lacks_room(self._programs[model]):
+            self._copy(model, now)
+        self._watch(model, now)
+
+    def arrive(self, requests: tuple[Request, ...], now: float) -> tuple[Request, ...]:
+        """Return the requests whose models have started; the others wait."""
+        for request in requests:
+            self._unended[request.model] += 1
+        if all(request.model in self.started for request in requests):
+            return requests
+        for request in requests:
+            if request.model not in self.started:
+                self._wait(request, now)
+        self._build_next(now)
+        return tuple(request for request in requests if request.model in self.started)
+
+    def ended(self, model: str, now: float) -> None:
+        """Note the end of a request."""
+        self._unended[model] -= 1
+        self._used[model] = now
+        if model in self._copies:
+            del self._copies[model]
+            self._copies[model] = None
+        self._watch(model, now)
+
+    def evicted(self, model: str, now: float) -> None:
+        """Note that a model's weights left the device: it may become cold from now on."""
+        self._watch(model, now)
+
+    def read_for_load(self, model: str, now: float) -> int:
+        """Return the bytes that a load reads from the disk first, and keep a host copy if there is room."""
+        if model in self._copies:
+            return 0
+        nbytes = self._host.absent_bytes(self._programs[model])
+        self._copy(model, now)
+        return nbytes
+
+    def read_seconds(self, nbytes: int) -> float:
+        return nbytes / self._read_rate
+
+    # --- changes that time makes ------------------------------------------------------------------------
+
+    def due(self) -> float:
+        built = inf if self._building is None else self._building.ended
+        return min(built, self._times[0][0]) if self._times else built
+
+    def step(self, now: float) -> list[Event | Finish]:
+        """Carry out the first change that is due; return what the scheduler is told, and requests that end."""
+        if self._building is not None and self._building.ended == now:
+            return self._started(self._building, now)
+        at, _, what = heappop(self._times)
+        if isinstance(what, str):
+            if self._looks.get(what) != at:
+                return []
+            del self._looks[what]
+            return self._fall_back(what, now)
+        if self._waiting.get(what.model, {}).pop(what.id, None) is None:
+            return []
+        if not self._waiting[what.model]:
+            self._drop_start(what.model)
+        late = what.deadline is not None and what.deadline <= now
+        return [Finish(what.id, Outcome.EXPIRED if late else Outcome.FAILED)]
+
+    # --- starts ----------------------------------------------------------------------------------------------
+
+    def _wait(self, request: Request, now: float) -> None:
+        model, deadline = request.model, inf if request.deadline is None else request.deadline
+        self._want(model, Demand(Urgency.REQUESTED, deadline, self._programs[model].weight), now)
+        self._waiting.setdefault(model, {})[request.id] = request
+        self._push(max(now, min(now + self._start_timeout_s, deadline)), request)
+
+    def _want(self, model: str, demand: Demand, now: float) -> None:
+        if model in self._asked:
+            self._queue.strengthen(model, demand, now)
+        else:
+            self._asked[model] = now
+            self._queue.put(BuildStep(model, model, demand, _nothing), now)
+
+    def _drop_start(self, model: str) -> None:
+        """Start a model no more, unless its start has begun."""
+        if self._queue.drop(model):
+            del self._asked[model]
+
+    def _build_next(self, now: float) -> None:
+        if self._building is not None or (step := self._queue.pop(now)) is None:
+            return
+        model = step.name
+        nbytes = self._host.absent_bytes(self._programs[model])
+        nbytes = nbytes if self._copy(model, now) else 0
+        seconds = self._lives[model].start_s + self.read_seconds(nbytes)
+        self._building = StartRecord(model, self._asked[model], now, instant(now + seconds), nbytes)
+
+    def _started(self, start: StartRecord, now: float) -> list[Event | Finish]:
+        self._building = None
+        del self._asked[start.model]
+        self._queue.charge(start.model, now - start.began)
+        self._starts.append(start)
+        self.started.add(start.model)
+        self._used[start.model] = now
+        self._watch(start.model, now)
+        requests = tuple(self._waiting.pop(start.model, {}).values())
+        self._build_next(now)
+        added = ModelAdded(self._programs[start.model])
+        return [added, RequestsArrived(requests)] if requests else [added]
+
+    # --- idleness ---------------------------------------------------------------------------------------------
+
+    def _watch(self, model: str, now: float) -> None:
+        """Look at an idle model when its next limit is over; `now` if that was before."""
+        limit = min(self._lives[model].idle)
+        if limit < inf and not self._unended[model]:
+            self._look(model, max(now, instant(self._used[model] + limit)))
+
+    def _look(self, model: str, at: float) -> None:
+        if at < self._looks.get(model, inf):
+            self._looks[model] = at
+            self._push(at, model)
+
+    def _fall_back(self, model: str, now: float) -> list[Event | Finish]:
+        """Let go of what a model has had for too long without a request."""
+        if self._unended[model] or model not in self.started:
+            return []  # the end of its last request, or its next start, sets the next look
+        idle, used = self._lives[model].idle, self._used[model]
+        device, host, executable = (instant(used + limit) <= now for limit in idle)
+        coming = min((at for limit in idle if (at := instant(used + limit)) > now), default=inf)
+        if coming < inf:
+            self._look(model, coming)
+        if host:
+            self._drop_copy(model, now)
+        if device and self._on_device(model):
+            # Its eviction sets a look at once, which makes the model cold if that is due, too.
+            return [Evict((model,))]
+        if executable and not self._on_device(model):
+            self._drop_copy(model, now)
+            self.started.remove(model)
+            return [ModelRemoved(model)]
+        return []
+
+    # --- host memory ------------------------------------------------------------------------------------------
+
+    def _copy(self, model: str, now: float) -> bool:
+        """Make a host copy of a model's weights; return whether there is room, after others left."""
+        program = self._programs[model]
+        for other in list(self._copies) if self._lacks_room(program) else ():
+            if not self._unended[other] and not self._programs[other].pinned:
+                self._drop_copy(other, now)
+                if not self._lacks_room(program):
+                    break
+        if self._lacks_room(program):
+            return False
+        self._host.hold(program, now)
+        self._copies[model] = None
+        return True
+
+    def _lacks_room(self, program: Program) -> bool:
+        return self._host.nbytes + self._host.absent_bytes(program) > self._room
+
+    def _drop_copy(self, model: str, now: float) -> None:
+        if model in self._copies:
+            del self._copies[model]
+            self._host.release(self._programs[model], now)
+
+    def _push(self, t: float, what: str | Request) -> None:
+        heappush(self._times, (instant(t), next(self._sequence), what))

@@ -1,0 +1,60 @@
+"""One scenario under several idle limits: what less memory costs in latency."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rsrv.sim.fleet import Column
+from rsrv.sim.metrics import summarize
+from rsrv.sim.scenario import Scenario, ScenarioError
+from rsrv.sim.simulate import simulate
+from rsrv.text import amount, duration, percent
+
+
+class IdleSweep(NamedTuple):
+    """Limits of one tier (device, host or executable): seconds by their text."""
+
+    tier: str
+    limits: Mapping[str, float]
+
+
+_COLUMNS = (
+    Column("in time", lambda total: percent(total["goodput_ratio"])),
+    Column("p50", lambda total: duration(total["latency_p50_s"])),
+    Column("p99", lambda total: duration(total["latency_p99_s"])),
+    Column("starts", lambda total: str(total["starts"])),
+    Column("waited for one", lambda total: str(total["cold"])),
+    Column("read", lambda total: amount(total["read_bytes"])),
+    Column("host memory", lambda total: amount(total["host_bytes_mean"])),
+    Column("its peak", lambda total: amount(total["host_bytes_peak"])),
+    Column("device memory", lambda total: amount(total["device_bytes_mean"])),
+)
+
+
+def run_sweep(scenario: Scenario, sweep: IdleSweep) -> dict[str, dict[str, Any]]:
+    """Return the metrics of a scenario by limit, which all models have in place of their own.
+
+    Raises:
+        ScenarioError: the scenario has several devices.
+        SimulationError: the simulator or the scheduler is broken.
+    """
+    if scenario.gateway is not None:
+        raise ScenarioError("--idle compares limits on one device: leave out `devices` and `gateway`")
+    return {text: summarize(simulate(_limited(scenario, sweep.tier, s))) for text, s in sweep.limits.items()}
+
+
+def _limited(scenario: Scenario, tier: str, seconds: float) -> Scenario:
+    lives = {
+        name: life._replace(idle=life.idle._replace(**{tier: seconds}))
+        for name, life in scenario.lives.items()
+    }
+    return replace(scenario, lives=lives)
+
+
+def sweep_rows(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a header, and a row for each limit."""
+    head = (f"idle.{sweep.tier}", *(column.title for column in _COLUMNS))
+    return [
+        head,
+        *((text, *(column.cell(run["total"]) for column in _COLUMNS)) for text, run in runs.items()),
+    ]

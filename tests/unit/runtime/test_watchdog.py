@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf, isfinite
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.activity import Activity, ActivitySlot, Task, Watchdog, describe
+from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array
 from rsrv.runtime.host_weights import HostWeights
 from rsrv.runtime.models import warm_up
@@ -33,6 +35,7 @@ class Watch:
 
     def _find(self, place: ActivitySlot, task: Task, seconds: float) -> None:
         self.found.append((task, seconds))
+        place.mark_hung()
 
     def passes(self, seconds: float, looks: int | None = None) -> list[str]:
         """Advance the clock in `looks` checks, or at the usual interval; return the models found."""
@@ -139,6 +142,17 @@ def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
     assert "(100 bytes in its largest tensor" in describe(*watch.found[0])
 
 
+def test_a_compilation_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
+    """It may take minutes, and each module its own; reading the bundle and the weights has no limit."""
+    with activity.build.doing(Phase.BUILDING, "m@1", expected=inf):
+        assert watch.passes(10_000) == []
+        for _ in range(3):
+            activity.build.begin(Phase.BUILDING, "m@1", 8, 18.0)
+            assert watch.passes(1700) == []
+        assert set(watch.passes(200)) == {"m@1"}
+    assert describe(*watch.found[0]).startswith("m@1 hangs: it has been being built for")
+
+
 def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
     """Waiting for events has no limit; an execution on the loop is blamed on its model."""
     assert watch.passes(1000) == []
@@ -153,7 +167,10 @@ def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["launch", "read", "warm_up", "short", "weights", "round"]), st.booleans()),
+        st.tuples(
+            st.sampled_from(["launch", "read", "warm_up", "short", "weights", "build", "round"]),
+            st.booleans(),
+        ),
         max_size=60,
     ),
     st.lists(st.floats(0, 100), min_size=60, max_size=60),
@@ -235,7 +252,30 @@ def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, 
         task = place.task
         assert task is not None
         assert (task.phase, task.key.partition("@")[0]) == (phase, "m")
+        assert isfinite(task.expected)
         gate.set()
+    wait_until(lambda: idle(runtime))
+    greeted.sock.close()
+
+
+def test_a_start_that_hangs_is_blamed_on_its_model(
+    start_runtime: StartRuntime, doubling: Path, tmp_path: Path
+) -> None:
+    """The next runtime finds which compilation hung, and does not load that model again."""
+    runtime = start_runtime(blackbox=BlackBox(tmp_path))
+    runtime.device.compiles.clear()
+    greeted = runtime.open()
+    wanted = {"model": "m", "bundle": str(doubling), "asked": True}
+    send(greeted.sock, pack_json(Kind.REGISTER, wanted))
+    assert runtime.device.compiles.waiting.wait(10)
+    (key,) = runtime.loop._catalog.entries
+
+    assert set(Watch(runtime.loop.activity).passes(2000)) == {key}
+
+    verdict = BlackBox(tmp_path).history.verdict(key)
+    assert verdict is not None
+    assert "it hung while being built" in verdict
+    runtime.device.compiles.set()
     wait_until(lambda: idle(runtime))
     greeted.sock.close()
 

@@ -126,8 +126,8 @@ class ActivitySlot:
             ENDED.pack_into(self._memory, self._at + ENDED_AT, ended)
 
     @contextmanager
-    def doing(self, phase: Phase, key: str, size: int = 0) -> Iterator[None]:
-        self.begin(phase, key, size)
+    def doing(self, phase: Phase, key: str, size: int = 0, expected: float = 0.0) -> Iterator[None]:
+        self.begin(phase, key, size, expected)
         try:
             yield
         finally:
@@ -231,7 +231,7 @@ class Watchdog:
         elapsed = min(now - self._checked, _MAX_COUNTED_INTERVALS * self.interval_s)
         self._checked = now
         device = self._activity.front(self._launcher())
-        others = (self._activity.weights, self._activity.round)
+        others = (self._activity.weights, self._activity.build, self._activity.round)
         front = None if device is None else device.task
         seen = tuple(slot.task for slot in others)
         self._ages = advance_ages(self._ages, front, seen, elapsed)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import Activity
@@ -248,10 +249,10 @@ class ModelBuilder:
         result: CompiledModel | str
         try:
             device, weight_mover = self._get_device()
-            with self._activity.build.doing(Phase.BUILDING, key):
+            with (slot := self._activity.build).doing(Phase.BUILDING, key, expected=inf):
                 signatures = check_signatures(bundle, self._inspector or signature_of)
                 self._inbox.post(ModulesRead(key))
-                result = compile_model(bundle, device, weight_mover.host, settings, name, signatures)
+                result = compile_model(bundle, device, weight_mover.host, settings, name, signatures, slot)
                 if result.measured:
                     self._crash_history.survived(key)
         except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _TIMED_EXECUTIONS = 3
 _MIN_COST_S = 1e-7
 #: cost until the warm-up measures it
 _INITIAL_COST_S = 1e-3
+#: expected duration of a compilation; the watchdog allows a hundred times as much. XLA may time kernels for minutes
+_COMPILATION_S = 18.0
 
 
 @dataclass(slots=True)
@@ -124,14 +127,16 @@ def compile_model(
     settings: Settings,
     name: str,
     signatures: Mapping[tuple[int, int], Signature],
+    slot: ActivitySlot | None = None,
 ) -> CompiledModel:
     """Compile every module, and read the weights to identify them by content; none is on the device yet.
 
-    A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
+    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
     of executions are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError,
     DeviceError, and the compiler's errors.
     """
     started = time.perf_counter()
+    slot = slot or ActivitySlot()
     of_model = settings.for_model(name)
     executables, precisions = {}, dict[str, Mapping[str, Any]]()
     wanted = usable(signatures, of_model.max_batch_size)
@@ -142,7 +147,9 @@ def compile_model(
         found = read_module(bundle, key, signatures[key])
         module, precision = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
         products = precisions["{}/{}".format(*key)] = asdict(precision)
+        slot.begin(Phase.BUILDING, own["version"], key[1], _COMPILATION_S)
         executables[key] = device.compile(module, signatures[key])
+        slot.begin(Phase.BUILDING, own["version"], expected=inf)
         seconds = time.perf_counter() - began
         log.info(
             "%s: compiled %d/%d in %.2f s (variant %d, size %d): %s",

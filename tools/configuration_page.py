@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,6 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rsrv.settings import ModelSection, Settings
+from rsrv.settings_changes import effect
+from rsrv.settings_fleet import WorkerPorts
 from scheduler_page import DOCS, rewrite, table
 
 PAGE = DOCS / "configuration.md"
@@ -43,25 +46,29 @@ def settings() -> str:
     """Return all sections: headline, subject, and a table of the keys."""
     sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
     sections["models"] = ModelSection
-    return "\n\n".join(_section(f"## {name}", PAGES.get(name), section) for name, section in sections.items())
+    return "\n\n".join(_section(name, f"## {name}", section) for name, section in sections.items())
 
 
-def _section(title: str, page: str | None, section: type[BaseModel]) -> str:
+def _section(name: str, title: str, section: type[BaseModel]) -> str:
     """Return a section's keys, with the keys of its entries if it has a list or mapping."""
-    more = f" [More]({page})." if page is not None else ""
+    more = f" [More]({PAGES[name]})." if name in PAGES else ""
     entries = [
-        _section(f"### {key}: an entry", None, inner)
+        _section("", f"### {key}: {'an entry' if inner is not field.annotation else 'its keys'}", inner)
         for key, field in section.model_fields.items()
-        for inner in get_args(field.annotation)
-        if isinstance(inner, type) and issubclass(inner, BaseModel)
+        for inner in (*get_args(field.annotation), field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and name != "models"
+        if inner is not WorkerPorts
     ]
-    return "\n\n".join([title, f"{section.__doc__}{more}", table(_rows(section)), *entries])
+    return "\n\n".join([title, f"{section.__doc__}{more}", table(_rows(name, section)), *entries])
 
 
-def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    yield "key", "values", "default", "meaning"
+def _rows(name: str, section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a section; the keys of entries change as their section's key does."""
+    changes = ("a change",) if name and name != "gateway" else ()
+    yield "key", "values", "default", *changes, "meaning"
     for key, field in section.model_fields.items():
-        yield f"`{key}`", _values(field), _default(field), field.description or ""
+        when = (effect(name, key),) if changes else ()
+        yield f"`{key}`", _values(field), _default(field), *when, field.description or ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -75,6 +82,8 @@ def _default(field: FieldInfo) -> str:
             return f"`{str(value).lower()}`"
         case BaseModel():
             return "its defaults"
+        case float() if value == inf:
+            return "`never`"
         case _:
             return f"`{value}`"
 

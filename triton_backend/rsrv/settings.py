@@ -65,15 +65,6 @@ class SchedulerSection(Section):
     )
 
 
-#: keys of the scheduler's section that can be changed while the runtime runs
-CHANGEABLE = (
-    "discipline",
-    "depth",
-    "meta_concurrency",
-    "eviction",
-)
-
-
 #: precision in which models multiply f32
 Numerics = Literal["auto", "f32", "tf32"]
 
@@ -579,36 +570,6 @@ def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | No
     """Return the variable of the environment that has the value at a path, None if the file has it."""
     names = ("rsrv_" + "__".join(map(str, path[:end])).lower() for end in range(len(path), 0, -1))
     return next((variables[name] for name in names if name in variables), None)
-
-
-def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with changes in the scheduler's section, for a running runtime. Raises SettingsError."""
-    for key in changes:
-        if key in SchedulerSection.model_fields and key not in CHANGEABLE:
-            raise SettingsError(
-                f"scheduler.{key}: cannot be changed while the runtime runs; {', '.join(CHANGEABLE)} can"
-            )
-    try:
-        section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
-    except ValidationError as error:
-        # The first few suffice: explaining takes time, and the runtime waits meanwhile.
-        errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
-        lines = (explain(e, Settings, {"scheduler": dict(changes)}) for e in errors)
-        raise SettingsError("\n".join(lines)) from None
-    return settings.model_copy(update={"scheduler": section})
-
-
-def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with changes in one model's section. Raises SettingsError."""
-    own = settings.models.get(name, _NO_SETTINGS)
-    changed = {**own.model_dump(exclude_unset=True), **changes}
-    try:
-        section = ModelSection(**changed)
-    except ValidationError as error:
-        errors = [{**one, "loc": ("models", name, *one["loc"])} for one in error.errors()]
-        lines = (explain(one, Settings, {"models": {name: changed}}) for one in errors)
-        raise SettingsError("\n".join(lines)) from None
-    return settings.model_copy(update={"models": {**settings.models, name: section}})
 
 
 def dump_settings(settings: Settings) -> str:

@@ -24,6 +24,7 @@ from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.service import ControlledServer, ControlService, Monitoring
+from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
@@ -342,7 +343,9 @@ async def served(
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         live = Live(runtimes, cards, dict, every=0.1)
         service = ControlService(
-            ControlledServer(os.getpid(), repository / "rsrv.yaml", parsed),
+            ControlledServer(
+                os.getpid(), SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
+            ),
             runtimes,
             lifecycle,
             placing,

@@ -188,7 +188,9 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             status = (await rsrv("status", "--json")).json
 
             assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures")}
-            assert set(status["server"]) == {"pid", "controlPid", "version", "mode", "repository"}
+            assert set(status["server"]) == {
+                *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
+            }
             (device,) = status["devices"]
             assert set(device) == {"number", "runtime", "host", "memory", "error"}
             assert set(device["runtime"]) == {

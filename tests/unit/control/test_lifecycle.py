@@ -18,7 +18,7 @@ from rsrv.control import model_loader, watching
 from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.triton import TritonError
-from rsrv.settings import change_model
+from rsrv.settings_changes import change_model
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.staging import version_of

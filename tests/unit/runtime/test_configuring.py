@@ -8,7 +8,7 @@ import pytest
 
 from rsrv.settings import SchedulerSection
 from tests.fakes import FakeRequest
-from tests.runtime_commands import Refused, configure
+from tests.runtime_commands import Refused, command, configure
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
 
@@ -57,3 +57,46 @@ def test_what_rsrv_yaml_would_not_take_is_refused(
 
     assert message in str(caught.value)
     assert configure(os.getpid(), {}) == before
+
+
+def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doubling: Path) -> None:
+    """A model's weight and limit reach the scheduler; a section that goes leaves the defaults, and others stay."""
+    engine = make_engine(runtime, doubling)
+    changes = {
+        "scheduler": {"eviction": "cost"},
+        "runtime": {"idle": {"host": 3600}},
+        "models": {"doubling": {"weight": 3, "residency": "device"}, "later": {"start": "lazy"}},
+    }
+
+    command(os.getpid(), {"command": "settings", **changes})
+
+    policy = runtime.loop._catalog.policy
+    assert configure(os.getpid(), {})["eviction"] == "cost"
+    assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (3, "device")
+    assert (policy.settings.for_model("later").start, policy.settings.runtime.idle.host) == ("lazy", 3600)
+    command(os.getpid(), {"command": "settings", "models": {"doubling": {}}})
+    assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (1, "system")
+    assert policy.settings.for_model("later").start == "lazy"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {"doubling": {"weight": 0}}}, "models.doubling.weight: "),
+        ({"models": {"doubling": 3}}, "models.doubling: must be a mapping"),
+        ({"runtime": {"idle": {"disk": 3}}}, "runtime.idle.disk: unknown key"),
+        ({"scheduler": []}, "scheduler: must be a mapping"),
+    ],
+)
+def test_wrong_settings_of_the_file_are_refused(
+    runtime: Runtime, changes: dict[str, Any], message: str
+) -> None:
+    """A wrong value is refused, and no setting changes."""
+    before = runtime.loop._catalog.policy.settings
+
+    with pytest.raises(Refused) as caught:
+        command(os.getpid(), {"command": "settings", **changes})
+
+    assert message in str(caught.value)
+    assert runtime.loop._catalog.policy.settings is before

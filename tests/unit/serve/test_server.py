@@ -15,7 +15,7 @@ from rsrv.address import Address
 from rsrv.cli.main import main
 from rsrv.serve import server
 from rsrv.serve.plan import ServeError
-from rsrv.settings import SettingsError
+from rsrv.settings import SettingsError, read_settings
 from tests.unit.gen.bundles_for_tests import write_bundle
 from tests.unit.serve.test_plan import planned
 
@@ -162,3 +162,19 @@ def test_the_cpu_limit_of_a_container_is_read(
         file.write_text(text)
 
     assert server.cpu_limit(tmp_path) == limit
+
+
+def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The repository gets the settings of the changed file, with the devices of the command line; a broken one is named."""
+    mine, config = tmp_path / "mine.yaml", tmp_path / "rsrv.yaml"
+    options = Namespace(config=mine, devices=["cpu"], bundles=[tmp_path / "bundles"])
+    mine.write_text("models: {one: {weight: 3}}")
+
+    server.take_settings(options, tmp_path)
+
+    settings = read_settings(config)
+    assert (settings.for_model("one").weight, settings.runtime.devices) == (3, ["cpu"])
+    mine.write_text("models: {one: {weight: heavy}}")
+    server.take_settings(options, tmp_path)
+    assert read_settings(config) == settings
+    assert "mine.yaml has changed and is not used: " in caplog.text

@@ -282,6 +282,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
             ("numerics", _word(pb.Numerics, runtime.numerics) + computes),
             ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
         ]
+    pairs += [("rsrv.yaml", note) for note in server.settings_notes]
     _print_pairs(pairs)
 
 

@@ -88,6 +88,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.reconciler import Reconciler
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlledServer, ControlService, Monitoring
+    from rsrv.control.settings_file import Rereading, SettingsFile
     from rsrv.control.triton import Triton
     from rsrv.settings import read_settings
     from rsrv.tokens import read_token
@@ -116,7 +117,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
-    served = ControlledServer(options.server_pid, options.settings, settings)
+    file = SettingsFile(options.settings, settings, len(devices))
+    served = ControlledServer(options.server_pid, file)
     service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
@@ -148,6 +150,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.directory,
     )
     works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
+    works.append(Rereading(file, runtimes, placing, live.note).run())
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

@@ -108,17 +108,17 @@ class Live:
                 match update:
                     case None:
                         if entries.pop(device, None) is not None:  # else it has not started yet
-                            self._note(f"the runtime{where} does not answer")
+                            self.note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
                         entries[device] = dict(found)
-                        self._note(f"runtime {instance}{where}: {len(found)} versions of models")
+                        self.note(f"runtime {instance}{where}: {len(found)} versions of models")
                     case StateChange(_, _, key, entry):
                         before = entries[device].pop(key, None)
                         if entry is not None:
                             entries[device][key] = entry
                         text = describe(before, entry)
                         if text is not None and (not moves_only(before, entry) or self._has_room()):
-                            self._note(f"device {device}: {text}" if where else text)
+                            self.note(f"device {device}: {text}" if where else text)
         finally:
             feed.close()
 
@@ -129,11 +129,12 @@ class Live:
             skipped = self._moves - _MAX_MOVES_A_SECOND
             self._second, self._moves = second, 0
             if skipped > 0:
-                self._note(f"weights moved {skipped} times more")
+                self.note(f"weights moved {skipped} times more")
         self._moves += 1
         return self._moves <= _MAX_MOVES_A_SECOND
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Add a line to the event log."""
         event = Event("log", json.dumps({"t": round(self._clock(), 3), "text": text}))
         self._log.append(event)
         self._tell(event)

@@ -51,6 +51,11 @@ class Overrides:
         """Names of the models with settings of their own."""
         return {*self._residency, *self._policy, *self._paused, *self._prefetched} - {_ALL}
 
+    def section(self, model: str) -> dict[str, Any]:
+        """Return the keys of a model's section of rsrv.yaml that were set."""
+        residency = {"residency": self._residency[model]} if model in self._residency else {}
+        return {**self.policy(model), **residency}
+
     def policy(self, model: str) -> dict[str, Any]:
         """Return the keys of the command `policy` that were set."""
         return self._policy.get(model, {})

@@ -60,6 +60,11 @@ class Trial:
     moves: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 
+def _pinned(settings: Settings) -> set[str]:
+    """Return the models that rsrv.yaml restricts to some devices."""
+    return {name for name, one in settings.models.items() if one.devices is not None}
+
+
 class Placing:
     """Decides on which devices models run. Belongs to one event loop; only the planner's looks run in threads."""
 
@@ -77,7 +82,7 @@ class Placing:
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
         # Stubs count the work themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
-        self._pinned = {name for name, one in settings.models.items() if one.devices is not None}
+        self._pinned = _pinned(settings)
         self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
         self._views: dict[str, WorkerView] = {}
         #: names of the ready models of each device, when `_arriving` was made
@@ -92,6 +97,13 @@ class Placing:
         #: models that are not placed and ready on some devices only, and since when
         self._arriving: dict[str, float] = {}
         self._decided = -_IDLE_S
+
+    async def change(self, settings: Settings) -> None:
+        """Place by the settings of rsrv.yaml that was read again; the mode stays."""
+        async with self._looking:
+            self._pinned = _pinned(settings)
+            options = PlannerOptions.of(settings.placement, settings.models, work_basis="requests")
+            self._planner.change(options)
 
     async def run(self) -> NoReturn:
         """Look, decide and act, until cancelled."""

@@ -27,9 +27,11 @@ from rsrv.control.runtime_link import (
     Subscription,
 )
 from rsrv.control.runtimes import Runtimes
+from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.settings import CHANGEABLE, Settings, SettingsError, read_settings
+from rsrv.settings import SettingsError
+from rsrv.settings_changes import CHANGEABLE
 
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
@@ -42,13 +44,11 @@ class ControlledServer:
     """The tritonserver of the control process."""
 
     pid: int
-    #: rsrv.yaml, in the model repository; the settings are those that the runtimes have read.
-    settings_file: Path
-    settings: Settings
+    file: SettingsFile
 
     @property
     def repository(self) -> Path:
-        return self.settings_file.parent
+        return self.file.path.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class ControlService(control_pb2_grpc.ControlServicer):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._server = server
-        self._settings = server.settings
         #: Held while runtimes are restarted, put to sleep or woken.
         self._changing = asyncio.Lock()
         self._runtimes = runtimes
@@ -87,7 +86,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         runtimes = self._runtimes
         statuses = await runtimes.status()
         section = (
-            self._settings.scheduler.model_dump(mode="json")
+            self._server.file.settings.scheduler.model_dump(mode="json")
             if runtimes.asleep
             else await runtimes.configure({})
         )
@@ -119,8 +118,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 pid=self._server.pid,
                 control_pid=os.getpid(),
                 version=rsrv.__version__,
-                mode=member(pb.Mode, self._settings.lifecycle.mode),
+                mode=member(pb.Mode, self._server.file.settings.lifecycle.mode),
                 repository=str(self._server.repository),
+                settings_notes=self._server.file.notes,
             ),
             devices=[
                 messages.device_status(number, link, statuses.get(number), cards.get(number), now)
@@ -132,7 +132,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     name,
                     told("models", name),
                     {number: found[name] for number, found in by_device.items() if name in found},
-                    messages.policy(self._settings, name, runtimes.overrides.policy(name)),
+                    messages.policy(self._server.file.settings, name, runtimes.overrides.policy(name)),
                 )
                 for name in wanted(names["model"])
             ],
@@ -340,9 +340,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         chosen = self._runtimes.chosen(request.devices)
         self._check_unchanging()
         async with self._changing:
-            file = self._server.settings_file
             try:
-                settings = read_settings(file if file.exists() else None)
+                await self._server.file.read()
             except SettingsError as error:
                 raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
             answer = pb.RestartResponse()
@@ -355,9 +354,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                         "server's log say why. Devices after it were not restarted",
                     )
                 answer.devices.add(number=number, first_s=one.first_s, all_s=one.all_s)
-        # These sections of the control process's own settings are shown as those of the runtimes.
-        update = {"models": settings.models, "scheduler": settings.scheduler}
-        self._settings = self._settings.model_copy(update=update)
+                self._server.file.restarted(number)
         return answer
 
     @steers
@@ -392,7 +389,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
-        section, loop = self._settings.lifecycle, asyncio.get_running_loop()
+        section, loop = self._server.file.settings.lifecycle, asyncio.get_running_loop()
         # A new bundle counts when two looks agree that it is whole, and the looks begin when the reconciler has found that
         # the server serves: a client that has just copied a bundle is ahead of them.
         deadline = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s

@@ -7,7 +7,7 @@ takes time (`profile`, `restart`, `sleep`) delays those that follow it on its co
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -23,6 +23,7 @@ from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.settings import SettingsError
+from rsrv.settings_changes import change_settings
 from rsrv.text import nearest
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 
@@ -80,6 +81,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 _MODEL = {"model": _Field(_is_text, "a string", required=True)}
 _MODEL_OR_ALL = {"model": _Field(_is_text_or_none, "a string")}
 _MODES = [mode.value for mode in ev.Pause]
@@ -101,6 +106,8 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
         "max_delay_us": _Field(_is_whole, "a whole number"),
         "max_queue_depth": _Field(_is_whole, "a whole number"),
     },
+    # Settings of rsrv.yaml that take effect at once; the settings check the values.
+    "settings": {key: _Field(_is_mapping, "a mapping") for key in ("scheduler", "runtime", "models")},
     "prefetch": _MODEL,
     "evict": _MODEL_OR_ALL,
     "pause": {
@@ -452,6 +459,8 @@ class Commands:
             case "policy":
                 changes = {key: value for key, value in command.items() if key not in ("command", "model")}
                 self._set_policy(command["model"], changes)
+            case "settings":
+                self._take_settings(command)
             case "prefetch":
                 self._prefetch(command["model"])
             case "evict":
@@ -500,11 +509,31 @@ class Commands:
         names = self._names(model)
         # The policy of a meta model, too: it limits the runs that may wait.
         _checked(lambda: self._policy.change_models([model, *names], changes))
+        self._policy_changed(names)
+
+    def _policy_changed(self, names: Iterable[str] | None) -> None:
         for key in self._catalog.compiled(names):
             program = self._policy.program(self._catalog.get(key).program, self._catalog.entries[key].name)
             self._outbox.append(
                 ev.PolicyChanged(key, program.weight, program.max_delay, program.max_queue_depth)
             )
+
+    def _take_settings(self, changes: Mapping[str, Any]) -> None:
+        """Take settings of rsrv.yaml that was read again."""
+        before = self._policy.settings
+        try:
+            settings = change_settings(before, changes)
+        except SettingsError as error:
+            raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
+        for name in changes.get("models", {}):
+            residency = settings.for_model(name).residency
+            if residency != self._policy.residency(name):
+                self._weights.set_residency([name], residency)
+        self._policy.settings = settings
+        self._weights.update_budget()
+        general = settings.scheduler.max_queue_depth != before.scheduler.max_queue_depth
+        self._policy_changed(None if general else changes.get("models", {}))
+        self._registry.tell_all()
 
     def _prefetch(self, model: str) -> None:
         names = self._names(model)

@@ -6,7 +6,8 @@ from typing import Any
 
 from rsrv.scheduler.events import Pause, Program
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.settings import Residency, Settings, change_model, change_scheduler
+from rsrv.settings import Residency, Settings
+from rsrv.settings_changes import change_model, change_scheduler
 
 
 def scheduler_settings(
@@ -45,7 +46,7 @@ def terms(settings: Settings, name: str) -> dict[str, Any]:
 class Policy:
     """Settings of models by name, for later versions of a model as well.
 
-    They change while the runtime runs, only on the loop; rsrv.yaml does not change.
+    They change while the runtime runs, only on the loop.
     """
 
     def __init__(self, settings: Settings) -> None:

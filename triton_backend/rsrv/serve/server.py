@@ -22,9 +22,11 @@ from rsrv.serve import repositories, view
 from rsrv.serve.child_probes import wait_for_hang
 from rsrv.serve.plan import ServeError, ServerPlan, plan
 from rsrv.serve.supervise import RestartReason, StopSignals, SupervisorHooks, supervise
-from rsrv.settings import RuntimeSection, Settings, read_settings
+from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
+from rsrv.settings_changes import LOOK_S, FileLooks
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gen.sources import unknown_models
+from rsrv.wire.paths import write_whole
+from rsrv_gen.sources import SETTINGS_FILE, unknown_models
 
 log = logging.getLogger("rsrv.serve")
 
@@ -85,7 +87,7 @@ def run(options: Namespace, settings: Settings, planned: ServerPlan, output: Out
         broken = _generate(planned, settings, options.bundles)
         if options.compile_for:
             repositories.compile_for(options.compile_for, planned.repository)
-        return asyncio.run(_serve(planned, settings, options.bundles, broken, output))
+        return asyncio.run(_serve(planned, settings, options, broken, output))
 
 
 #: thread counts of libraries that otherwise start a thread for each core of the machine
@@ -178,7 +180,7 @@ def _generate(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) 
 
 
 async def _serve(
-    planned: ServerPlan, settings: Settings, bundles: Sequence[Path], broken: dict[str, str], output: Output
+    planned: ServerPlan, settings: Settings, options: Namespace, broken: dict[str, str], output: Output
 ) -> int:
     loop = asyncio.get_running_loop()
     orders = StopSignals.none()
@@ -206,7 +208,9 @@ async def _serve(
     tasks["stopping"] = asyncio.ensure_future(say_stopping())
     first = None
     if repositories.is_empty(planned.repository):
-        first = tasks["first"] = asyncio.ensure_future(_first_bundles(planned, settings, bundles))
+        first = tasks["first"] = asyncio.ensure_future(_first_bundles(planned, settings, options.bundles))
+    if options.config is not None:
+        tasks["settings"] = asyncio.ensure_future(_follow_settings(options, planned.repository))
     try:
         hooks = SupervisorHooks(output.put, started, watch=_watch(planned.ports["http"], first))
         status = await supervise(planned, hooks, orders)
@@ -215,6 +219,23 @@ async def _serve(
             task.cancel()
     log.info("all processes have ended")
     return status
+
+
+async def _follow_settings(options: Namespace, repository: Path) -> None:
+    """Give the repository the settings of the operator's file whenever it changes: the server reads them from there."""
+    looks = FileLooks(options.config)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if await asyncio.to_thread(looks.changed):
+            take_settings(options, repository)
+
+
+def take_settings(options: Namespace, repository: Path) -> None:
+    """Write the repository's settings again, from the operator's file as it is now."""
+    try:
+        write_whole(repository / SETTINGS_FILE, dump_settings(read(options)))
+    except (ServeError, SettingsError, OSError) as error:
+        log.error("%s has changed and is not used: %s", options.config, error)
 
 
 async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> None:

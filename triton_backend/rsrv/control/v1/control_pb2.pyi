@@ -151,18 +151,20 @@ class DeviceStatus(_message.Message):
     def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ..., asleep_since_unix_s: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("pid", "control_pid", "version", "mode", "repository")
+    __slots__ = ("pid", "control_pid", "version", "mode", "repository", "settings_notes")
     PID_FIELD_NUMBER: _ClassVar[int]
     CONTROL_PID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     REPOSITORY_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_NOTES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     control_pid: int
     version: str
     mode: Mode
     repository: str
-    def __init__(self, pid: _Optional[int] = ..., control_pid: _Optional[int] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., repository: _Optional[str] = ...) -> None: ...
+    settings_notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pid: _Optional[int] = ..., control_pid: _Optional[int] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., repository: _Optional[str] = ..., settings_notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Runtime(_message.Message):
     __slots__ = ("pid", "instance", "revision", "uptime_s", "connections", "compiled", "from_cache", "numerics", "computes")

@@ -1,0 +1,158 @@
+"""rsrv.yaml of a running server, read again: what changes at once, what waits for a restart, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.control.settings_file import Rereading, SettingsFile
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.settings import load_settings
+from rsrv.settings_changes import CHANGEABLE, differences, effect
+from tests.unit.control.peers import Served, served
+from tests.waiting import looped
+
+
+class Scene:
+    """A server whose file the test writes."""
+
+    def __init__(self, server: Served, text: str) -> None:
+        self.server = server
+        self.path = server.repository / "rsrv.yaml"
+        self.path.write_text(text)
+        self.said: list[str] = []
+        self.file: SettingsFile = server.service._server.file
+        self.rereading = Rereading(self.file, server.runtimes, server.placing, self.said.append)
+
+    async def look(self, text: str | None = None) -> list[dict[str, Any]]:
+        """Write the file, if a text is given, and look twice; return the commands that the runtime got."""
+        if text is not None:
+            self.path.write_text(text)
+        before = len(self.server.runtime.commands)
+        await self.rereading.look()
+        await self.rereading.look()
+        return [one for one in self.server.runtime.commands[before:] if one["command"] == "settings"]
+
+    async def notes(self) -> list[str]:
+        status = await self.server.control.GetStatus(pb.GetStatusRequest())
+        return list(status.server.settings_notes)
+
+
+@asynccontextmanager
+async def scene(tmp_path: Path, text: str = "") -> AsyncIterator[Scene]:
+    async with served(tmp_path, models=["a"], settings=text) as server:
+        yield Scene(server, text)
+
+
+@looped
+async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) -> None:
+    """A changed weight and a changed limit are sent once; a section that goes is sent as empty."""
+    async with scene(tmp_path) as here:
+        await here.look()
+
+        general, models = await here.look(
+            "runtime: {idle: {host: 1h}}\nmodels: {a: {weight: 3, start: lazy}}"
+        )
+
+        assert general["runtime"]["idle"]["host"] == 3600
+        assert models["models"] == {"a": {"weight": 3.0, "start": "lazy"}}
+        assert await here.look() == []
+        assert "changed at once: runtime.idle, models.a.weight, models.a.start" in here.said[0]
+        status = await here.server.control.GetStatus(pb.GetStatusRequest())
+        assert status.models[0].policy.weight == 3
+
+        assert (await here.look(""))[1]["models"] == {"a": {}}
+
+
+@looped
+async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
+    """Keys that an operator has set are sent with the operator's values."""
+    async with scene(tmp_path) as here:
+        await here.look()
+        await here.server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
+        scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
+        await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
+
+        general, models = await here.look(
+            "scheduler: {discipline: fifo, eviction: cost}\nmodels: {a: {weight: 2, max_delay_us: 7}}"
+        )
+
+        assert (general["scheduler"]["discipline"], general["scheduler"]["eviction"]) == ("edf", "cost")
+        assert models["models"] == {"a": {"weight": 5.0, "max_delay_us": 7}}
+
+
+@looped
+async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    """The status and the log have the reason, until the file is valid again."""
+    async with scene(tmp_path) as here:
+        await here.look()
+
+        assert await here.look("models: {a: {weight: heavy}}") == []
+
+        assert ["not used: " in one and "models.a.weight: " in one for one in await here.notes()] == [True]
+        assert "is not used" in here.said[0]
+        await here.look("")
+        assert await here.notes() == []
+
+
+@looped
+async def test_a_half_written_file_waits_for_the_next_look(tmp_path: Path) -> None:
+    """A file that changes between two looks is not read."""
+    async with scene(tmp_path) as here:
+        await here.look()
+        for weight in range(2, 5):
+            here.path.write_text(f"models: {{a: {{weight: {weight}}}}}" + " " * weight)
+            await here.rereading.look()
+        assert here.file.settings.for_model("a").weight == 1
+
+        await here.rereading.look()
+
+        assert here.file.settings.for_model("a").weight == 4
+
+
+@looped
+async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
+    """Keys that wait for a restart, and those that wait for a server, are named; setting them back ends that."""
+    async with scene(tmp_path) as here:
+        await here.look("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
+        assert await here.notes() == [
+            "runtime.memory_fraction: run `rsrv restart`",
+            "metrics.listen: wait for the next tritonserver",
+        ]
+
+        here.file.restarted(0)
+
+        assert await here.notes() == ["metrics.listen: wait for the next tritonserver"]
+        await here.look("runtime: {memory_fraction: 0.5}")
+        assert await here.notes() == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "when"),
+    [
+        ("models", "weight", "at once"),
+        ("models", "max_batch_size", "restart"),
+        ("runtime", "idle", "at once"),
+        ("runtime", "watchdog_s", "restart"),
+        ("runtime", "devices", "server"),
+        ("traces", "endpoint", "server"),
+        ("gateway", "grpc", "gateway"),
+        *(("scheduler", key, "at once") for key in CHANGEABLE),
+    ],
+)
+def test_each_key_says_when_it_takes_effect(section: str, key: str, when: str) -> None:
+    """The table names one moment for each key."""
+    assert effect(section, key) == when
+
+
+def test_a_name_with_dots_is_a_model() -> None:
+    """A difference of a model whose name has dots is that of the model's key."""
+    after = load_settings("models: {'a.b': {weight: 2, front: native}}")
+
+    found = dict(differences(load_settings(), after))
+
+    assert found == {"models.a.b.weight": "at once", "models.a.b.front": "server"}

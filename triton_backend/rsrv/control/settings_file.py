@@ -1,0 +1,136 @@
+"""rsrv.yaml of a running server, read again when it changes.
+
+Settings that take effect at once go to the runtimes and to the placement; the other changes are named until the restart
+that they wait for. A file with an error changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NoReturn
+
+from rsrv.control.grpc_service import StatusError
+from rsrv.control.placing import Placing
+from rsrv.control.runtimes import Runtimes
+from rsrv.settings import Settings, SettingsError, read_settings
+from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences, runtime_commands
+
+log = logging.getLogger("rsrv.control")
+
+#: keys that one line names
+_MAX_KEYS: Final = 10
+_REMEDIES: Final[dict[Effect, str]] = {
+    "restart": "run `rsrv restart`",
+    "server": "wait for the next tritonserver",
+}
+
+
+class SettingsFile:
+    """The file, its settings of now, and what of them the server does not do yet."""
+
+    def __init__(self, path: Path, settings: Settings, devices: int) -> None:
+        """`settings`: of the file when the server started; `devices`: their number."""
+        self.path = path
+        #: those of the file that was valid last
+        self.settings = settings
+        #: the reason why the file of now is not used; empty: it is
+        self.refused = ""
+        self._at_start = settings
+        #: settings of each device's runtime at its start
+        self._runtimes = [settings] * devices
+
+    async def read(self) -> Settings:
+        """Read the file. Raises SettingsError; then the settings stay."""
+        found = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
+        self.settings, self.refused = found, ""
+        return found
+
+    def restarted(self, device: int) -> None:
+        """Note that the runtime of a device has read the file."""
+        self._runtimes[device] = self.settings
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines about what the file says and the server does not do."""
+        waiting: dict[Effect, dict[str, None]] = {}
+        for before, effect in [(one, "restart") for one in self._runtimes] + [(self._at_start, "server")]:
+            for key, when in differences(before, self.settings):
+                if when == effect:
+                    waiting.setdefault(when, {})[key] = None
+        lines = [f"{_listed(list(keys))}: {_REMEDIES[when]}" for when, keys in waiting.items()]
+        return [*([f"not used: {self.refused}"] if self.refused else []), *lines]
+
+
+def _listed(keys: list[str]) -> str:
+    more = len(keys) - _MAX_KEYS
+    return ", ".join(keys[:_MAX_KEYS]) + (f" and {more} more" if more > 0 else "")
+
+
+class Rereading:
+    """Reads the file again, and gives the settings to the parts of the server. Belongs to the control process's loop."""
+
+    def __init__(
+        self, file: SettingsFile, runtimes: Runtimes, placing: Placing, note: Callable[[str], None]
+    ) -> None:
+        """`note`: adds a line to the live page's log."""
+        self._file, self._runtimes, self._placing, self._note = file, runtimes, placing, note
+        self._looks = FileLooks(file.path)
+        #: the instance of each device's runtime that has the settings, and which
+        self._sent: dict[int, tuple[str, Settings]] = {}
+        #: models that the file has named
+        self._named: set[str] = set()
+
+    async def run(self) -> NoReturn:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Read the file if it has changed and two looks agree, and give the settings to runtimes without them."""
+        # A disk may block a thread for ever.
+        if await asyncio.to_thread(self._looks.changed):
+            await self._read_again()
+        for number, link in self._runtimes.live.items():
+            wanted = (link.instance, self._file.settings)
+            sent = self._sent.get(number)
+            if sent is not None and sent[0] != link.instance and not self._file.refused:
+                self._file.restarted(number)
+            if sent != wanted:
+                await self._send(number, wanted)
+
+    async def _read_again(self) -> None:
+        file, before = self._file, self._file.settings
+        try:
+            settings = await file.read()
+        except SettingsError as error:
+            file.refused = str(error)
+            self._say(
+                logging.ERROR,
+                f"rsrv.yaml has changed and is not used: {error}. A runtime that starts now needs it mended",
+            )
+            return
+        await self._placing.change(settings)
+        if changed := [key for key, when in differences(before, settings) if when == "at once"]:
+            self._say(logging.INFO, f"rsrv.yaml was read again; changed at once: {_listed(changed)}")
+        for note in file.notes:
+            self._say(logging.WARNING, f"rsrv.yaml was read again; {note}")
+
+    def _say(self, level: int, text: str) -> None:
+        log.log(level, "%s", text)
+        self._note(text)
+
+    async def _send(self, number: int, wanted: tuple[str, Settings]) -> None:
+        """Give a runtime the settings that take effect at once; those of operators take precedence."""
+        self._named |= self._file.settings.models.keys()
+        overrides, link = self._runtimes.overrides, self._runtimes.links[number]
+        commands = runtime_commands(wanted[1], self._named, overrides.scheduler, overrides.section)
+        try:
+            for command in commands:
+                await link.command(command)
+        except StatusError as error:
+            log.error("device %d does not take rsrv.yaml's settings: %s", number, error)
+            if link.instance != wanted[0] or not link.up:
+                return  # the next look tries again
+        self._sent[number] = wanted

@@ -1,0 +1,191 @@
+"""Changes of rsrv.yaml while a server runs: when each setting takes effect, and the settings of a running runtime."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from rsrv.explain import explain
+from rsrv.settings import ModelSection, RuntimeSection, SchedulerSection, Settings, SettingsError
+
+#: when a change takes effect. at once; restart: after `rsrv restart`; server: with the next tritonserver (after rsrv-gen,
+#: if the meaning says so); gateway: with the next rsrv-gateway
+Effect = Literal["at once", "restart", "server", "gateway"]
+
+_SECTIONS: Final[Mapping[str, Effect]] = {
+    "scheduler": "at once",
+    "runtime": "restart",
+    "stub": "restart",
+    "placement": "at once",
+    "gateway": "gateway",
+    "models": "at once",
+}
+#: keys that differ from their section; other sections wait for the next server
+_KEYS: Final[Mapping[str, Effect]] = {
+    "runtime.platform": "server",
+    "runtime.devices": "server",
+    "runtime.start": "at once",
+    "runtime.start_timeout_s": "at once",
+    "runtime.idle": "at once",
+    "runtime.host_memory_bytes": "at once",
+    "stub.front": "server",
+    "lifecycle.bundles": "at once",
+    "placement.mode": "server",
+    "models.max_batch_size": "restart",
+    "models.front": "server",
+}
+
+
+def effect(section: str, key: str) -> Effect:
+    """Return when a change of a key takes effect; `models` is the section of each model."""
+    return _KEYS.get(f"{section}.{key}", _SECTIONS.get(section, "server"))
+
+
+def _at_once(section: str, model: type[BaseModel]) -> set[str]:
+    return {key for key in model.model_fields if effect(section, key) == "at once"}
+
+
+_SCHEDULER: Final = _at_once("scheduler", SchedulerSection)
+_RUNTIME: Final = _at_once("runtime", RuntimeSection)
+_MODEL: Final = _at_once("models", ModelSection)
+#: keys of the scheduler's section that `rsrv scheduler` changes
+CHANGEABLE: Final = tuple(key for key in SchedulerSection.model_fields if key != "max_queue_depth")
+#: models in one command, which must fit into a frame
+_MODELS: Final = 200
+
+
+#: seconds between two looks at a file of settings
+LOOK_S: Final = 1.0
+
+
+class FileLooks:
+    """Looks at a file that is read again when it changes. A change counts when two looks agree."""
+
+    def __init__(self, path: Path) -> None:
+        """The content of now is known."""
+        self._path = path
+        self._known = self._latest = self._look()
+
+    def changed(self) -> bool:
+        """Look; return true once for each change."""
+        before, self._latest = self._latest, self._look()
+        if self._latest != before or before == self._known:
+            return False
+        self._known = before
+        return True
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+# --- in the control process ------------------------------------------------------------------------------
+
+
+def differences(before: Settings, after: Settings) -> Iterator[tuple[str, Effect]]:
+    """Yield the keys whose values differ, `models.NAME.KEY` among them, and when each change takes effect."""
+    for section in Settings.model_fields:
+        if section != "models":
+            old, new = getattr(before, section), getattr(after, section)
+            for key in _differing(old, new):
+                yield f"{section}.{key}", effect(section, key)
+    none = ModelSection()
+    for name in sorted(before.models.keys() | after.models.keys()):
+        for key in _differing(before.models.get(name, none), after.models.get(name, none)):
+            yield f"models.{name}.{key}", effect("models", key)
+
+
+def _differing(old: BaseModel, new: BaseModel) -> Iterator[str]:
+    return (key for key in type(old).model_fields if getattr(old, key) != getattr(new, key))
+
+
+def runtime_commands(
+    settings: Settings,
+    names: Iterable[str],
+    scheduler: Mapping[str, Any],
+    of_operators: Callable[[str], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return the commands that give a runtime the settings that take effect at once.
+
+    Args:
+        settings: Contents of rsrv.yaml.
+        names: Models whose sections are sent, those without a section included.
+        scheduler: Keys of the scheduler's section that operators have set, which take precedence.
+        of_operators: Keys of a model's section that operators have set.
+    """
+    general = {
+        "scheduler": settings.scheduler.model_dump(mode="json", include=_SCHEDULER) | dict(scheduler),
+        "runtime": settings.runtime.model_dump(mode="json", include=_RUNTIME),
+    }
+    commands = [{"command": "settings", **general, "models": {}}]
+    wanted = sorted(names)
+    for start in range(0, len(wanted), _MODELS):
+        own = {
+            name: settings.models.get(name, ModelSection()).model_dump(
+                mode="json", include=_MODEL, exclude_unset=True
+            )
+            for name in wanted[start : start + _MODELS]
+        }
+        sections = {name: {**section, **of_operators(name)} for name, section in own.items()}
+        commands.append({"command": "settings", "models": sections})
+    return commands
+
+
+# --- in the runtime --------------------------------------------------------------------------------------
+
+
+def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """Return the settings with those of one of `runtime_commands`. Raises SettingsError."""
+    sections: dict[str, Any] = {}
+    models = dict(settings.models)
+    try:
+        for section, model in (("scheduler", SchedulerSection), ("runtime", RuntimeSection)):
+            where: tuple[str, ...] = (section,)
+            if given := changes.get(section):
+                sections[section] = model(**{**getattr(settings, section).model_dump(), **given})
+        for name, given in changes.get("models", {}).items():
+            where = ("models", name)
+            before = models.pop(name, ModelSection())
+            kept = before.model_dump(exclude=_MODEL, exclude_unset=True)
+            if merged := {**kept, **given}:
+                models[name] = ModelSection(**merged)
+    except (ValidationError, TypeError) as error:
+        raise _explained(where, error, changes) from None
+    return settings.model_copy(update={**sections, "models": models})
+
+
+def _explained(where: tuple[str, ...], error: Exception, raw: object) -> SettingsError:
+    if not isinstance(error, ValidationError):
+        return SettingsError(f"{'.'.join(where)}: must be a mapping of keys")
+    # The first few suffice: explaining takes time, and the runtime waits meanwhile.
+    errors = [{**one, "loc": (*where, *one["loc"])} for one in error.errors()[:10]]
+    return SettingsError("\n".join(explain(one, Settings, raw) for one in errors))
+
+
+def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """Return the settings with changes in the scheduler's section, for a running runtime. Raises SettingsError."""
+    for key in changes:
+        if key in SchedulerSection.model_fields and key not in CHANGEABLE:
+            raise SettingsError(
+                f"scheduler.{key}: cannot be changed while the runtime runs; {', '.join(CHANGEABLE)} can"
+            )
+    try:
+        section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
+    except ValidationError as error:
+        raise _explained(("scheduler",), error, {"scheduler": dict(changes)}) from None
+    return settings.model_copy(update={"scheduler": section})
+
+
+def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
+    """Return the settings with changes in one model's section. Raises SettingsError."""
+    own = settings.models.get(name, ModelSection())
+    changed = {**own.model_dump(exclude_unset=True), **changes}
+    try:
+        section = ModelSection(**changed)
+    except ValidationError as error:
+        raise _explained(("models", name), error, {"models": {name: changed}}) from None
+    return settings.model_copy(update={"models": {**settings.models, name: section}})

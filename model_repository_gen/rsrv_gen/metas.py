@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from rsrv.text import nearest
-from rsrv_bundle import Bundle, manifest
+from rsrv_bundle import manifest
 from rsrv_bundle.errors import Problems
 
 
-def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class BundleFacts:
+    """Facts of a bundle that the plans of other models, and of the repository, depend on."""
+
+    meta: bool
+    internal: bool
+    hooks: bool
+    calls: tuple[str, ...] = ()
+    external: tuple[str, ...] = ()
+
+
+def unusable_metas(
+    bundles: Mapping[str, BundleFacts], broken: Collection[str]
+) -> Mapping[str, tuple[str, ...]]:
     """Return the problems of meta models with the models that they name, by meta model.
 
     `bundles` are all valid bundles by name, `broken` the names of the others.
@@ -17,10 +31,10 @@ def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Ma
     found = {}
     for name, bundle in bundles.items():
         problems = Problems()
-        for callee in bundle.manifest.meta_calls:
+        for callee in bundle.calls:
             if rule := _wrong_call(callee, bundles, broken):
                 problems.add(manifest.FILE, "meta.calls", rule)
-        for other in bundle.manifest.meta_external:
+        for other in bundle.external:
             if rule := _wrong_external(other, bundles, broken):
                 problems.add(manifest.FILE, "meta.external", rule)
         if problems.lines:
@@ -28,19 +42,19 @@ def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Ma
     return found
 
 
-def _wrong_call(callee: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
+def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collection[str]) -> str:
     if callee in broken:
         return f"calls '{callee}', and that bundle is broken; fix it first"
     if callee not in bundles:
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
         return f"calls '{callee}', which is no bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
-    if bundles[callee].manifest.kind == "meta":
+    if bundles[callee].meta:
         return f"calls '{callee}', which is a meta model; list the models that it calls"
     return ""
 
 
-def _wrong_external(name: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
-    if name in bundles and bundles[name].manifest.kind == "meta":
+def _wrong_external(name: str, bundles: Mapping[str, BundleFacts], broken: Collection[str]) -> str:
+    if name in bundles and bundles[name].meta:
         return f"'{name}' is a meta model; list the models that it calls"
     if name in bundles or name in broken:
         return f"'{name}' is a bundle here; move it to meta.calls"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -9,9 +11,10 @@ from typing import Literal
 
 from rsrv.native import LIBRARY
 from rsrv.settings import Front, ModelSection, Transport
-from rsrv_bundle import Bundle
+from rsrv_bundle import Bundle, read_bundle
 from rsrv_gen import config
-from rsrv_gen.metas import callers
+from rsrv_gen.metas import BundleFacts, callers
+from rsrv_gen.signatures import Signature
 
 CONFIG_FILE = "config.pbtxt"
 VERSION = "1"
@@ -61,19 +64,76 @@ ModelPlan = Mapping[PurePosixPath, Content]
 
 @dataclass(frozen=True, slots=True)
 class SourceBundle:
-    """Valid bundle with the list of its files."""
+    """Valid bundle on disk."""
 
-    bundle: Bundle
-    #: relative to the bundle
-    files: Sequence[PurePosixPath]
+    path: Path
+    #: of its files before they were read; None if they changed a moment before
+    signature: Signature
+    facts: BundleFacts
+
+    def read(self) -> Bundle:
+        """Read the bundle. Raises BundleError."""
+        # No digest: it would read every weight.
+        return read_bundle(self.path, digest=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the contents of a model's directory."""
+
+    source: SourceBundle
+    #: of a meta model, which carries its callees for both transports: a change of a callee then changes the meta model's
+    #: directory, and Triton loads it again
+    callees: Sequence[SourceBundle] = ()
+    mode: LinkMode = "hard"
+    #: only metas call it
+    internal: bool = False
+    #: `models.NAME.max_batch_size` of rsrv.yaml
+    limit: int | None = None
+    native: bool = False
+
+    def digest(self) -> str:
+        """Return a value that differs if the directory would; empty if that is not known without reading the bundles."""
+        made_of = (self.source, *self.callees)
+        # A link to a bundle is current whatever the bundle holds.
+        if self.mode == "symlink" or any(bundle.signature is None for bundle in made_of):
+            return ""
+        bundles = [(str(bundle.path), bundle.signature) for bundle in made_of]
+        library = LIBRARY.stat() if self.native else None
+        identity = library and (library.st_ino, library.st_size, library.st_mtime_ns)
+        text = repr((bundles, self.mode, self.internal, self.limit, identity))
+        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def plan(self) -> ModelPlan:
+        """Plan the directory. Raises BundleError, ConfigError, OSError."""
+        bundle = self.source.read()
+        callees = [callee.read() for callee in self.callees]
+        plan: dict[PurePosixPath, Content] = {
+            PurePosixPath(CONFIG_FILE): config.render(
+                bundle, callees, internal=self.internal, limit=self.limit, native=self.native
+            ),
+            **_bundle_files(bundle.path, PurePosixPath(BUNDLE_FOLDER), self.mode),
+        }
+        if self.native:
+            plan |= {PurePosixPath(NATIVE_MARK): b"", PurePosixPath(LIBRARY.name): SharedFile(LIBRARY)}
+            return plan
+        plan[PurePosixPath(VERSION, "model.py")] = META_MODEL_PY if self.source.facts.meta else MODEL_PY
+        for callee in callees:
+            plan |= _bundle_files(callee.path, PurePosixPath(CALLS_FOLDER, callee.name), self.mode)
+        # An empty file where Python would make a folder for its compiled files: Triton's poll mode takes a new file in
+        # the version's folder for a change, and would load every model a second time just after the first.
+        # Python then keeps the compiled code in memory only.
+        code = {path.parent for path in plan if path.suffix == ".py"}
+        plan |= {parent / "__pycache__": b"" for parent in code}
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlan:
     """Contents of a repository."""
 
-    #: model name -> its directory; models come before the metas that may call them
-    models: Mapping[str, ModelPlan]
+    #: model name -> how its directory is made; models come before the metas that may call them
+    models: Mapping[str, Recipe]
     #: model that clients cannot address -> the metas that call it; it may have a directory or none
     internal: Mapping[str, tuple[str, ...]]
     #: model that shall have the native front -> why it has the Python front
@@ -93,35 +153,32 @@ def plan_repository(
     Clients can address every model but those whose manifest says `internal`. An internal model has a directory only
     where metas call through Triton.
     """
-    calls = {name: source.bundle.manifest.meta_calls for name, source in sources.items()}
+    calls = {name: source.facts.calls for name, source in sources.items()}
     metas = callers(calls)
-    internal = {
-        name: metas.get(name, ()) for name, source in sources.items() if source.bundle.manifest.internal
-    }
+    internal = {name: metas.get(name, ()) for name, source in sources.items() if source.facts.internal}
     planned, python = {}, {}
-    for name in sorted(sources, key=lambda name: (sources[name].bundle.manifest.kind == "meta", name)):
+    for name in sorted(sources, key=lambda name: (sources[name].facts.meta, name)):
         if name not in internal or (internal[name] and transport == "bls"):
-            callees = [sources[callee] for callee in calls[name]]
-            section = models.get(name, ModelSection()) if models else ModelSection()
-            native = (section.front or front) == "native"
-            if native and (why := _obstacle(sources[name], internal=name in internal)):
+            section = models[name] if models and name in models else None
+            native = ((section and section.front) or front) == "native"
+            if native and (why := _obstacle(sources[name].facts, internal=name in internal)):
                 native, python[name] = False, why
-            planned[name] = plan_model(
+            planned[name] = Recipe(
                 sources[name],
-                callees,
+                [sources[callee] for callee in calls[name]],
+                mode,
                 internal=name in internal,
-                mode=mode,
-                limit=section.max_batch_size,
+                limit=section.max_batch_size if section else None,
                 native=native,
             )
     return RepositoryPlan(planned, internal, python)
 
 
-def _obstacle(source: SourceBundle, *, internal: bool) -> str:
+def _obstacle(facts: BundleFacts, *, internal: bool) -> str:
     """Return why a model cannot have the native front; empty: it can."""
-    if source.bundle.manifest.kind == "meta":
+    if facts.meta:
         return "it is a meta model"
-    if source.bundle.hooks is not None:
+    if facts.hooks:
         return "it has hooks"
     if internal:
         return "only meta models call it"
@@ -130,45 +187,18 @@ def _obstacle(source: SourceBundle, *, internal: bool) -> str:
     return ""
 
 
-def plan_model(
-    source: SourceBundle,
-    callees: Sequence[SourceBundle] = (),
-    *,
-    internal: bool = False,
-    mode: LinkMode = "hard",
-    limit: int | None = None,
-    native: bool = False,
-) -> ModelPlan:
-    """Plan one model's directory. Raises ConfigError.
-
-    A meta model carries its callees for both transports: a change of a callee then changes the meta model's
-    directory, and Triton loads it again.
-    """
-    bundle = source.bundle
-    meta = bundle.manifest.kind == "meta"
-    plan: dict[PurePosixPath, Content] = {
-        PurePosixPath(CONFIG_FILE): config.render(
-            bundle, [callee.bundle for callee in callees], internal=internal, limit=limit, native=native
-        ),
-        **_bundle_files(source, PurePosixPath(BUNDLE_FOLDER), mode),
-    }
-    if native:
-        plan |= {PurePosixPath(NATIVE_MARK): b"", PurePosixPath(LIBRARY.name): SharedFile(LIBRARY)}
-        return plan
-    plan[PurePosixPath(VERSION, "model.py")] = META_MODEL_PY if meta else MODEL_PY
-    for callee in callees:
-        plan |= _bundle_files(callee, PurePosixPath(CALLS_FOLDER, callee.bundle.name), mode)
-    # An empty file where Python would make a folder for its compiled files: Triton's poll mode takes a new file in
-    # the version's folder for a change, and would load every model a second time just after the first.
-    # Python then keeps the compiled code in memory only.
-    code = {path.parent for path in plan if path.suffix == ".py"}
-    plan |= {parent / "__pycache__": b"" for parent in code}
-    return plan
-
-
-def _bundle_files(source: SourceBundle, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
+def _bundle_files(bundle: Path, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
     """Plan the bundle's files below this folder."""
-    path = source.bundle.path
     if mode == "symlink":
-        return {folder: SourceFolder(path)}
-    return {folder / name: SourceFile(path / name) for name in source.files}
+        return {folder: SourceFolder(bundle)}
+    return {folder / name: SourceFile(bundle / name) for name in _files(bundle)}
+
+
+def _files(bundle: Path) -> list[PurePosixPath]:
+    """Return every file of a bundle, relative to it, without Python's caches."""
+    files: list[PurePosixPath] = []
+    for parent, folders, names in os.walk(bundle):
+        folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
+        relative = Path(parent).relative_to(bundle)
+        files += [PurePosixPath(relative / name) for name in sorted(names) if name != "__pycache__"]
+    return files

@@ -23,6 +23,7 @@ from rsrv.text import os_error
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look
+from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
 from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models
@@ -47,7 +48,9 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
     """Bring the repository up to date, and add to `actions`. Returns the exit status if none of the bundles is served."""
     try:
         settings = read_settings(options.config)
-        sources = read_sources(options.bundles)
+        output = Path(os.path.abspath(options.output))
+        known = Known(output, linked=(options.link or settings.lifecycle.link) == "hard")
+        sources = read_sources(options.bundles, known)
         for problem in sources.unusable.values():
             _complain(problem)
         for name, problems in sources.broken.items():
@@ -59,7 +62,6 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
             _complain(*(f"{options.config or 'the environment'}: {line}" for line in unknown))
             return 1
         settings = _with_places(settings, options, sources)
-        output = Path(os.path.abspath(options.output))
         made = [] if options.check else [path for path in (output, *output.parents) if not path.exists()]
         opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
         with opened as writer, closing(Inspector({})) as inspector:
@@ -73,11 +75,13 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
                     "jaxlib is not installed: the server checks the modules when it loads them, not this"
                 )
             done = _Generator(options.output, options, writer, look, actions)
-            done.models(sources, settings)
+            done.models(sources, settings, known)
             served = not sources.good.keys() <= done.failed
             # Of a run that made no model, nothing stays: a wrong path must not become a watched folder.
             if served:
                 done.settings(settings)
+                if writer is not None:
+                    known.save(sources.places)
         if not served:
             for path in made:
                 path.rmdir()
@@ -171,7 +175,7 @@ class _Generator:
         #: models that could not be written
         self.failed: set[str] = set()
 
-    def models(self, sources: Sources, settings: Settings) -> None:
+    def models(self, sources: Sources, settings: Settings, known: Known) -> None:
         def stays(name: str) -> str:
             if not self._options.prune:
                 return "its bundle was not given; --prune removes it"
@@ -187,6 +191,7 @@ class _Generator:
             models=settings.models,
             front=settings.stub.front,
             stays=stays,
+            known=known,
         )
         # Each has an action.
         names = our_models(self._repository) | sources.good.keys()
@@ -196,6 +201,8 @@ class _Generator:
                 written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
                 if not (written and step.plan is not None and self._is_wrong(step.name, sources)):
                     self._carry_out(step)
+                    if written and step.name not in self.failed:
+                        known.made(self._repository / step.name, step.recipe)
                 shown.step(step.name)
 
     def _is_wrong(self, name: str, sources: Sources) -> bool:
@@ -215,6 +222,9 @@ class _Generator:
                 _complain(
                     f"{self._repository / name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
+            case "unread":
+                self.failed.add(name)
+                _complain(f"{name} is skipped: it changed while it was read{step.note}")
             case "new" | "changed" if plan is not None:
                 self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):

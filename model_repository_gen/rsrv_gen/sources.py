@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from rsrv.settings import Settings
 from rsrv.text import nearest
@@ -16,7 +16,8 @@ from rsrv_bundle.mistakes import mistaken
 from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
-from rsrv_gen.metas import unusable_metas
+from rsrv_gen.known import Known
+from rsrv_gen.metas import BundleFacts, unusable_metas
 from rsrv_gen.plan import SourceBundle
 
 #: file with the settings beside the models; no model can have this name
@@ -34,9 +35,15 @@ class Sources:
     #: path without any bundle -> the reason, with the path: part of the input is unknown
     unusable: dict[Path, str] = field(default_factory=dict)
 
+    @property
+    def places(self) -> dict[str, Path]:
+        """Paths of the valid bundles, by name."""
+        return {name: source.path for name, source in self.good.items()}
 
-def read_sources(paths: Iterable[Path]) -> Sources:
-    """Read every bundle below the paths; a path is a bundle, or a directory of bundles."""
+
+def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
+    """Read every bundle below the paths that is not `known`; a path is a bundle, or a directory of bundles."""
+    known = Known() if known is None else known
     sources = Sources()
     places: dict[str, list[Path]] = {}
     for path in paths:
@@ -59,28 +66,43 @@ def read_sources(paths: Iterable[Path]) -> Sources:
                 places[bundle.name].append(bundle)
     for name, same in sorted(places.items()):
         try:
-            sources.good[name] = _read(name, same)
+            sources.good[name] = _read(name, same, known)
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
-    bundles = {name: source.bundle for name, source in sources.good.items()}
+    bundles = {name: source.facts for name, source in sources.good.items()}
     for name, problems in unusable_metas(bundles, sources.broken).items():
         sources.broken[name] = problems
         del sources.good[name]
     return sources
 
 
-def _read(name: str, places: Sequence[Path]) -> SourceBundle:
+def _read(name: str, places: Sequence[Path], known: Known) -> SourceBundle:
     if name == SETTINGS_FILE:
         raise BundleError(f"{name} is the name of the settings file; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
-    # No digest: it would read every weight.
-    bundle = read_bundle(places[0], digest=False)
+    signed = known.sign(places[0])
+    if (facts := known.facts(places[0], signed)) is None:
+        facts = _check(places[0])
+        signed = known.learn(places[0], signed, facts)
+    return SourceBundle(places[0], signed, facts)
+
+
+def _check(path: Path) -> BundleFacts:
+    """Read a bundle whole, but for its weights and modules. Raises BundleError, ConfigError, OSError."""
+    bundle = read_bundle(path, digest=False)
     if bundle.hooks is not None:
         check_hooks(bundle.hooks, bundle.manifest.kind)
     # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
-    return SourceBundle(bundle, bundle_files(bundle.path))
+    manifest = bundle.manifest
+    return BundleFacts(
+        meta=manifest.kind == "meta",
+        internal=manifest.internal,
+        hooks=bundle.hooks is not None,
+        calls=tuple(manifest.meta_calls),
+        external=tuple(manifest.meta_external),
+    )
 
 
 def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
@@ -123,15 +145,5 @@ def read_unverified(name: str, sources: Sources) -> str:
 
 
 def _made_of(name: str, sources: Sources) -> list[Bundle]:
-    bundle = sources.good[name].bundle
-    return [bundle, *(sources.good[callee].bundle for callee in bundle.manifest.meta_calls)]
-
-
-def bundle_files(bundle: Path) -> list[PurePosixPath]:
-    """Return every file of a bundle, relative to it, without Python's caches."""
-    files: list[PurePosixPath] = []
-    for parent, folders, names in os.walk(bundle):
-        folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
-        relative = Path(parent).relative_to(bundle)
-        files += [PurePosixPath(relative / name) for name in sorted(names) if name != "__pycache__"]
-    return files
+    source = sources.good[name]
+    return [one.read() for one in (source, *(sources.good[callee] for callee in source.facts.calls))]

@@ -107,8 +107,7 @@ class SwapFolder:
 
     @classmethod
     def new(cls, repository: Path) -> SwapFolder:
-        place, prefix = _where_aside(repository)
-        return cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
+        return cls(Path(tempfile.mkdtemp(prefix=_prefix(repository), dir=place_beside(repository))))
 
     def install(self, name: str, repository: Path) -> Replaced:
         """Exchange the complete directory `name` in this folder with the model."""
@@ -132,20 +131,24 @@ class SwapFolder:
         os.close(self._lock)
 
 
-def _where_aside(repository: Path) -> tuple[Path, str]:
-    """Return the folder for swap folders, and the prefix of the names of this repository's."""
+def place_beside(repository: Path) -> Path:
+    """Return the folder for what belongs to a repository and is no part of it."""
     # A mount point's parent is another file system, and a rename does not cross it; another user's parent takes no
     # folder. Then a hidden folder inside must do, though a polling Triton logs an error while it exists.
     foreign = repository.parent.stat().st_dev != repository.stat().st_dev
     inside = foreign or not os.access(repository.parent, os.W_OK)
-    return repository if inside else repository.parent, f".{repository.name}.rsrv-gen-"
+    return repository if inside else repository.parent
+
+
+def _prefix(repository: Path) -> str:
+    """Return the prefix of the names of a repository's swap folders."""
+    return f".{repository.name}.rsrv-gen-"
 
 
 def clear_away(repository: Path) -> list[Replaced]:
     """Remove the remains of crashes from the locked repository. Returns the replacements that can be undone."""
     found: list[Replaced] = []
-    place, prefix = _where_aside(repository)
-    for left in place.glob(f"{prefix}*"):
+    for left in place_beside(repository).glob(f"{_prefix(repository)}*"):
         try:
             aside = SwapFolder(left)
         except OSError:
@@ -166,7 +169,7 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
     """Leave the choice of the version to the next server. Returns the models whose old version had to go."""
     lost = []
     for put in puts:
-        if _where_aside(repository)[0] == repository:
+        if place_beside(repository) == repository:
             # No server would start: it would take the kept version for a model that cannot be loaded.
             put.forget()
             lost.append(put.name)

@@ -9,7 +9,9 @@ from typing import Literal
 
 from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import BundleError
-from rsrv_gen.plan import LinkMode, ModelPlan, SourceBundle, plan_repository
+from rsrv_gen.config import ConfigError
+from rsrv_gen.known import Known
+from rsrv_gen.plan import LinkMode, ModelPlan, Recipe, SourceBundle, plan_repository
 from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
 from rsrv_gen.staging import Replaced
 from rsrv_gen.write import (
@@ -22,7 +24,8 @@ from rsrv_gen.write import (
 )
 
 #: `foreign`: a directory that rsrv-gen did not make has the name. `internal`: no directory, because metas carry the model.
-Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]
+#: `unread`: a bundle changed a moment ago, and cannot be read any more.
+Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign", "unread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,12 @@ class PlannedAction:
 
     name: str
     verb: Verb
-    #: None if the model gets no directory
+    #: None if there is nothing to write
     plan: ModelPlan | None = None
     #: text behind the name: empty, or " (...)"
     note: str = ""
+    #: digest of the model's recipe, for `Known`
+    recipe: str = ""
     #: metas that carry a model without a directory; they must be in place before its directory is removed
     carriers: tuple[str, ...] = ()
 
@@ -48,12 +53,13 @@ def steps(
     models: Mapping[str, ModelSection],
     front: Front = "python",
     stays: Callable[[str], str],
+    known: Known,
     only: Collection[str] | None = None,
 ) -> Iterator[PlannedAction]:
     """Yield the actions that bring the repository up to date, in their order.
 
     `stays` returns why a model without a bundle is not removed; empty: it is removed. `only` limits the models that
-    are compared; None: all. Writes nothing; each action is decided when it is requested.
+    are compared; None: all. Writes nothing in the repository; each action is decided when it is requested.
     """
     kept, go = {}, []
     for name in sorted(our_models(repository) - set(sources.good)):
@@ -67,12 +73,12 @@ def steps(
     def wanted(name: str) -> bool:
         return only is None or name in only
 
-    for name, model in plan.models.items():
+    for name, recipe in plan.models.items():
         if wanted(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
             if name in plan.python:
                 note += f" (Python front: {plan.python[name]})"
-            yield PlannedAction(name, _verb(repository / name, model, link), model, note)
+            yield _compared(repository / name, recipe, note, known)
     # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
         if wanted(name) and name not in plan.models:
@@ -85,16 +91,26 @@ def steps(
             yield PlannedAction(name, "removed")
 
 
-def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
+def _compared(folder: Path, recipe: Recipe, note: str, known: Known) -> PlannedAction:
+    """Compare a model's directory with what its recipe makes."""
+    name = folder.name
     try:
-        current = is_current(folder, plan, link)
+        digest = recipe.digest()
+        if known.is_current(folder, digest):
+            return PlannedAction(name, "unchanged", note=note, recipe=digest)
+        plan = recipe.plan()
+    except (BundleError, ConfigError, OSError) as error:
+        return PlannedAction(name, "unread", note=f" ({error})")
+    try:
+        current = is_current(folder, plan, recipe.mode)
     except OSError:
         current = False  # writing it reports the reason
     if current:
-        return "unchanged"
+        known.made(folder, digest)
+        return PlannedAction(name, "unchanged", plan, note, digest)
     if is_foreign(folder):
-        return "foreign"
-    return "changed" if is_ours(folder) else "new"
+        return PlannedAction(name, "foreign", note=note)
+    return PlannedAction(name, "changed" if is_ours(folder) else "new", plan, note, digest)
 
 
 def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
@@ -108,8 +124,8 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
     """Return the text behind a model's name: the callees that it carries, or the metas that alone call it."""
-    if calls := source.bundle.manifest.meta_calls:
-        return f" (carries {', '.join(calls)})"
+    if source.facts.calls:
+        return f" (carries {', '.join(source.facts.calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
 
 
@@ -174,6 +190,7 @@ def update(
     models: Mapping[str, ModelSection] | None = None,
     front: Front = "python",
     policy: UpdatePolicy | None = None,
+    known: Known | None = None,
     into: Update | None = None,
 ) -> Update:
     """Write the named models (None: all) that differ from their bundles below `roots`.
@@ -187,11 +204,12 @@ def update(
     completes it.
     """
     policy = UpdatePolicy() if policy is None else policy
+    known = Known() if known is None else known
     first = None if into is None else into.unsure
     if first:
         names = first.keys()
     ready = policy.is_readable
-    sources = read_sources(roots)
+    sources = read_sources(roots, known)
     # A bundle that is being copied looks broken for a moment; it is no error.
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update() if into is None else into
@@ -207,6 +225,7 @@ def update(
         models=models or {},
         front=front,
         stays=policy.reason_to_keep,
+        known=known,
         only=only,
     )
     for step in planned:
@@ -217,6 +236,8 @@ def update(
         # A link to a folder is equal even if the folder has changed: the names say that.
         followed = link == "symlink" and names is not None and not set(names).isdisjoint(made_of)
         match step.verb:
+            case "unread":
+                done.later.add(step.name)
             case "unchanged" if not followed:
                 done.unchanged.add(step.name)
             case "new" | "changed" | "unchanged" if policy.may_write and not policy.reserve(step.name):
@@ -227,7 +248,11 @@ def update(
                 pass
             case "new" | "changed" | "unchanged" if step.plan is not None and policy.may_write:
                 _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
-                if step.name in done.put and not all(map(ready, made_of)):
+                if step.name not in done.put:
+                    pass
+                elif all(map(ready, made_of)):
+                    known.made(repository / step.name, step.recipe)
+                else:
                     done.put.pop(step.name).undo()
                     done.later.add(step.name)
             case "new" | "changed" | "unchanged":
@@ -240,6 +265,7 @@ def update(
                 done.kept.add(step.name)
             case "removed":
                 done.go[step.name] = step.carriers
+    known.save(sources.places)
     return done
 
 
@@ -277,7 +303,7 @@ def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_tha
 
 
 def _calls(name: str, sources: Sources) -> Sequence[str]:
-    return sources.good[name].bundle.manifest.meta_calls if name in sources.good else ()
+    return sources.good[name].facts.calls if name in sources.good else ()
 
 
 def _touched(names: Collection[str], sources: Sources, repository: Path) -> set[str]:

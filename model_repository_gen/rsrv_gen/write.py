@@ -29,10 +29,8 @@ from rsrv_gen.plan import (
     SourceFile,
     SourceFolder,
 )
+from rsrv_gen.signatures import LINK_BYTES
 from rsrv_gen.staging import Replaced, SwapFolder, clear_away, leave_open, locked
-
-#: bytes; smaller files are always copied: a manifest that is edited in place must not change the served model
-LINK_BYTES = 2**20
 
 
 def is_ours(folder: Path) -> bool:

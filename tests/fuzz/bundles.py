@@ -44,8 +44,9 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
             # First the readers of many bundles, which must not end because of one.
             scan(path.parent, linked=True)
             sources = read_sources([path.parent])
-            models = {name: one for name, one in sources.good.items() if one.bundle.manifest.kind == "model"}
-            plan_repository(models)
+            models = {name: one for name, one in sources.good.items() if not one.facts.meta}
+            for recipe in plan_repository(models).models.values():
+                recipe.plan()
             try:
                 if read_bundle(path).manifest.kind == "meta":
                     return "read"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.bundle_debounce import BundleDebounce, Seen, Signature, signature
+from rsrv.control.bundle_debounce import BundleDebounce, Seen
+from rsrv_gen.signatures import Signature, signature
 
 ROOT, OTHER = Path("/r"), Path("/s")
 HERE, NEW = (1, 100), (2, 2)

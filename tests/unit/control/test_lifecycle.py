@@ -270,7 +270,7 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
         assert not lifecycle.failures
 
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
 
 
 def forsake(lifecycle: Reconciler) -> None:
@@ -325,7 +325,7 @@ def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
             assert lifecycle.failures["a"].text == "could not be loaded: no module"
             assert set(lifecycle.failures) == {"a"}
             assert world.triton.texts() == {"a": "v1", "b": "v2"}
-            assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
+            assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
 
     run(main())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rsrv.control.reconciler import Reconciler, ReloadError
-from rsrv_gen.write import LINK_BYTES
+from rsrv_gen.signatures import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.control.test_lifecycle import add_meta, silent_kernel, story
 from tests.unit.control.worlds import World

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
-from rsrv.control.watching import scan, sign, watch
+from rsrv.control.watching import scan, watch
 from rsrv.settings import LifecycleSection
-from rsrv_gen.write import LINK_BYTES
+from rsrv_gen.signatures import LINK_BYTES, sign
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 

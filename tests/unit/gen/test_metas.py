@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv_gen import write
 from rsrv_gen.cli import main
+from rsrv_gen.signatures import LINK_BYTES
 from tests.builders import FEW_EXAMPLES
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
@@ -202,7 +202,7 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
     bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A changed callee changes its meta models, so that Triton reloads them, except with symlinks."""
-    large = "x" * write.LINK_BYTES
+    large = "x" * LINK_BYTES
     for name in ("one", "two"):
         write_bundle(bundles / name, files={"weights.txt": large}, internal=True)
     write_meta(bundles / "other", ["two"])

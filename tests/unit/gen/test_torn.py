@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rsrv_gen.cli import main
+from rsrv_gen.signatures import LINK_BYTES
 from rsrv_gen.update import Update, update
-from rsrv_gen.write import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv_gen import staging, write
+from rsrv_gen import staging
 from rsrv_gen.cli import main
+from rsrv_gen.signatures import LINK_BYTES
 from rsrv_gen.sources import read_sources
 from rsrv_gen.staging import Replaced, unfinished, version_of
 from rsrv_gen.update import Update, UpdatePolicy, remove, update
@@ -188,11 +189,11 @@ def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
 def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles: Path) -> None:
     """A hard-linked file that was rewritten in place counts as changed by its time."""
     large = bundles / "one" / "model.b1.mlir"
-    large.write_bytes(bytes(write.LINK_BYTES))
+    large.write_bytes(bytes(LINK_BYTES))
     assert set(bring(gen, bundles).put) == {"one"}
     assert (gen / "one/1/bundle/model.b1.mlir").samefile(large)
     assert bring(gen, bundles).unchanged == {"one", "two"}
-    large.write_bytes(bytes(write.LINK_BYTES - 1) + b"x")
+    large.write_bytes(bytes(LINK_BYTES - 1) + b"x")
     after = (gen / "one/config.pbtxt").stat().st_mtime_ns + 1
     os.utime(large, ns=(after, after))
     assert set(bring(gen, bundles).put) == {"one"}
@@ -352,7 +353,7 @@ def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the old version would lie in the repository, as on a mount point, it is dropped and logged."""
-    monkeypatch.setattr(staging, "_where_aside", lambda repository: (repository, ".gen.rsrv-gen-"))
+    monkeypatch.setattr(staging, "place_beside", lambda repository: repository)
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).put["one"])
     capsys.readouterr()

@@ -54,9 +54,9 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
 def test_calls_through_triton_are_found(bundles: Path, external: list[str], text: str, calling: bool) -> None:
     """Calls of models that are not rsrv's go through Triton, and with the transport bls all calls do."""
     settings = load_settings(text)
-    assert not call_through_triton([bundles], settings)
+    assert not call_through_triton(find([bundles])[0], settings)
     write_meta(bundles / "meta", ["one"], external)
-    assert call_through_triton([bundles], settings) == calling
+    assert call_through_triton(find([bundles])[0], settings) == calling
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:

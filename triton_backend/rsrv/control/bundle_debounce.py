@@ -6,25 +6,16 @@ missing root changes nothing: it may be a disk that is not mounted.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Differs if the files of a bundle do; None: the bundle could not be read as a whole.
-Signature = str | None
+from rsrv_gen.signatures import Signature
+
 #: Prefix of the signature of a directory with files and without a manifest: a bundle may be being copied to it.
 NO_BUNDLE = "-"
 #: The bundles of one name, each below another root.
 _State = tuple[tuple[Path, Signature], ...]
-
-
-def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
-    """Return the signature of a bundle. Each file: relative name, size, mtime and ctime in nanoseconds, inode."""
-    total = hashlib.blake2b(digest_size=16)
-    for file in sorted(files):
-        total.update(f"{file!r}\n".encode("utf-8", "surrogateescape"))
-    return total.hexdigest()
 
 
 def _is_bundle(signature: Signature) -> bool:

@@ -23,9 +23,11 @@ from rsrv.control.model_loader import ModelLoader
 from rsrv.control.protocols import RuntimeView
 from rsrv.control.stub_health import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
-from rsrv.control.watching import BundleSources, look, sign, watch
+from rsrv.control.watching import BundleSources, look, watch
 from rsrv.logs import fields
 from rsrv.settings import LifecycleSection, Settings
+from rsrv_gen.known import Known
+from rsrv_gen.signatures import sign
 from rsrv_gen.sources import SETTINGS_FILE, unknown_models
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import Update, UpdatePolicy, update
@@ -91,6 +93,7 @@ class Reconciler:
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
         self._triton = triton
+        self._known = Known(self._repository, linked=settings.lifecycle.link == "hard")
         self._sources = BundleSources(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
         self._debounce = BundleDebounce(settings.lifecycle.look_s)
         self._states = BundleStates()
@@ -414,6 +417,7 @@ class Reconciler:
             models=self._settings.models,
             front=self._settings.stub.front,
             policy=self._policy,
+            known=self._known,
             into=done,
         )
 

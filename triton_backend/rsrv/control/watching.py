@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from watchfiles import awatch
 
-from rsrv.control.bundle_debounce import NO_BUNDLE, Seen, Signature, signature
+from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
 from rsrv.settings import LifecycleSection, SettingsError, read_settings
 from rsrv_bundle.reader import may_be_bundle
-from rsrv_gen.write import LINK_BYTES
+from rsrv_gen.signatures import Signature, sign
 
 log = logging.getLogger("rsrv.control")
 
@@ -48,8 +47,6 @@ class BundleSources:
 
 
 _MANIFEST = "manifest.yaml"
-#: Errors of a file that last until it is changed: the bundle is broken.
-_BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 def scan(root: Path, *, linked: bool) -> Seen:
@@ -86,36 +83,6 @@ def _holds_something(folder: Path) -> bool:
             return next(entries, None) is not None
     except OSError:
         return False
-
-
-def sign(bundle: Path, *, linked: bool) -> Signature:
-    """Return the signature of the bundle in this directory; None if it cannot be read."""
-    try:
-        return signature(_files(bundle, linked))
-    except (OSError, RecursionError):  # the latter for directories a thousand deep
-        return None
-
-
-def _files(bundle: Path, linked: bool) -> Iterator[tuple[str, int, int, int, int]]:
-    for parent, folders, names in os.walk(bundle, onerror=_raise):
-        folders[:] = [folder for folder in folders if folder != "__pycache__"]
-        links = [folder for folder in folders if os.path.islink(os.path.join(parent, folder))]
-        for name in (*names, *links):
-            path = os.path.join(parent, name)
-            try:
-                status = os.stat(path)
-            except OSError as error:
-                if error.errno not in _BROKEN:
-                    raise
-                yield os.path.relpath(path, bundle), -1, 0, 0, 0
-                continue
-            # A hard link changes the ctime of a file; the next look must not take those of rsrv-gen for a change.
-            ctime = 0 if linked and status.st_size >= LINK_BYTES else status.st_ctime_ns
-            yield os.path.relpath(path, bundle), status.st_size, status.st_mtime_ns, ctime, status.st_ino
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def look(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:

@@ -21,6 +21,7 @@ from rsrv.serve.plan import ServeError, ServerPlan
 from rsrv.serve.triton_install import Installation, InstallError, default_folder
 from rsrv.settings import SettingsError
 from rsrv.text import os_error
+from rsrv_gen.known import Known
 
 LOG_FILE = "serve.log"
 #: value of --log for the standard output
@@ -39,14 +40,15 @@ def run(options: Namespace) -> int:
             if not options.dry_run:
                 _copy_demo(options.directory)
         settings = server.read(options)
-        repositories.check(options.bundles, settings)
+        known = Known(server.repository(options), linked=settings.lifecycle.link == "hard")
+        sources = repositories.check(options.bundles, settings, known)
         if "RSRV_RUNTIME_PYTHON" not in os.environ and find_spec("jax") is None:
             raise ServeError(
                 f"jax, which executes the models, is not installed for {sys.executable}. Run "
                 f"{install_command('serve')}, or name a Python that has it in RSRV_RUNTIME_PYTHON"
             )
         options.tritonserver = find_tritonserver(options.tritonserver, _ask)
-        planned = server.make_plan(options, settings)
+        planned = server.make_plan(options, settings, sources)
         if options.dry_run:
             sys.stdout.write(planned.describe())
             return 0
@@ -56,7 +58,7 @@ def run(options: Namespace) -> int:
             if options.log != STDOUT:
                 output = server.Output(put, _Terminal(planned, options).show)
                 print(f"rsrv {rsrv.__version__}: starting {options.tritonserver}", flush=True)
-            return server.run(options, settings, planned, output)
+            return server.run(options, settings, planned, known, output)
     except (ServeError, SettingsError, InstallError, OSError) as error:
         print(f"rsrv serve: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return error.status if isinstance(error, ServeError) else 1

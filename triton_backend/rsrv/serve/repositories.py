@@ -9,32 +9,33 @@ from pathlib import Path
 from rsrv.serve.plan import NoBundlesError, ServeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_bundle.mistakes import mistaken
+from rsrv_gen.known import Known
 from rsrv_gen.run import run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository
 
 
-def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
+def find(bundles: Sequence[Path], known: Known | None = None) -> tuple[Sources, list[str]]:
     """Return the bundles to serve, and a line for each one that cannot be served."""
-    sources = read_sources(bundles)
+    sources = read_sources(bundles, known)
     problems = [*sources.unusable.values()]
     problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
     return sources, problems
 
 
-def call_through_triton(bundles: Sequence[Path], settings: Settings) -> bool:
+def call_through_triton(sources: Sources, settings: Settings) -> bool:
     """Return true if one of the bundles calls other models through Triton."""
-    manifests = [source.bundle.manifest for source in read_sources(bundles).good.values()]
     by_triton = settings.meta.transport == "bls"
-    return any(bool(one.meta_external or (by_triton and one.meta_calls)) for one in manifests)
+    facts = [source.facts for source in sources.good.values()]
+    return any(bool(one.external or (by_triton and one.calls)) for one in facts)
 
 
-def check(bundles: Sequence[Path], settings: Settings) -> None:
-    """Raise ServeError if no bundle will ever be served."""
-    sources, problems = find(bundles)
+def check(bundles: Sequence[Path], settings: Settings, known: Known | None = None) -> Sources:
+    """Return what can be served now. Raises ServeError if no bundle will ever be served."""
+    sources, problems = find(bundles, known)
     if sources.good:
-        return
+        return sources
     if all(place in sources.unusable and mistaken(place) for place in bundles):
         raise NoBundlesError("\n".join(problems))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
@@ -43,6 +44,7 @@ def check(bundles: Sequence[Path], settings: Settings) -> None:
             "watches for one: put one there first"
         )
         raise ServeError("\n".join(problems))
+    return sources
 
 
 def is_empty(repository: Path) -> bool:
@@ -59,8 +61,9 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
     return settings.model_copy(update={"lifecycle": lifecycle})
 
 
-def generate(repository: Path, sources: Sources, settings: Settings) -> list[str]:
+def generate(repository: Path, sources: Sources, settings: Settings, known: Known | None = None) -> list[str]:
     """Generate a repository; return a line for each model that failed. Raises OSError."""
+    known = Known() if known is None else known
     # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
@@ -73,13 +76,17 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
             models=settings.models,
             front=settings.stub.front,
             stays=lambda name: stays,
+            known=known,
         )
         for step in planned:
             try:
                 _carry_out(step, writer, failed)
+                if step.verb in ("new", "changed"):
+                    known.made(repository / step.name, step.recipe)
             except (OSError, ValueError) as error:
                 failed[step.name] = str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
+        known.save(sources.places)
     return [f"{repository / name}: {reason}" for name, reason in failed.items()]
 
 
@@ -94,6 +101,8 @@ def compile_for(card: str, repository: Path) -> None:
 
 def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:
     match step.verb:
+        case "unread":
+            failed[step.name] = f"its bundle changed while it was read{step.note}"
         case "foreign":
             failed[step.name] = "was not made by rsrv: move it away, or rename the bundle"
         case "new" | "changed" if step.plan is not None:

@@ -20,13 +20,14 @@ from rsrv.address import Address
 from rsrv.control.find import running
 from rsrv.serve import repositories, view
 from rsrv.serve.child_probes import wait_for_hang
-from rsrv.serve.plan import ServeError, ServerPlan, plan
+from rsrv.serve.plan import REPOSITORY, ServeError, ServerPlan, plan
 from rsrv.serve.supervise import RestartReason, StopSignals, SupervisorHooks, supervise
 from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
 from rsrv.settings_changes import LOOK_S, FileLooks
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import write_whole
-from rsrv_gen.sources import SETTINGS_FILE, unknown_models
+from rsrv_gen.known import Known
+from rsrv_gen.sources import SETTINGS_FILE, Sources, unknown_models
 
 log = logging.getLogger("rsrv.serve")
 
@@ -66,25 +67,30 @@ def read(options: Namespace) -> Settings:
     return repositories.watched(settings, options.bundles)
 
 
-def make_plan(options: Namespace, settings: Settings) -> ServerPlan:
+def repository(options: Namespace) -> Path:
+    """Return the model repository of a server with these options."""
+    return Path(os.path.abspath(options.directory.expanduser())) / REPOSITORY
+
+
+def make_plan(options: Namespace, settings: Settings, sources: Sources) -> ServerPlan:
     """Return the plan for the options of the command line. Raises ServeError."""
     return plan(
         settings,
-        Path(os.path.abspath(options.directory.expanduser())),
+        repository(options).parent,
         options.tritonserver,
         ports={"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port},
         arguments=options.arguments,
         drain_s=options.drain,
         threads=_thread_counts(),
-        calling=repositories.call_through_triton(options.bundles, settings),
+        calling=repositories.call_through_triton(sources, settings),
     )
 
 
-def run(options: Namespace, settings: Settings, planned: ServerPlan, output: Output) -> int:
+def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Known, output: Output) -> int:
     """Serve until a signal; return the exit status. Raises ServeError, OSError."""
     with alone(planned.repository.parent):
         _check_free(planned)
-        broken = _generate(planned, settings, options.bundles)
+        broken = _generate(planned, settings, options.bundles, known)
         if options.compile_for:
             repositories.compile_for(options.compile_for, planned.repository)
         return asyncio.run(_serve(planned, settings, options, broken, output))
@@ -168,11 +174,13 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _generate(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
+def _generate(
+    planned: ServerPlan, settings: Settings, bundles: Sequence[Path], known: Known | None = None
+) -> dict[str, str]:
     """Write the repository. Return the names of broken bundles, each with the reason."""
-    sources, problems = repositories.find(bundles)
+    sources, problems = repositories.find(bundles, known)
     problems += unknown_models(settings, {*sources.good, *sources.broken})
-    problems += repositories.generate(planned.repository, sources, settings)
+    problems += repositories.generate(planned.repository, sources, settings, known)
     for problem in problems:
         log.error("%s", problem)
     log.info("%d models in %s", len(sources.good), planned.repository)

@@ -1,0 +1,126 @@
+"""Notes of earlier runs about bundles and models: thousands of unchanged ones then cost a few calls of stat each.
+
+The notes are a file beside the repository. A note holds while its bundle or model has the same signature. There is none
+of a bundle that changed within the last seconds, because a further change might leave the same times. Without the file,
+or with a damaged one, everything is read again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+import rsrv_bundle
+import rsrv_gen
+from rsrv_gen.metas import BundleFacts
+from rsrv_gen.signatures import Signature, last_change, sign
+from rsrv_gen.staging import place_beside
+
+#: Nanoseconds that the files of a bundle must be unchanged.
+SETTLED_NS = 2 * 10**9
+
+
+@dataclass(slots=True)
+class _Notes:
+    """The file's content."""
+
+    #: signature of the program that wrote it
+    program: str = ""
+    #: path of a bundle -> its device and signature, and its facts
+    bundles: dict[str, tuple[int, str, BundleFacts]] = field(default_factory=dict)
+    #: model -> the recipe that its directory was made from, and the directory's signature
+    models: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+_FORMAT = TypeAdapter(_Notes)
+
+
+class Known:
+    """The knowledge of one repository. For one thread at a time."""
+
+    def __init__(self, repository: Path | None = None, *, linked: bool = True) -> None:
+        """`repository`: None remembers for as long as the process lives. `linked`: the repository has hard links."""
+        self._repository = repository
+        self._linked = linked
+        self._notes = _Notes(_program())
+        self._changed = False
+        if repository is not None:
+            with suppress(OSError, ValidationError):
+                found = _FORMAT.validate_json(_file(repository).read_bytes())
+                if found.program == self._notes.program:
+                    self._notes = found
+
+    def sign(self, bundle: Path) -> Signature:
+        return sign(bundle, linked=self._linked)
+
+    def facts(self, bundle: Path, signed: Signature) -> BundleFacts | None:
+        """Return what is known of a bundle with this signature."""
+        device, same, facts = self._notes.bundles.get(str(bundle), (0, "", None))
+        return facts if facts is not None and signed == same and device == _device(bundle) else None
+
+    def learn(self, bundle: Path, signed: Signature, facts: BundleFacts) -> Signature:
+        """Note what was read of a bundle after it had this signature; return the signature if it may be relied on."""
+        try:
+            settled = last_change(bundle) + SETTLED_NS < time.time_ns()
+        except OSError:
+            settled = False
+        if signed is None or not settled:
+            return None
+        self._notes.bundles[str(bundle)] = _device(bundle), signed, facts
+        self._changed = True
+        return signed
+
+    def is_current(self, folder: Path, recipe: str) -> bool:
+        """Return whether a model's directory is known to be what this recipe makes."""
+        known, same = self._notes.models.get(folder.name, ("", ""))
+        return recipe != "" and known == recipe and same == sign(folder, linked=self._linked)
+
+    def made(self, folder: Path, recipe: str) -> None:
+        """Note that a model's directory is what the recipe makes."""
+        signed = sign(folder, linked=self._linked)
+        if recipe and signed is not None:
+            self._notes.models[folder.name] = recipe, signed
+            self._changed = True
+
+    def save(self, bundles: Mapping[str, Path]) -> None:
+        """Write the file if there is news, and forget all but these bundles and their models.
+
+        An error costs the next run time, and is none of this one's.
+        """
+        if self._repository is None or not self._changed:
+            return
+        notes, paths = self._notes, {*map(str, bundles.values())}
+        notes.bundles = {path: found for path, found in notes.bundles.items() if path in paths}
+        notes.models = {name: found for name, found in notes.models.items() if name in bundles}
+        file = _file(self._repository)
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        try:
+            new.write_bytes(_FORMAT.dump_json(notes))
+            new.replace(file)
+            self._changed = False
+        except (OSError, ValueError):  # the latter for paths that are no text
+            with suppress(OSError):
+                new.unlink()
+
+
+def _file(repository: Path) -> Path:
+    return place_beside(repository) / f".{repository.name}-known.json"
+
+
+def _device(bundle: Path) -> int:
+    try:
+        return bundle.stat().st_dev
+    except OSError:
+        return 0
+
+
+def _program() -> str:
+    """Return a signature of the code that reads bundles and plans models."""
+    packages = (Path(module.__file__ or "").parent for module in (rsrv_bundle, rsrv_gen))
+    return " ".join(str(sign(package, linked=False)) for package in packages)

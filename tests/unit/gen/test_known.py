@@ -1,0 +1,199 @@
+"""Many bundles: a later run reads only those that changed, whatever has become of the notes of the earlier one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv_bundle import read_bundle as read_whole
+from rsrv_gen import known, plan, sources
+from rsrv_gen.cli import main
+from rsrv_gen.write import our_models
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+NAMES = [f"m{number:02d}" for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count files as unchanged for long, though the tests have just written them."""
+    monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """Return a folder of bundles, one of which is a meta model."""
+    for name in NAMES:
+        write_bundle(tmp_path / "bundles" / name, "v1")
+    write_meta(tmp_path / "bundles" / "meta", ["m00"])
+    return tmp_path / "bundles"
+
+
+class Runs:
+    """Runs of the generator."""
+
+    def __init__(
+        self, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.bundles, self.gen = bundles, bundles.parent / "gen"
+        self.notes = bundles.parent / ".gen-known.json"
+        self.complaints = ""
+        self._capsys = capsys
+        self._read: set[str] = set()
+
+        def read_bundle(path: Path, **options: Any) -> object:
+            self._read.add(path.name)
+            return read_whole(path, **options)
+
+        for module in (sources, plan):
+            monkeypatch.setattr(module, "read_bundle", read_bundle)
+
+    def run(self, *options: str, status: int = 0) -> tuple[dict[str, str], set[str]]:
+        """Generate; return each model's verb but the unchanged, and the bundles that were read."""
+        self._read.clear()
+        assert main([*options, str(self.bundles), "-o", str(self.gen)]) == status
+        said = self._capsys.readouterr()
+        self.complaints = said.err
+        verbs = {line.split()[1]: line.split()[0] for line in said.out.splitlines()}
+        return {name: verb for name, verb in verbs.items() if verb != "unchanged"}, set(self._read)
+
+
+@pytest.fixture
+def runs(bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
+    """Return the runs after the first one."""
+    runs = Runs(bundles, monkeypatch, capsys)
+    assert set(runs.run()[0].values()) == {"new"}
+    return runs
+
+
+def test_unchanged_bundles_are_not_read_again(runs: Runs) -> None:
+    """A run that finds nothing changed reads no bundle; after one change, it reads that bundle and its meta model."""
+    assert runs.run() == ({}, set())
+    write_bundle(runs.bundles / "m07", "v2")
+    assert runs.run() == ({"m07": "changed"}, {"m07"})
+    write_bundle(runs.bundles / "m00", "v2")
+    assert runs.run() == ({"m00": "changed", "meta": "changed"}, {"m00", "meta"})
+    assert (runs.gen / "meta/1/calls/m00/model.b1.mlir").read_text() == "v2 1"
+    assert runs.run() == ({}, set())
+
+
+def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
+    """A file rewritten with the same size and modification time has another ctime, and counts as changed."""
+    file = runs.bundles / "m03/model.b1.mlir"
+    status = file.stat()
+    file.write_text("v9 1")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert runs.run() == ({"m03": "changed"}, {"m03"})
+
+
+def test_bundles_that_changed_a_moment_ago_are_read_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is noted of bundles that changed within the last seconds."""
+    runs.notes.unlink()
+    monkeypatch.setattr(known, "SETTLED_NS", 10**12)
+    for _ in range(2):
+        assert runs.run() == ({}, {*NAMES, "meta"})
+    assert not runs.notes.exists()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\xff\x00garbage", b"[1, 2]", b'{"bundles": {"x": [0, "y", {"meta": 1}]}}', b"{" * 10**5],
+)
+def test_damaged_notes_cost_time_and_nothing_else(runs: Runs, garbage: bytes) -> None:
+    """Notes of garbage are dropped without a word, and the next run writes new ones."""
+    runs.notes.write_bytes(garbage)
+    assert runs.run() == ({}, {*NAMES, "meta"})
+    assert runs.run() == ({}, set())
+
+
+def test_notes_that_cannot_be_written_fail_no_run(runs: Runs) -> None:
+    """A folder in the place of the notes costs later runs time, and no run fails."""
+    runs.notes.unlink()
+    runs.notes.mkdir()
+    for _ in range(2):
+        assert runs.run() == ({}, {*NAMES, "meta"})
+
+
+def test_a_model_that_was_edited_by_hand_is_written_again(runs: Runs) -> None:
+    """A directory of the repository that is not as it was written is put right, though no bundle changed."""
+    (runs.gen / "m05/1/bundle/model.b1.mlir").write_text("by hand")
+    shutil.rmtree(runs.gen / "m06")
+    assert runs.run() == ({"m05": "changed", "m06": "new"}, {"m05", "m06"})
+
+
+def test_other_settings_make_other_models(runs: Runs, tmp_path: Path) -> None:
+    """A setting that decides a model's directory makes the model again."""
+    (tmp_path / "config.yaml").write_text("models: {m04: {max_batch_size: 4}}")
+    verbs, read = runs.run("--config", str(tmp_path / "config.yaml"))
+    assert verbs["m04"] == "changed"
+    assert read == {"m04"}
+
+
+def test_three_broken_bundles_among_many_are_named_and_the_others_served(runs: Runs) -> None:
+    """Each broken bundle is named at every run and keeps its old version; the others are written."""
+    for name in ("m01", "m11", "m12"):
+        (runs.bundles / name / "manifest.yaml").write_text("format_version: '9'")
+    write_bundle(runs.bundles / "m13", "v2")
+    for changed in ({"m13": "changed"}, {}):
+        verbs, _ = runs.run(status=1)
+        assert verbs == {"m01": "kept", "m11": "kept", "m12": "kept", **changed}
+        assert all(f"{name} is skipped" in runs.complaints for name in ("m01", "m11", "m12"))
+    assert our_models(runs.gen) == {*NAMES, "meta"}
+
+
+def test_two_bundles_of_one_name_are_refused_though_both_are_known(runs: Runs, tmp_path: Path) -> None:
+    """A second bundle of a name is refused at every run; the model stays, and comes back to life without it."""
+    write_bundle(tmp_path / "more/m02", "v1")
+    for _ in range(2):
+        runs.run(str(tmp_path / "more"), status=1)
+        assert "m02 is skipped" in runs.complaints
+    assert "m02" in our_models(runs.gen)
+    shutil.rmtree(tmp_path / "more/m02")
+    write_bundle(tmp_path / "more/other", "v1")
+    assert runs.run(str(tmp_path / "more"))[0] == {"other": "new"}
+
+
+def test_a_full_disk_fails_the_models_that_do_not_fit_by_name(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that does not fit on the disk is named and stays as it was; the next run writes it."""
+    for name in ("m08", "m09"):
+        write_bundle(runs.bundles / name, "v2")
+    real = shutil.copy2
+
+    def full(source: Path, target: Path) -> object:
+        if "m08" in source.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        return real(source, target)
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    assert runs.run(status=1)[0] == {"m09": "changed"}
+    assert "m08: [Errno 28] No space left on device" in runs.complaints
+    assert (runs.gen / "m08/1/bundle/model.b1.mlir").read_text() == "v1 1"
+    monkeypatch.setattr(shutil, "copy2", real)
+    assert runs.run()[0] == {"m08": "changed"}
+    # Only the notes lie beside the repository.
+    assert [path.name for path in runs.gen.parent.glob(".gen*")] == [runs.notes.name]
+
+
+def test_a_bundle_that_goes_while_it_is_read_is_named(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle that disappears between its check and its plan fails alone, and its model stays."""
+    write_bundle(runs.bundles / "m14", "v2")
+    write_bundle(runs.bundles / "m15", "v2")
+
+    def read_bundle(path: Path, **options: Any) -> object:
+        if path.name == "m14":
+            shutil.rmtree(path, ignore_errors=True)
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(plan, "read_bundle", read_bundle)
+    assert runs.run(status=1)[0] == {"m15": "changed"}
+    assert "m14 is skipped: it changed while it was read" in runs.complaints
+    assert (runs.gen / "m14/1/bundle/model.b1.mlir").read_text() == "v1 1"

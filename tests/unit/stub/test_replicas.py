@@ -49,7 +49,13 @@ class FakeReplica:
             settings={"meta": {"transport": self.transport}},
             begins_in_s=lambda _: self.seconds,
         )
-        self.session = cast(Session, SimpleNamespace(attachment=attachment, device=self.device))
+        self.started = 0
+        self.session = cast(
+            Session, SimpleNamespace(attachment=attachment, device=self.device, start=self._start)
+        )
+
+    def _start(self) -> None:
+        self.started += 1
 
     @property
     def ready(self) -> bool:
@@ -436,7 +442,7 @@ def test_a_session_is_known_while_it_begins() -> None:
         known.extend(process.sessions)
         raise Closed("it ended")
 
-    session = cast(Session, SimpleNamespace(begin=begin))
+    session = cast(Session, SimpleNamespace(begin=begin, attachment=None, device=0))
     with pytest.raises(Closed):
         process.begin(session)
     assert known == [session]

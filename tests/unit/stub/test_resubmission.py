@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,12 +32,20 @@ class Outage:
     is_back: bool = False
     #: what was submitted to the next runtime
     submitted: list[ClientRequest] = field(default_factory=list)
-    session: Any = field(default_factory=lambda: SimpleNamespace(attachment=None, down=DOWN))
+    session: Any = field(
+        default_factory=lambda: SimpleNamespace(attachment=None, down=DOWN, cold=False, started=True)
+    )
+    #: how often a cold model was to start
+    woken: int = 0
 
     def __post_init__(self) -> None:
         self.resubmission = Resubmission([cast(Session, self.session)], lambda: self.now)
-        self.resubmission.retry_s = 10.0
+        self.resubmission.retry_s, self.resubmission.start_timeout_s = 10.0, 60.0
+        self.resubmission.wake = self._wake
         self.resubmission.place = self._place
+
+    def _wake(self) -> None:
+        self.woken += 1
 
     def _place(self, request: ClientRequest) -> bool:
         if self.is_back:
@@ -349,7 +358,7 @@ def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
 
 def test_requests_wait_while_one_device_may_come_back(outage: Outage) -> None:
     """A model that one device's runtime refuses waits for the other device's, and is refused when both refuse it."""
-    refusing: Any = SimpleNamespace(attachment=None, down="it has crashed")
+    refusing: Any = SimpleNamespace(attachment=None, down="it has crashed", cold=False, started=True)
     outage.resubmission = Resubmission([refusing, cast(Session, outage.session)], lambda: outage.now)
     outage.resubmission.retry_s = 10.0
     request = outage.add()
@@ -358,3 +367,90 @@ def test_requests_wait_while_one_device_may_come_back(outage: Outage) -> None:
     outage.session.down = "it has crashed"
 
     assert "it has crashed" in failure_of(request)
+
+
+# --- cold models
+
+
+@pytest.fixture
+def start(outage: Outage) -> Outage:
+    """Return the outage of a cold model, which is to start."""
+    outage.session.cold, outage.session.started = True, False
+    return outage
+
+
+def test_the_first_request_starts_a_cold_model(start: Outage) -> None:
+    """Nothing starts it before; requests that come meanwhile have one start, and wait for it."""
+    assert start.woken == 0
+    requests = [start.add() for _ in range(3)]
+    wait_until(lambda: start.woken)
+
+    start.come_back()
+
+    wait_until(lambda: len(start.submitted) == 3)
+    assert [one.triton for one in start.submitted] == requests
+
+
+def test_a_start_that_takes_too_long_is_refused_with_what_to_do(start: Outage) -> None:
+    """The limit is `start_timeout_s`; `retry_s` is for deaths."""
+    request = start.add()
+    start.now += 59.0
+    wait_until(lambda: start.woken)
+    assert request.answers.empty()
+
+    start.now += 1.5
+
+    text = failure_of(request)
+    assert text.startswith("[rsrv:RUNTIME_DOWN] the model is starting; this request has waited 60.5 s")
+    assert "rsrv prefetch --warm" in text
+
+
+def test_a_deadline_before_the_end_of_a_start_is_kept(start: Outage) -> None:
+    """The request is refused when its deadline passes, and others wait on."""
+    start.now = time.monotonic()
+    patient, hurried = start.add(), start.add(FakeRequest({}, timeout_us=2_000_000))
+
+    start.now += 2.5
+
+    assert failure_of(hurried).startswith("[rsrv:DEADLINE] the model is starting")
+    assert patient.answers.empty()
+
+
+def test_a_failed_start_refuses_those_who_wait_with_its_reason(start: Outage) -> None:
+    """Until the next start, which a request after the pause begins, requests have the reason at once."""
+    first = start.add()
+    start.session.cold, start.session.down = False, "its bundle is gone"
+    assert failure_of(first) == "[rsrv:RUNTIME_DOWN] its bundle is gone"
+    assert "its bundle is gone" in failure_of(start.add())
+    before = start.woken
+
+    start.session.cold, start.session.down = True, DOWN
+
+    assert start.add().answers.empty()
+    wait_until(lambda: start.woken > before)
+
+
+def test_the_demand_names_the_earliest_deadline(start: Outage) -> None:
+    """REGISTER says how many wait, and until when the first of them does, if one has a deadline."""
+    assert start.resubmission.demand() == {}
+    start.now = time.monotonic()
+    start.add()
+    assert start.resubmission.demand() == {"waiting": 1}
+    start.add(FakeRequest({}, timeout_us=60_000_000))
+    start.add(FakeRequest({}, timeout_us=30_000_000))
+
+    demand = start.resubmission.demand()
+
+    assert demand["waiting"] == 3
+    assert 29 < demand["deadline_ns"] / 1e9 - start.now < 31
+
+
+def test_a_sub_call_waits_for_a_start_and_not_for_the_next_runtime(outage: Outage) -> None:
+    """The runtime that starts the callee knows the run; after a death only its meta model can repeat the call."""
+    sub_call = '{"rsrv_run": "7"}'
+    outage.session.cold, outage.session.started = True, False
+    assert outage.add(FakeRequest({}, parameters=sub_call)).answers.empty()
+
+    outage.session.cold, outage.session.started = False, True
+
+    assert DOWN in failure_of(outage.add(FakeRequest({}, parameters=sub_call)))

@@ -49,9 +49,9 @@ def test_attempts_become_rarer(error: Exception, longest: float, down: str) -> N
 
     backoffs = Backoffs()
     session = Session(refuse, "m", "/models/m")
-    session._closed = backoffs
+    session._closed, session.started = backoffs, True
 
-    session._reconnect()
+    session._bring_up()
 
     assert backoffs.seconds[:4] == [0.05, 0.1, 0.2, 0.4]
     assert backoffs.seconds[-1] == longest
@@ -67,8 +67,9 @@ def test_the_end_of_a_runtime_that_rejects_the_model_shortens_the_back_off() -> 
 
     session = Session(refuse, "m", "/models/m")
     session._closed = backoffs = Backoffs()
+    session.started = True
 
-    session._reconnect()
+    session._bring_up()
 
     assert backoffs.seconds[9:] == [25.6, 51.2, 5, 5, 5]
 

@@ -401,7 +401,7 @@ class Commands:
                 self._refuse_end(end, f"the note that the device sleeps cannot be written: {error}")
                 return
             self.sleeps = True
-            self._registry.dismiss_all()
+            self._registry.dismiss()
         self.ends = True
         self._answer_late(end.connection, None)
 

@@ -105,8 +105,31 @@ class Registry:
         if not name.isprintable() or len(name) > _MAX_NAME:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
+        if wanted.get("asked") is not True and wanted.get("started") is not True and self._stays_cold(name):
+            self._send_cold(connection)
+            return
         demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
         self._builder.read(connection, name, path, calls, demand)
+
+    def _stays_cold(self, name: str) -> bool:
+        """Return whether a model that nobody has asked for starts later. The next version of a warm one starts now."""
+        if self.catalog.policy.settings.for_model(name).start == "eager":
+            return False
+        return not self.catalog.serves(name) and all(group.name != name for group in self.metas())
+
+    def dismiss(self, key: str | None = None) -> None:
+        """Send COLD to the stubs of a model or meta model that serves, or of all (None).
+
+        Each leaves, unless it has requests, and comes back with the next one.
+        """
+        for connection in self._transport.connections:
+            group = connection.group
+            if group is not None and key in (None, group.key) and self.catalog.ready(group):
+                self._transport.guard(connection, self._send_cold, connection)
+
+    def _send_cold(self, connection: PeerConnection) -> None:
+        timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
+        connection.send(pack_cold(timeout_s, flat=connection.flat))
 
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for; begin the lives of those that are new."""
@@ -198,14 +221,6 @@ class Registry:
                 log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
                 self._advance(key, LifecycleEvent.UNWANTED)
                 self._outbox.append(ev.ModelRemoved(key))
-
-    def dismiss_all(self) -> None:
-        """Send COLD on all connections of models that serve: their stubs come back with their next request."""
-        for connection in self._transport.connections:
-            if connection.group is not None and self.catalog.ready(connection.group):
-                timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
-                frame = pack_cold(timeout_s, flat=connection.flat)
-                self._transport.guard(connection, connection.send, frame)
 
     def tell_all(self) -> None:
         """Update the feed's entries of all models."""

@@ -52,6 +52,15 @@ class Rejected(Exception):
         self.client = client
 
 
+class Cold(Exception):
+    """The runtime starts the model when a request waits for it, and needs no connection until then."""
+
+    def __init__(self, start_timeout_s: float) -> None:
+        """`start_timeout_s`: how long requests may wait for the start."""
+        super().__init__("the model starts with its first request")
+        self.start_timeout_s = start_timeout_s
+
+
 class LaunchError(Exception):
     """The runtime cannot be started; the message says why and what to set."""
 
@@ -136,13 +145,17 @@ class RuntimeConnection:
         self._next_id = 0
         #: whether the runtime did not read in time: until it reads again, frames do not wait for it
         self._stuck = False
+        #: set by COLD on a registered connection: the seconds that requests may wait for the next start
+        self.dismissed: float | None = None
+        #: whether this process has left the runtime, which lives on
+        self.left = False
         #: places of arrays that were garbage-collected
         self._returned: deque[Place] = deque()
 
     # --- registration -------------------------------------------------------------------------------------
 
     def register(self, registration: dict[str, Any]) -> dict[str, Any]:
-        """Register, and wait until the model is ready, however long compiling takes. Raises Rejected, Closed, ProtocolError."""
+        """Register, and wait until the model is ready, however long compiling takes. Raises Cold, Rejected, Closed, ProtocolError."""
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed("the runtime does not read")
         self._readable.poll()
@@ -152,6 +165,8 @@ class RuntimeConnection:
             if kind is Kind.REJECTED:
                 answer = frames.unpack_json(frame)
                 raise Rejected(str(answer.get("reason")), str(answer.get("client", "")))
+            if kind is Kind.COLD:
+                raise Cold(_start_timeout(frame))
             if kind is not Kind.REGISTERED or len(fds) != 1:
                 raise ProtocolError(f"{kind.name} where REGISTERED was expected")
             return read_document(fds[0])
@@ -166,14 +181,17 @@ class RuntimeConnection:
         """
         if not self._send(frames.pack_json(Kind.REPORT, report), patience):
             raise TimeoutError("the runtime does not read")
-        if not self._readable.poll(patience * 1e3):
-            raise TimeoutError("the runtime does not answer")
-        frame, fds = self._receiver.receive()
-        for fd in fds:
-            os.close(fd)
-        if frames.read_header(frame)[0] is not Kind.REPORTED:
-            raise ProtocolError("another frame where REPORTED was expected")
-        return frames.unpack_json(frame)
+        while True:
+            if not self._readable.poll(patience * 1e3):
+                raise TimeoutError("the runtime does not answer")
+            frame, fds = self._receiver.receive()
+            for fd in fds:
+                os.close(fd)
+            kind, _ = frames.read_header(frame)
+            if kind is Kind.REPORTED:
+                return frames.unpack_json(frame)
+            if kind is not Kind.COLD:  # which the connection for answers obeys
+                raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
     def report_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
         """Report ended spans, on a connection for reports. Raises TimeoutError, Closed."""
@@ -333,13 +351,19 @@ class RuntimeConnection:
         return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
-        """Return the next completions, within `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
+        """Return the next completions, within `timeout` seconds; none after COLD, which sets `dismissed`.
+
+        Raises TimeoutError, Closed, ProtocolError.
+        """
         if not self._readable.poll(max(0.0, timeout * 1e3)):
             raise TimeoutError
         frame, fds = self._receiver.receive()
         for fd in fds:  # a runtime sends none with answers
             os.close(fd)
         kind, count = frames.read_header(frame)
+        if kind is Kind.COLD:
+            self.dismissed = _start_timeout(frame)
+            return []
         if kind is not Kind.DONE:
             raise ProtocolError(f"{kind.name} where DONE was expected")
         return frames.unpack_completions(frame, count)
@@ -371,7 +395,12 @@ class RuntimeConnection:
 
     def ended_by(self, key: str = "") -> bool:
         """Tell whether executions of the model `key`, or of any, may be what ended the runtime, which is gone."""
-        return self._blackbox is None or self._blackbox.is_suspect(key)
+        return not self.left and (self._blackbox is None or self._blackbox.is_suspect(key))
+
+    def leave_runtime(self) -> None:
+        """Close the socket, for the model falls back to cold. The memory stays: Triton may still read answers there."""
+        self.left = True
+        self.abandon()
 
     def close(self) -> None:
         with self._lock:
@@ -382,6 +411,13 @@ class RuntimeConnection:
         """Close only the socket, in a process that was forked: the runtime must see the end of its parent."""
         with suppress(OSError):  # other code has closed it
             self.sock.close()
+
+
+def _start_timeout(frame: bytes | memoryview) -> float:
+    try:
+        return float(frames.unpack_json(frame)["start_timeout_s"])
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError("COLD without the time that a start may take") from None
 
 
 def _pack_releases(releases: Sequence[Release]) -> Iterator[bytes]:

@@ -88,6 +88,8 @@ class DeferredReplies(Generic[W]):
         self._session = session
         self._responses = responses
         self._end = end
+        #: called with the attachment when its runtime asks to be left, and with the seconds that a later start may take
+        self.dismissed: Callable[[Attachment, float], object] = lambda attachment, seconds: None
         #: gives a request, whose runtime is gone, to another device; False: it cannot
         self.rescue: Callable[[W], bool] = lambda one: False
         self._pack = pack
@@ -96,6 +98,8 @@ class DeferredReplies(Generic[W]):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
+        #: work that waits, or is done at this moment
+        self._unfinished = 0
         #: by connection: its pending requests by id, its attachment, and a callback for when none is pending
         self._connections: dict[RuntimeConnection, dict[int, W]] = {}
         self._attachments: dict[RuntimeConnection, Attachment] = {}
@@ -130,8 +134,7 @@ class DeferredReplies(Generic[W]):
 
     def reply(self, request: ClientRequest) -> Reply:
         """Give a request its reply. From now on it is checked for its deadline and for cancellation."""
-        sender = request.triton.get_response_sender()
-        reply = request.reply = Reply(sender, self._responses, request.params.deadline_ns, request.id)
+        reply = request.open_reply(self._responses)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
         return reply
@@ -179,9 +182,22 @@ class DeferredReplies(Generic[W]):
             attachment.direct.close()
         self.rescue_or_fail(requests)
 
+    def leave(self, attachment: Attachment) -> None:
+        """Leave a runtime that the model needs no longer. A request that comes at the same time starts the model again."""
+        with self._lock:
+            requests = self._forget(attachment.deferred)
+        self._session.fall_back(attachment)
+        attachment.deferred.close()
+        self.rescue_or_fail(requests.values())
+
     def rescue_or_fail(self, requests: Iterable[W]) -> None:
         """End requests whose runtime is gone here; all of them have replies."""
         self._fail([one for one in requests if not self.rescue(one)], Status.RUNTIME_DOWN, DOWN)
+
+    @property
+    def idle(self) -> bool:
+        """True if no request waits for the runtime or for a sender thread."""
+        return not self.pending and not self._unfinished
 
     @property
     def pending(self) -> int:
@@ -190,10 +206,10 @@ class DeferredReplies(Generic[W]):
 
     def run(self, work: Callable[[], None]) -> None:
         """Do work on a sender thread. The threads are started when they are first needed."""
-        if self._started < self._threads:
-            with self._lock:
-                if self._started < self._threads:
-                    self._start_thread()
+        with self._lock:
+            self._unfinished += 1
+            if self._started < self._threads:
+                self._start_thread()
         self._work.put(work)
 
     def _start_thread(self) -> None:
@@ -296,6 +312,9 @@ class DeferredReplies(Generic[W]):
             self.finish(one)
         if idle is not None:
             idle()
+        if connection.dismissed is not None:
+            seconds, connection.dismissed = connection.dismissed, None
+            self.dismissed(attachment, seconds)
 
     def _fail_late(self) -> None:
         """Fail requests whose deadline passed long ago. Their executions go on, with their memory, without an answer."""
@@ -351,6 +370,9 @@ class DeferredReplies(Generic[W]):
                     work()
                 except Exception:
                     log.exception("answering failed")
+                finally:
+                    with self._lock:
+                        self._unfinished -= 1
                 del work  # a request must not live on here: its reply answers when dropped
         except Exception:  # noqa: BLE001
             # There is no memory even for the log.

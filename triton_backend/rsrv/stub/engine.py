@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,8 @@ class Engine:
         #: memory for answers in place: the connection has one batch at a time, and Triton has copied its answers
         #: when the next one comes
         self._slab: Slab | None = None
+        #: held while execute() reads requests and answers them in place
+        self._executing = Lock()
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
         self._attachment = self._latest = attachment = self._process.begin(session)
@@ -198,7 +201,7 @@ class Engine:
         self.execute_later = EntryPoint(
             partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
         ).execute
-        self._deferred.rescue = self._rescue
+        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
         session.on_attach = self._use
         self._use(attachment)
         self._switch(attachment)
@@ -233,7 +236,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """True if a runtime serves this model, and takes requests."""
+        """True if a runtime serves this model and takes requests, or the model is cold."""
         return self.session.ready
 
     def answers_in_s(self) -> float:
@@ -276,6 +279,19 @@ class Engine:
 
     def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
+        with self._executing:
+            return self._answer_now(requests, at_once=at_once)
+
+    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
+        """Leave a runtime that asks for it, because the model is idle there; with requests in flight, stay."""
+        self._process.resubmission.start_timeout_s = start_timeout_s
+        if self._deferred.idle and self._executing.acquire(blocking=False):
+            try:
+                self._deferred.leave(attachment)
+            finally:
+                self._executing.release()
+
+    def _answer_now(self, requests: list[ClientRequest], *, at_once: bool) -> list[Any] | None:
         attachment = self.session.attachment
         if attachment is None:
             self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)

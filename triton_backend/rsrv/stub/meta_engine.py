@@ -117,6 +117,8 @@ class MetaEngine:
         #: the requests that were answered in place last: Triton reads their responses after execute() has returned
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
+        #: held while execute() reads requests and answers them in place
+        self._executing = threading.Lock()
         #: idle connections, and the callees, of one attachment
         self._connections: list[RuntimeConnection] = []
         self._attachment: Attachment | None = None
@@ -136,7 +138,7 @@ class MetaEngine:
         self.execute_later = EntryPoint(
             partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
         ).execute
-        self._deferred.rescue = self._rescue
+        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
         session.on_attach = self._use
         self._use(attachment)
 
@@ -153,7 +155,7 @@ class MetaEngine:
 
     @property
     def ready(self) -> bool:
-        """True if a runtime serves all callees, and takes requests."""
+        """True if a runtime serves all callees and takes requests, or the model is cold."""
         return self.session.ready
 
     def answers_in_s(self) -> float:
@@ -205,6 +207,24 @@ class MetaEngine:
 
     def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
         """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
+        with self._executing:
+            return self._answer_now(requests, at_once=at_once)
+
+    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
+        """Leave a runtime that asks for it, because the model is idle there; with runs in progress, stay."""
+        self._process.resubmission.start_timeout_s = start_timeout_s
+        if self._running or not self._deferred.idle or not self._executing.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                idle, self._connections, self._attachment = self._connections, [], None
+            self._deferred.leave(attachment)
+            for connection in idle:
+                connection.close()
+        finally:
+            self._executing.release()
+
+    def _answer_now(self, requests: list[ClientRequest], *, at_once: bool) -> list[Any] | None:
         attachment = self.session.attachment
         if attachment is None:
             self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)

@@ -2,16 +2,17 @@
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rsrv import logs
-from rsrv.hooks.loader import HookError, load_hooks, load_run
+from rsrv.hooks.loader import HookError, Hooks, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.model import Setup, set_up
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -21,7 +22,7 @@ class MetaModelStub:
     """One meta model's stub; its work is done by `MetaEngine` and the runtime."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Return when all callees are compiled, warm and ready. Raises TritonModelException with the reason otherwise."""
+        """Return when all callees are ready, or the meta model is cold. Raises TritonModelException with the reason otherwise."""
         import triton_python_backend_utils as pb_utils
 
         setup: Setup = set_up(args, pb_utils)
@@ -32,8 +33,6 @@ class MetaModelStub:
         external = parameters.get("rsrv_external", {"string_value": "[]"})
         try:
             tensors, responses = Tensors(pb_utils), Responses(pb_utils)
-            run = load_run(setup.bundle / "model.py")
-            hooks = {path.name: load_hooks(path / "model.py") for path in callees}
             process = StubProcess(responses)
             carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
             shared: list[Bls] = []
@@ -45,13 +44,17 @@ class MetaModelStub:
                     shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
                 return shared[0]
 
+            @cache
+            def functions() -> tuple[Callable[..., Any], dict[str, Hooks]]:
+                run = load_run(setup.bundle / "model.py")
+                return run, {path.name: load_hooks(path / "model.py") for path in callees}
+
             def make(device: int) -> MetaEngine:
-                with setup.session(device, {path.name: str(path) for path in callees}) as session:
+                with setup.session(process, device, {path.name: str(path) for path in callees}) as session:
                     return MetaEngine(
                         tensors,
                         responses,
-                        run,
-                        hooks,
+                        *functions(),
                         json.loads(external["string_value"]),
                         setup.outputs,
                         setup.batched,
@@ -61,21 +64,19 @@ class MetaModelStub:
                         process=process,
                     )
 
-            placement = setup.placement(path.name for path in callees)
-            self._replicas = Replicas(make, setup.name, process, placement, setup.devices)
+            self._model = setup.serve(make, process, pb_utils, [path.name for path in callees])
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.start(self._replicas, pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._replicas.execute(requests)
+        return self._model.execute(requests)
 
     def is_ready(self) -> bool:
         """Tell Triton 26.03 and later whether the model is ready."""
-        return self._replicas.ready
+        return self._model.ready
 
     def finalize(self) -> None:
-        self._replicas.close()
+        self._model.close()
         logs.flush()
 
 

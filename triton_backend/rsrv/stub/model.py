@@ -4,19 +4,21 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost 
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rsrv import logs
-from rsrv.hooks.loader import HookError, load_hooks
+from rsrv.hooks.loader import HookError, Hooks, load_hooks
+from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.metrics import make_mirror
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -35,21 +37,27 @@ class ModelStub:
     """One model's stub; its work is done by `Engine` and the runtime."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Return when the model is compiled, warm and ready. Raises TritonModelException with the reason if it cannot be."""
+        """Return when the model is ready, or cold: then its first request starts it.
+
+        Raises TritonModelException with the reason if it cannot be loaded.
+        """
         import triton_python_backend_utils as pb_utils
 
         setup = set_up(args, pb_utils)
         try:
             tensors, responses = Tensors(pb_utils), Responses(pb_utils)
-            hooks = load_hooks(setup.bundle / "model.py")
             process = StubProcess(responses)
 
+            @cache
+            def hooks() -> Hooks:
+                return load_hooks(setup.bundle / "model.py")
+
             def make(device: int) -> Engine:
-                with setup.session(device) as session:
+                with setup.session(process, device) as session:
                     return Engine(
                         tensors,
                         responses,
-                        hooks,
+                        hooks(),
                         setup.outputs,
                         setup.batched,
                         session,
@@ -57,20 +65,19 @@ class ModelStub:
                         internal="rsrv_internal" in setup.config["parameters"],
                     )
 
-            self._replicas = Replicas(make, setup.name, process, setup.placement(), setup.devices)
+            self._model = setup.serve(make, process, pb_utils)
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        setup.start(self._replicas, pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._replicas.execute(requests)
+        return self._model.execute(requests)
 
     def is_ready(self) -> bool:
         """Tell Triton 26.03 and later whether the model is ready."""
-        return self._replicas.ready
+        return self._model.ready
 
     def finalize(self) -> None:
-        self._replicas.close()
+        self._model.close()
         logs.flush()
 
 
@@ -89,18 +96,42 @@ class Setup:
     #: Triton's number
     version: str
 
-    @contextmanager
-    def session(self, device: int, calls: Mapping[str, str] | None = None) -> Iterator[Session]:
-        """Make the session with a device's runtime, which an error closes.
+    def serve(
+        self,
+        make: Callable[[int], ModelReplica],
+        process: StubProcess,
+        pb_utils: Any,
+        callees: Iterable[str] = (),
+    ) -> Replicas | ColdModel:
+        """Return the model's replicas, which `make` makes, or the model if it is cold. Raises one of UNREACHABLE."""
+        # The runtime must see the end of this process, also if a hook forks it.
+        os.register_at_fork(after_in_child=process.abandon)
+        placement = self.placement(callees)
 
-        `calls` are the bundles of a meta model's callees, by name.
+        def begin(*, start: bool) -> Replicas:
+            replicas = Replicas(make, self.name, process, placement, self.devices, start=start)
+            self.start(replicas, pb_utils)
+            return replicas
+
+        return begin_model(begin, process)
+
+    @contextmanager
+    def session(
+        self, process: StubProcess, device: int, calls: Mapping[str, str] | None = None
+    ) -> Iterator[Session]:
+        """Attach a session to a device's runtime; an error closes it. Raises Cold, or one of UNREACHABLE.
+
+        `calls` are the bundles of a meta model's callees, by name. Hooks are not imported before: of a cold model they are
+        not needed.
         """
         launcher = replace(self.launcher, device=str(device))
         session = Session(launcher.open, self.name, str(self.bundle), calls, device)
         try:
+            process.begin(session)
             yield session
         except BaseException:
             session.close()
+            process.forget(session)
             raise
 
     def placement(self, callees: Iterable[str] = ()) -> PlacementReader:

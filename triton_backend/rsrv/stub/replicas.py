@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from math import inf
 from operator import methodcaller, or_
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rsrv.placement.batch_shares import Forecast, divide
 from rsrv.placement.device_choice import PINNED, allowed, by_preference, soonest
-from rsrv.stub.connection import Rejected
+from rsrv.stub.connection import Cold, Rejected
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
@@ -37,6 +37,8 @@ class StubProcess:
         self.guard = HookGuard()
         #: those of all replicas
         self.sessions: list[Session] = []
+        #: devices on which the model is to start although it is cold
+        self.wanted: set[int] = set()
         self.end = DrainAndExit(self._stop, responses)
         self.responses = responses
         #: replicas that the model is to have
@@ -50,14 +52,24 @@ class StubProcess:
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
 
     def begin(self, session: Session) -> Attachment:
-        """Attach a session, known from its first connection on: a hook may fork meanwhile. Raises one of UNREACHABLE."""
+        """Attach a session, known from its first connection on: a hook may fork meanwhile.
+
+        Raises Cold, or one of UNREACHABLE.
+        """
+        if session.attachment is not None:
+            return session.attachment
         self.sessions.append(session)
-        session.asked = lambda: self.resubmission.waits
+        session.demand, session.wanted = self.resubmission.demand, session.device in self.wanted
         try:
             return session.begin()
         except BaseException:
             self.sessions.remove(session)
             raise
+
+    def forget(self, session: Session) -> None:
+        """Leave out a session that could not be used."""
+        if session in self.sessions:
+            self.sessions.remove(session)
 
     def _place(self, request: ClientRequest) -> bool:
         """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
@@ -70,9 +82,10 @@ class StubProcess:
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
         """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
-        self.guard.start(settings, threads * self.devices, self.end, self._abandon)
+        self.guard.start(settings, threads * self.devices, self.end, self.abandon)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Close the sockets in a process that was forked, which must not keep the runtime from seeing the end of this one."""
         for session in self.sessions:
             session.abandon()
 
@@ -124,30 +137,43 @@ class Replicas:
         process: StubProcess,
         placement: PlacementReader | None = None,
         devices: Callable[[], int] = lambda: 1,
+        start: bool = False,
     ) -> None:
         """Make the replicas: the first one alone, because the others then find its compiled modules in the cache.
 
-        `make` makes that of a device, by its number, and raises one of UNREACHABLE. If a device does not serve the model,
-        the others do, and it is tried again. `devices` counts those of the server without a runtime's help.
+        `make` makes that of a device, by its number, and raises Cold, or one of UNREACHABLE. If a device does not serve the
+        model, the others do, and it is tried again. `devices` counts those of the server without a runtime's help. `start`:
+        the model is cold, and starts on the device that it prefers. Raises Cold, or one of UNREACHABLE.
         """
         self._make = make
         self._responses = process.responses
         self._placement = placement
-        number, first = _first_reachable(make, devices)
+        self._process = process
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        #: devices on which the model is cold and has no replica
+        self._cold: set[int] = set()
+        #: devices of the table, and whether live ones elsewhere are out of the question
+        self._mask = 0
+        self._pinned = False
+        if start:
+            self._mask = 0 if placement is None else placement.mask(time.monotonic())
+            preferred = by_preference(name, devices())
+            order: Iterable[int] = dict.fromkeys((*allowed(preferred, self._mask), *preferred))
+        else:
+            order = _one_after_another(devices)
+        number, first = self._make_first(order, start=start)
         self._first = first
         attachment = first.session.attachment
         count = devices() if attachment is None else attachment.direct.devices
         process.devices, process.live, process.stages = count, self._live, self._stages
+        process.resubmission.wake = self._wake
         self._preference = by_preference(name, count)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
         #: by device, the home first
         self._replicas: dict[int, ModelReplica] = {number: first}
-        #: devices of the table, the replicas there and elsewhere, and whether live ones elsewhere are out of the question
-        self._mask = 0
+        #: the replicas on devices of the table, and elsewhere
         self._allowed: Sequence[ModelReplica] = (first,)
         self._others: Sequence[ModelReplica] = ()
-        self._pinned = False
         #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
         self._callees: Mapping[str, int] = {}
         self._apart: Mapping[str, int] = {}
@@ -169,17 +195,45 @@ class Replicas:
 
     # --- the devices --------------------------------------------------------------------------------------
 
+    def _make_first(self, order: Iterable[int], *, start: bool) -> tuple[int, ModelReplica]:
+        """Return the first device of `order` that serves the model, and its replica. Raises Cold, or one of UNREACHABLE."""
+        failures: dict[int, Exception] = {}
+        for device in order:
+            if start:
+                self._process.wanted.add(device)
+            try:
+                replica = self._make(device)
+            except UNREACHABLE as error:
+                failures[device] = error
+                if _is_dangerous(error):
+                    break  # a model that has ended a runtime would end the others, too
+            else:
+                for number, failure in failures.items():
+                    log.error("device %d does not serve the model yet: %s", number, failure)
+                return device, replica
+            finally:
+                self._process.wanted.discard(device)
+        if len({str(failure) for failure in failures.values()}) == 1:
+            raise next(iter(failures.values()))
+        raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in failures.items()))
+
     def _join(self, device: int, attempted: threading.Event) -> None:
         """Add the replica of a further device as soon as its runtime serves the model."""
         pause = _FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
                 replica = self._make(device)
+            except Cold:
+                with self._lock:
+                    self._cold.add(device)
+                attempted.set()
+                return
             except UNREACHABLE as error:
                 log.error("device %d does not serve the model yet: %s", device, error)
             except Exception:
                 log.exception("device %d does not serve the model yet", device)
             else:
+                self._process.wanted.discard(device)
                 self._add(device, replica)
                 attempted.set()
                 return
@@ -197,6 +251,24 @@ class Replicas:
                     self._report(device, replica)
                 return
         replica.close()
+
+    def _wake(self) -> None:
+        """Start a cold model where its requests go; `Resubmission.wake`."""
+        self._choose().session.start()
+
+    def _spread_warm(self) -> None:
+        """Start a model that serves on the devices of a new table where it is cold, under the lock."""
+        if not self._mask or all(one.session.attachment is None for one in self._replicas.values()):
+            return
+        for device in [one for one in self._preference if self._mask >> one & 1]:
+            if device in self._replicas:
+                self._replicas[device].session.start()
+            elif device in self._cold:
+                self._cold.discard(device)
+                self._process.wanted.add(device)
+                threading.Thread(
+                    target=self._join, args=(device, threading.Event()), name="replica", daemon=True
+                ).start()
 
     def _allow(self) -> None:
         """Follow the table and the replicas."""
@@ -220,6 +292,7 @@ class Replicas:
                 with self._lock:
                     self._mask, self._callees = mask, self._placement.callees
                     self._allow()
+                    self._spread_warm()
         if apart := self._apart:  # a device that joins may replace it at any time
             return self._begin_stages(apart)
         return soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
@@ -306,7 +379,7 @@ class Replicas:
 
     @property
     def ready(self) -> bool:
-        """True if a runtime serves the model, and takes requests."""
+        """True if the model takes requests: a runtime serves it, or it is cold."""
         return any(one.ready for one in self._replicas.values())
 
     @property
@@ -326,27 +399,10 @@ class Replicas:
             self._placement.close()
 
 
-def _first_reachable(
-    make: Callable[[int], ModelReplica], devices: Callable[[], int]
-) -> tuple[int, ModelReplica]:
-    """Return the replica of the first device that serves the model, and its number. Raises one of UNREACHABLE."""
-    try:
-        return 0, make(0)
-    except UNREACHABLE as error:
-        failures: list[Exception] = [error]
-    # A model that has ended a runtime would end the others, too.
-    while not _is_dangerous(failures[-1]) and (device := len(failures)) < devices():
-        try:
-            replica = make(device)
-        except UNREACHABLE as error:
-            failures.append(error)
-        else:
-            for number, failure in enumerate(failures):
-                log.error("device %d does not serve the model yet: %s", number, failure)
-            return device, replica
-    if len({str(failure) for failure in failures}) == 1:
-        raise failures[0]
-    raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in enumerate(failures)))
+def _one_after_another(devices: Callable[[], int]) -> Iterator[int]:
+    """Yield the numbers of the server's devices, whose count is known after an attempt at the first one."""
+    yield 0
+    yield from range(1, devices())
 
 
 def _is_dangerous(failure: Exception) -> bool:

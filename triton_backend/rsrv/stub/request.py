@@ -119,6 +119,12 @@ class ClientRequest:
             log.exception("request %r: reading failed", self.id, extra=of_request(self.id))
             self.failure = RequestFailure(Status.INTERNAL, _INTERNAL)
 
+    def open_reply(self, responses: Responses) -> Reply:
+        """Have the request answered after execute() returned, by the reply that this returns."""
+        sender = self.triton.get_response_sender()
+        self.reply = Reply(sender, responses, self.params.deadline_ns, self.id)
+        return self.reply
+
     def blame(self, error: Exception) -> None:
         """Set the failure for an error of preparing the request. Call this while `error` is handled."""
         if isinstance(error, RequestFailure):

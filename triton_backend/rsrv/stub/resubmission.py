@@ -1,5 +1,7 @@
 """Requests whose runtime has died, and those that come while there is none: the next runtime gets them.
 
+Requests for a cold model wait here, too, while it starts.
+
 Inference has no side effects, and Triton keeps a request's inputs until its answer. So a death costs time, not answers.
 """
 
@@ -16,7 +18,7 @@ from rsrv.stub.deferred import CHECK_PERIOD_S, LATE, MAX_CHECKS
 from rsrv.stub.endpoint import Array
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, Outcomes
-from rsrv.stub.session import DOWN, UNLOADED, Session
+from rsrv.stub.session import DOWN, UNLOADED, Startable
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -54,13 +56,16 @@ class Resubmission:
     Requests with the inputs of one that ended two runtimes are refused.
     """
 
-    def __init__(self, sessions: Sequence[Session], clock: Callable[[], float] = time.monotonic) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: Sequence[Startable], clock: Callable[[], float] = time.monotonic) -> None:
+        #: the model on its devices, or as a whole until it has started once
+        self.sessions = sessions
         self._clock = clock
         #: submits a request to a runtime; False: there is none
         self.place: Callable[[ClientRequest], bool] = lambda request: False
-        #: seconds that a request waits at most, over all deaths
-        self.retry_s = 0.0
+        #: starts a cold model
+        self.wake: Callable[[], object] = lambda: None
+        #: seconds that a request waits at most: over all deaths, or for the start of a cold model
+        self.retry_s = self.start_timeout_s = 0.0
         self._lock = threading.Lock()
         self._waiting: list[WaitingRequest] = []
         #: the suspect that is under way
@@ -88,7 +93,7 @@ class Resubmission:
         """Have a request, which has a reply, wait for a runtime; or end it with the reason why it cannot. Thread-safe."""
         now = self._clock()
         if not request.retry_until:
-            request.retry_until = now + self.retry_s
+            request.retry_until = now + (self.start_timeout_s if self._is_starting else self.retry_s)
         one = WaitingRequest(request, outcomes, _input_bytes(request), now)
         with self._lock:
             if request is self._suspect:
@@ -108,20 +113,36 @@ class Resubmission:
         """
         now = self._clock()
         if not request.retry_until:
-            request.retry_until = now + self.retry_s
+            request.retry_until = now + (self.start_timeout_s if self._is_starting else self.retry_s)
         with self._lock:
             failure = self._why_over(request, now)
             if failure is not None:
                 raise failure
+            if self._is_down:
+                self.wake()
             is_turn = not request.deaths or request is self._suspect or not self._has_suspect()
             if request.deaths and is_turn:
                 self._suspect = request
             return is_turn
 
+    def demand(self) -> dict[str, int]:
+        """From any thread: the requests that wait for a runtime, in the form of REGISTER; {}: none."""
+        with self._lock:
+            deadlines = [one.request.params.deadline_ns for one in self._waiting]
+        if not deadlines:
+            return {}
+        earliest = min(filter(None, deadlines), default=0)
+        return {"waiting": len(deadlines), **({"deadline_ns": earliest} if earliest else {})}
+
     @property
-    def waits(self) -> bool:
-        """From any thread: whether requests wait for a runtime."""
-        return bool(self._waiting)
+    def _is_down(self) -> bool:
+        """True if no runtime serves the model."""
+        return all(session.attachment is None for session in self.sessions)
+
+    @property
+    def _is_starting(self) -> bool:
+        """True if the model is cold or starts, so that no runtime has died."""
+        return not any(session.started for session in self.sessions)
 
     def remember(self, arrays: Mapping[str, Array]) -> None:
         """Refuse requests with these inputs from now on: they ended two runtimes. Thread-safe."""
@@ -143,6 +164,8 @@ class Resubmission:
         now = self._clock()
         with self._lock:
             waiting = list(self._waiting)
+        if waiting and self._is_down:
+            self.wake()
         is_down, checks = False, MAX_CHECKS
         for one in waiting:
             request = one.request
@@ -192,7 +215,7 @@ class Resubmission:
         if one.request.failure is not None:
             return one.request.failure
         # Only the runtime that is gone knows the run of a sub-call, which its meta model repeats in the next one.
-        if one.request.params.run:
+        if one.request.params.run and not self._is_starting:
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
         failure = self._why_over(one.request, now)
         nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
@@ -208,15 +231,28 @@ class Resubmission:
             return RequestFailure(Status.DEADLINE, LATE)
         if self._closed:
             return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
-        is_down = all(session.attachment is None for session in self._sessions)
+        is_down, is_starting = self._is_down, self._is_starting
+        if is_starting and 0 < request.params.deadline_ns <= 1e9 * now:
+            return RequestFailure(Status.DEADLINE, self._still_starting(request, now))
         # A suspect, for which there is a runtime, only waits for its turn.
         if now >= request.retry_until and (is_down or not request.deaths):
-            return RequestFailure(Status.RUNTIME_DOWN, DOWN)
+            return RequestFailure(
+                Status.RUNTIME_DOWN, self._still_starting(request, now) if is_starting else DOWN
+            )
         if is_down:
-            reasons = [session.down for session in self._sessions]
+            reasons = [session.down for session in self.sessions if not session.cold]
             if reasons and DOWN not in reasons:  # no device will take the model soon
                 return RequestFailure(Status.RUNTIME_DOWN, reasons[0])
         return None
+
+    def _still_starting(self, request: ClientRequest, now: float) -> str:
+        """Return the client's text for a request that cannot wait until a cold model has started."""
+        waited = max(0.0, now - (request.retry_until - self.start_timeout_s))
+        return (
+            f"the model is starting; this request has waited {waited:.1f} s for it, and requests wait "
+            f"{self.start_timeout_s:g} s at most. Send it again later, with a later deadline, or start the model ahead "
+            "with `rsrv prefetch --warm`"
+        )
 
     def _has_suspect(self) -> bool:
         suspect = self._suspect

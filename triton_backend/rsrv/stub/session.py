@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
-from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection, greet
+from rsrv.stub.connection import Cold, Greeted, LaunchError, Rejected, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.wire import paths
 from rsrv.wire.blackbox import BlackBoxReader
@@ -36,6 +36,9 @@ _REJECTED = "the model runtime does not load this model again; the server's log 
 #: seconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model, because
 #: it reads the whole bundle each time
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S, _MAX_REJECTED_BACKOFF_S = 0.05, 5.0, 60.0
+
+#: seconds after a failed start of a cold model until a request may start it again, doubling
+_FIRST_START_PAUSE_S, _MAX_START_PAUSE_S = 1.0, 60.0
 
 #: attempts of a model's first load while runtimes crash
 _FIRST_ATTEMPTS = 10
@@ -126,12 +129,56 @@ class Attachment:
         return Forecast(self.device_free_in_s() + load_s, warm, costs)
 
 
-class Session:
-    """Keeps a model attached to a runtime.
+class Startable:
+    """A model on one device, or on the one that it starts on: started by `start` when it is cold, and requests wait.
 
-    `attachment` is None while no runtime serves the model; then `down` is the reason for clients. `on_attach` is called
-    with each new attachment, on the thread that made it.
+    `attachment` is None while no runtime serves it; then `down` is the reason for clients.
     """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.attachment: Attachment | None = None
+        self.down = DOWN
+        #: no runtime has the model, and no thread starts it
+        self.cold = False
+        #: a runtime has had it ready, and it has not fallen back to cold since
+        self.started = False
+        self._start_pause_s = _FIRST_START_PAUSE_S
+
+    def start(self) -> None:
+        """Start a cold model, on a thread; otherwise do nothing. Thread-safe."""
+        with self._lock:
+            if not self.cold or self._closed.is_set():
+                return
+            self.cold = False
+        try:
+            threading.Thread(target=self._bring_up, name="start", daemon=True).start()
+        except RuntimeError:
+            log.exception("there is no thread to start the model")
+            self.cold = True
+
+    def _bring_up(self) -> None:
+        raise NotImplementedError
+
+    def _start_failed(self, reason: object) -> None:
+        """Refuse requests with the reason for a while; after that, the next one starts the model again."""
+        pause, self._start_pause_s = self._start_pause_s, min(2 * self._start_pause_s, _MAX_START_PAUSE_S)
+        log.error("the model could not be started; a request starts it again after %.0f s: %s", pause, reason)
+        self.down = f"the model could not be started: {reason}"
+        self._closed.wait(pause)
+        self.cold, self.down = True, DOWN
+
+    def stop(self) -> Attachment | None:
+        """Take no more requests. Returns the attachment, if there was one."""
+        with self._lock:
+            self._closed.set()
+            attachment, self.attachment = self.attachment, None
+        return attachment
+
+
+class Session(Startable):
+    """Keeps a model attached to a runtime. `on_attach` is called with each new attachment, on the thread that made it."""
 
     def __init__(
         self,
@@ -141,25 +188,24 @@ class Session:
         calls: Mapping[str, str] | None = None,
         device: int = 0,
     ) -> None:
+        super().__init__()
         self._open = open_connection
         self.device = device
         self.model = model
         self._registration: dict[str, Any] = {"model": model, "bundle": bundle}
         if calls is not None:
             self._registration["calls"] = dict(calls)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._connections: WeakSet[RuntimeConnection] = WeakSet()
-        self.attachment: Attachment | None = None
-        self.down = DOWN
         self.on_attach: Callable[[Attachment], None] = lambda attachment: None
-        #: whether requests wait for a runtime
-        self.asked: Callable[[], bool] = lambda: False
+        #: whether the model is to start here although it is cold
+        self.wanted = False
+        #: the requests that wait for a runtime, in the form of REGISTER; {}: none
+        self.demand: Callable[[], Mapping[str, int]] = dict
         #: called after `attachment` has changed
         self.on_change: Callable[[], object] = lambda: None
 
     def begin(self) -> Attachment:
-        """Attach for the first time. Raises one of UNREACHABLE.
+        """Attach for the first time. Raises Cold, or one of UNREACHABLE.
 
         If the runtime crashes meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a
         model that crashes it repeatedly.
@@ -177,10 +223,13 @@ class Session:
         return self.attach()
 
     def attach(self) -> Attachment:
-        """Reach the runtime and register. Raises one of UNREACHABLE."""
+        """Reach the runtime and register. Raises Cold, or one of UNREACHABLE."""
         direct = self._connect()
+        # On other devices a cold model starts only if it is wanted there.
+        demand = self.demand() if self.started or self.wanted else {}
+        asked = self.wanted or bool(demand)
         try:
-            body = direct.register({**self._registration, "asked": self.asked()})
+            body = direct.register({**self._registration, "asked": asked, "started": self.started, **demand})
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
@@ -204,7 +253,8 @@ class Session:
                 raise Closed(UNLOADED)
             # First: once the attachment is visible, execute() may use it.
             self.on_attach(attachment)
-            self.attachment = attachment
+            self.attachment, self.started, self.wanted = attachment, True, False
+            self._start_pause_s = _FIRST_START_PAUSE_S
         self.on_change()
         return attachment
 
@@ -231,8 +281,8 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """True if a runtime serves the registration, and reads requests."""
-        return self.reading is not None
+        """True if a runtime serves the registration and reads requests, or the model is cold or starts."""
+        return self.reading is not None or not self.started
 
     def lost(self, attachment: Attachment) -> None:
         """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly."""
@@ -243,15 +293,33 @@ class Session:
         self.on_change()
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
-            threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+            threading.Thread(target=self._bring_up, name="reconnect", daemon=True).start()
 
-    def _reconnect(self) -> None:
+    def fall_back(self, attachment: Attachment) -> None:
+        """Leave a runtime in which the model is idle; the next request starts the model again. Thread-safe."""
+        with self._lock:
+            if self.attachment is not attachment:
+                return
+            self.attachment, self.cold, self.started = None, True, False
+        self.on_change()
+        for connection in (attachment.direct, attachment.deferred):
+            connection.leave_runtime()
+        log.info("the model is cold: the runtime keeps nothing of it until the next request")
+
+    def _bring_up(self) -> None:
+        self.wanted = not self.started
         backoff = _FIRST_BACKOFF_S
         while not self._closed.is_set():
             most = _MAX_BACKOFF_S
             try:
                 self.attach()
+            except Cold:
+                self.cold = True
+                return
             except Rejected as error:
+                if not self.started:
+                    self._start_failed(error)
+                    return
                 log.error("the runtime rejects the model: %s", error)
                 self.down = error.client or _REJECTED
                 most = _MAX_REJECTED_BACKOFF_S
@@ -269,13 +337,6 @@ class Session:
             backoff = min(backoff, most)
             self._closed.wait(backoff)
             backoff *= 2
-
-    def stop(self) -> Attachment | None:
-        """Take no more requests. Returns the attachment, if there was one."""
-        with self._lock:
-            self._closed.set()
-            attachment, self.attachment = self.attachment, None
-        return attachment
 
     def abandon(self) -> None:
         """Close the sockets in a process that was forked: the runtime must see the end of its parent."""

@@ -1,0 +1,403 @@
+"""Cold models: a stub without a runtime's model, its start by the first request, and the way back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.loader import Arrays, HookError, Hooks
+from rsrv.settings import Settings, load_settings
+from rsrv.stub.cold import ColdModel, begin_model
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Attachment, Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.socket import read_status
+from tests.builders import broken_bundle, write_meta
+from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.watchers import Watcher
+from tests.waiting import wait_until
+
+OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
+LAZY = "runtime: {start: lazy}"
+
+
+class Stub:
+    """A model's process, as `model` sets one up."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        bundle: Path,
+        hooks: Callable[[], Hooks] = Hooks,
+        calls: dict[str, Path] | None = None,
+    ) -> None:
+        self.runtime, self._bundle, self._hooks, self._calls = runtime, bundle, hooks, calls
+        self.process = StubProcess(Responses(FakePbUtils))
+        self.model = begin_model(self._begin, self.process)
+
+    def _begin(self, *, start: bool) -> Replicas:
+        return Replicas(self._make, self._bundle.name, self.process, start=start)
+
+    def _make(self, device: int) -> Engine | MetaEngine:
+        calls = None if self._calls is None else {name: str(path) for name, path in self._calls.items()}
+        session = Session(lambda: self.runtime.open(), self._bundle.name, str(self._bundle), calls)
+        try:
+            self.process.begin(session)
+            if calls is None:
+                return Engine(
+                    Tensors(FakePbUtils),
+                    Responses(FakePbUtils),
+                    self._hooks(),
+                    OUTPUTS,
+                    True,
+                    session,
+                    process=self.process,
+                )
+            return MetaEngine(
+                Tensors(FakePbUtils),
+                Responses(FakePbUtils),
+                lambda inputs, call: call("a", inputs),
+                dict.fromkeys(calls, Hooks()),
+                (),
+                OUTPUTS,
+                True,
+                session,
+                lambda settings: pytest.fail("there are no calls through Triton"),
+                process=self.process,
+            )
+        except BaseException:
+            session.close()
+            self.process.forget(session)
+            raise
+
+    @property
+    def attachment(self) -> Attachment:
+        (session,) = self.process.sessions
+        wait_until(lambda: session.attachment is not None)
+        assert session.attachment is not None
+        return session.attachment
+
+    @property
+    def engine(self) -> Engine | MetaEngine:
+        """Return its replica, once it has started."""
+        assert isinstance(self.model, ColdModel)
+        assert self.model._replicas is not None
+        engine = self.model._replicas._first
+        assert isinstance(engine, Engine | MetaEngine)
+        return engine
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether nothing of the model is connected or starts."""
+        return all(one.cold for one in self.process.resubmission.sessions)
+
+    def send(self, start: float = 0.0) -> FakeRequest:
+        """Send one row, and return the request, which may have its answer already."""
+        request = FakeRequest({"x": np.full((1, 3), start, np.float32)})
+        for answer in self.model.execute([request]) or ():
+            request.answers.put(answer)
+        return request
+
+    def ask(self, start: float = 0.0) -> FakeResponse:
+        return self.send(start).answers.get(timeout=20)
+
+
+StartStub = Callable[..., Stub]
+
+
+@pytest.fixture
+def start_stub() -> Iterator[StartStub]:
+    started: list[Stub] = []
+
+    def start(*args: object, **options: object) -> Stub:
+        started.append(Stub(*args, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for stub in started:
+        stub.runtime.device.compiles.set()
+        stub.model.close()
+
+
+@pytest.fixture
+def lazy(start_runtime: StartRuntime) -> Runtime:
+    """Return a runtime whose models start when they are asked for."""
+    return start_runtime(load_settings(LAZY))
+
+
+def is_answered(answer: FakeResponse, start: float = 0.0) -> bool:
+    """Check the answer of `doubling`, or of `a`: both add 1."""
+    return answer.error is None and bool((answer.arrays["y"] == 2 * start + 1).all())
+
+
+def error_of(answer: FakeResponse) -> str:
+    assert answer.error is not None
+    return answer.error.message
+
+
+def models() -> dict[str, str]:
+    """Return the states of the runtime's models."""
+    return {name: one["state"] for name, one in read_status(os.getpid())["models"].items()}
+
+
+def dismiss(runtime: Runtime, key: str) -> None:
+    """Have the runtime let go of a model, as its idle limits do."""
+    runtime.loop._inbox.post(partial(runtime.loop._registry.dismiss, key))
+
+
+def test_a_lazy_model_is_loaded_without_its_bundle(
+    lazy: Runtime, start_stub: StartStub, tmp_path: Path
+) -> None:
+    """The runtime answers at once, without a look at the bundle, and keeps nothing: no model and no connection."""
+    stub = start_stub(lazy, tmp_path / "not there yet", lambda: pytest.fail("hooks were imported"))
+
+    assert isinstance(stub.model, ColdModel)
+    assert stub.model.ready
+    assert models() == {}
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of this question
+
+
+def test_the_first_requests_of_a_model_share_its_start(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """Each has its answer when the model is ready; after that, requests are answered in place."""
+    stub = start_stub(lazy, doubling)
+    lazy.device.compiles.clear()
+    requests = [stub.send(float(number)) for number in range(20)]
+    lazy.device.compiles.waiting.wait(10)
+    with Watcher(lazy) as watcher:
+        assert watcher.is_("doubling", state="loading")
+
+        lazy.device.compiles.set()
+        watcher.until(lambda: watcher.is_("doubling", state="ready"))
+
+    assert all(is_answered(one.answers.get(timeout=20), number) for number, one in enumerate(requests))
+    assert stub.model.execute([FakeRequest({"x": np.zeros((1, 3), np.float32)})]) is not None
+
+
+def test_a_start_that_fails_is_a_reason_and_a_pause(
+    lazy: Runtime, start_stub: StartStub, doubling: Path, tmp_path: Path
+) -> None:
+    """Those who wait are told why, and others at once; a request after the pause starts it again, mended or not."""
+    path = broken_bundle(tmp_path / "doubling", doubling)
+    stub = start_stub(lazy, path)
+
+    assert "could not be started: model.b1.mlir" in error_of(stub.ask())
+    assert "could not be started: model.b1.mlir" in error_of(stub.ask())
+    good = start_stub(lazy, doubling)
+    assert is_answered(good.ask())
+
+    assert isinstance(stub.model, ColdModel)
+    stub.model._closed.set()  # ends the pause
+    wait_until(lambda: stub.is_cold)
+    stub.model._closed.clear()
+    for file in doubling.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    assert is_answered(stub.ask())
+
+
+def test_hooks_that_cannot_be_imported_fail_the_start(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """They are imported with the start; their error is its reason, and the runtime keeps no model without a stub."""
+    errors: list[BaseException] = [HookError("model.py: defines neither"), SystemExit(3)]
+
+    def hooks() -> Hooks:
+        raise errors.pop(0)
+
+    first, second = (start_stub(lazy, doubling, hooks) for _ in range(2))
+
+    assert "could not be started: model.py: defines neither" in error_of(first.ask())
+    assert "could not be started: SystemExit: 3" in error_of(second.ask())
+    wait_until(lambda: models() == {})
+
+
+def test_a_bundle_that_is_gone_fails_the_start(lazy: Runtime, start_stub: StartStub, tmp_path: Path) -> None:
+    """The loss shows when the model is asked for; other models are not concerned."""
+    stub = start_stub(lazy, tmp_path / "gone")
+
+    assert "could not be started: " in error_of(stub.ask())
+    assert "gone" in error_of(stub.ask())
+
+
+def test_a_runtime_that_is_killed_during_a_start_costs_time(
+    start_runtime: StartRuntime, start_stub: StartStub, doubling: Path
+) -> None:
+    """The next runtime starts the model, and answers the request that has waited since before."""
+    first = start_runtime(load_settings(LAZY))
+    stub = start_stub(first, doubling)
+    first.device.compiles.clear()
+    request = stub.send(1.0)
+    first.device.compiles.waiting.wait(10)
+
+    first.stop()
+    stub.runtime = start_runtime(load_settings(LAZY))
+
+    assert is_answered(request.answers.get(timeout=20), 1.0)
+    first.device.compiles.set()
+
+
+def test_a_started_model_stays_warm_over_a_death(
+    start_runtime: StartRuntime, start_stub: StartStub, doubling: Path
+) -> None:
+    """Its stub says that it had the model started: the next runtime has it ready before a request comes."""
+    first = start_runtime(load_settings(LAZY))
+    stub = start_stub(first, doubling)
+    assert is_answered(stub.ask())
+
+    first.stop()
+    stub.runtime = start_runtime(load_settings(LAZY))
+
+    wait_until(lambda: models() == {"doubling": "ready"})
+    assert is_answered(stub.ask(2.0), 2.0)
+
+
+def test_clients_that_give_up_do_not_stop_a_start(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """A cancelled request ends at once; the start goes on, for who comes next."""
+    stub = start_stub(lazy, doubling)
+    lazy.device.compiles.clear()
+    request = stub.send()
+    lazy.device.compiles.waiting.wait(10)
+
+    request.cancelled = True
+
+    assert "cancelled" in error_of(request.answers.get(timeout=20))
+    lazy.device.compiles.set()
+    wait_until(lambda: models() == {"doubling": "ready"})
+
+
+def test_an_unload_during_a_start_answers_those_who_wait(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """They learn that the model is unloaded, and nothing of it stays in the runtime."""
+    stub = start_stub(lazy, doubling)
+    lazy.device.compiles.clear()
+    request = stub.send()
+    lazy.device.compiles.waiting.wait(10)
+
+    stub.model.close()
+
+    assert "unloaded" in error_of(request.answers.get(timeout=20))
+    lazy.device.compiles.set()
+    wait_until(lambda: models() == {})
+
+
+# --- falling back
+
+
+def test_an_idle_model_falls_back_and_starts_again(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """Asked by the runtime, the stub leaves with all connections; its next request starts the model."""
+    stub = start_stub(lazy, doubling)
+    for number in range(3):
+        assert is_answered(stub.ask(float(number)), number)
+
+        key = stub.attachment.key
+        wait_until(lambda: stub.engine._deferred.idle)
+        dismiss(lazy, key)
+
+        wait_until(lambda: models() == {})
+        assert stub.is_cold
+        assert stub.model.ready
+
+
+def test_a_model_with_a_request_in_flight_does_not_fall_back(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """The runtime's frame crosses the request: the stub stays, the request is answered once, and the model is ready."""
+    stub = start_stub(lazy, doubling)
+    stub.ask()
+    key = stub.attachment.key
+    lazy.device.gate.clear()
+    request = stub.send(1.0)
+    lazy.device.gate.waiting.wait(10)
+
+    dismiss(lazy, key)
+    wait_until(lambda: stub.process.resubmission.start_timeout_s == 60.0)
+    assert not stub.is_cold
+
+    lazy.device.gate.set()
+    assert is_answered(request.answers.get(timeout=20), 1.0)
+    assert models() == {"doubling": "ready"}
+    assert is_answered(stub.ask(2.0), 2.0)
+
+
+def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """The stub has left when the request, which a hook held, is to be sent: it waits for the next start."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def preprocess(arrays: Arrays) -> Arrays:
+        inside.set()
+        go_on.wait(20)
+        return arrays
+
+    stub = start_stub(lazy, doubling, lambda: Hooks(preprocess))
+    go_on.set()
+    assert is_answered(stub.ask())
+    engine = stub.engine
+    assert isinstance(engine, Engine)
+    engine._endpoint.preprocess.seconds = 1.0  # too slow for execute()
+    go_on.clear()
+    inside.clear()
+    request = stub.send(1.0)
+    inside.wait(10)
+
+    engine._deferred.leave(stub.attachment)
+    wait_until(lambda: models() == {})
+    go_on.set()
+
+    assert is_answered(request.answers.get(timeout=20), 1.0)
+    assert models() == {"doubling": "ready"}
+
+
+# --- meta models
+
+
+def test_a_lazy_meta_model_starts_with_its_callees(
+    lazy: Runtime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its first run has them built, and waits for them; an idle one lets go of them."""
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
+    stub = start_stub(lazy, meta, calls={name: doublings[name] for name in "ab"})
+    assert models() == {}
+
+    assert is_answered(stub.ask(3.0), 3.0)
+    assert models() == {"a": "ready", "b": "ready"}
+
+    key = stub.attachment.key
+    wait_until(lambda: stub.engine._deferred.idle)
+    dismiss(lazy, key)
+    wait_until(lambda: models() == {})
+    assert is_answered(stub.ask(4.0), 4.0)
+
+
+def test_an_eager_meta_model_starts_lazy_callees(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """What it calls is there from the start; a callee's own stub joins it without a start of its own."""
+    settings: Settings = load_settings(LAZY + "\nmodels: {meta: {start: eager}}")
+    runtime = start_runtime(settings)
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "a")
+
+    start_stub(runtime, meta, calls={"a": doublings["a"]})
+
+    assert models() == {"a": "ready"}
+    callee = start_stub(runtime, doublings["a"])
+    assert isinstance(callee.model, Replicas)
+    assert is_answered(callee.ask())

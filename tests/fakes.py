@@ -157,6 +157,8 @@ class FakeDevice:
         self.locked: dict[int, int] = {}
         #: {key of a model: its costs}, as measured or set
         self.costs: dict[str, Mapping[tuple[int, int], float]] = {}
+        #: seconds of builds, likewise
+        self.starts: dict[str, float] = {}
 
     def fail_next(
         self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
@@ -177,6 +179,12 @@ class FakeDevice:
 
     def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
         self.costs[model] = costs
+
+    def known_start(self, model: str) -> float | None:
+        return self.starts.get(model)
+
+    def keep_start(self, model: str, seconds: float) -> None:
+        self.starts.setdefault(model, seconds)
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         return self.scratch

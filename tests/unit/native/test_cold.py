@@ -14,7 +14,7 @@ from rsrv.placement.device_choice import PINNED
 from rsrv.stub.resubmission import MAX_REQUESTS
 from rsrv.stub.session import DOWN
 from rsrv.wire import paths
-from rsrv.wire.frames import Kind, pack_rejected
+from rsrv.wire.frames import Kind, pack_rejected, pack_starting
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
@@ -25,6 +25,10 @@ __all__ = ["program"]
 TOO_LONG = (
     r"the model is starting; this request has waited 0\.\d s for it, and requests wait 0\.5 s at most. Send it again "
     "later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
+)
+TOO_SOON = (
+    r"the model is starting, which takes \d\d\.\d s more, and this request's deadline is before that. The start goes on: "
+    "send it again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
 )
 
 
@@ -103,6 +107,32 @@ def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
         assert front.hear() == [doubled(1)]
         front.ask("close")
     assert lazy.registrations[1]["deadline_ns"] > 10**12
+
+
+def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_once(
+    program: Path, tmp_path: Path
+) -> None:
+    """Those that wait, and those that come meanwhile; the start goes on, and the others wait for it."""
+    lazy = Lazy()
+
+    def start(connection: Connection) -> None:
+        lazy.registrations.append(connection.greet())
+        send(connection.sock, pack_starting(50.0, flat=True))
+        assert lazy.may_start.wait(60)
+        connection.register(described())
+        connection.answer_all()
+
+    with Front(program, tmp_path, [lazy.cold, start]) as front:
+        front.ask("open")
+        front.tell("send 1 1")
+        for number in ("2", "3"):
+            (refused,) = front.ask(f"send {number} 1 reactant_timeout_ns=40000000000")
+            assert re.fullmatch(rf"answer {number} 4 \[rsrv:DEADLINE\] {TOO_SOON}", refused)
+        front.tell("send 4 1 reactant_timeout_ns=60000000000")
+        lazy.may_start.set()
+        assert front.hear(2) == [doubled(1), doubled(4)]
+        front.ask("close")
+    assert [one.get("asked") for one in lazy.registrations] == [None, True]
 
 
 def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_known_modules_are_not_parsed(
     ]
 
 
+def test_the_shortest_start_of_a_model_is_kept(tmp_path: Path) -> None:
+    """A start that is not much shorter takes no line of the file."""
+    known = KnownModules(tmp_path / "known")
+    for seconds in (9.0, 0.5, 8.0, 0.4, 0.3):
+        known.add_start("m@1", "cpu", seconds)
+    again = KnownModules(tmp_path / "known")
+    assert (again.start_seconds("m@1", "cpu"), again.start_seconds("m@1", "gpu")) == (0.3, None)
+    assert (tmp_path / "known").read_text().count("start_s") == 3
+
+
 def test_measured_costs_are_kept_for_the_same_model_and_device(tmp_path: Path) -> None:
     """The next runtime has a model's costs of the same sizes; a cost that is no duration is passed over."""
     path = tmp_path / "known"

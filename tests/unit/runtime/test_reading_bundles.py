@@ -211,3 +211,20 @@ def test_builds_wait_for_serving_if_the_processors_are_busy(
     }
     assert priorities["build"] == min(19, here + 10)
     assert priorities["weights"] == priorities["warm up"] == here
+
+
+@pytest.mark.parametrize(("discipline", "asked"), [("edf", True), ("edf", False), ("fair", True)])
+def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
+    start_runtime: StartRuntime, doubling: Path, discipline: str, asked: bool
+) -> None:
+    """With edf, a front with requests gets the seconds of the model's shortest build; a new model's are not known."""
+    runtime = start_runtime(load_settings(f"scheduler: {{discipline: {discipline}}}"))
+    heard: list[float] = []
+    wanted = {"model": "m", "bundle": str(doubling), "asked": asked}
+    for _ in range(2):
+        lane = RuntimeConnection(runtime.open())
+        lane.register(wanted, heard.append)
+        lane.close()
+        wait_until(lambda: not runtime.loop._catalog.entries)
+    assert heard == (list(runtime.device.starts.values()) if discipline == "edf" and asked else [])
+    assert 0 < sum(runtime.device.starts.values()) < 60

@@ -52,12 +52,14 @@ class Outage:
             self.submitted.append(request)
         return self.is_back
 
-    def add(self, triton: FakeRequest | None = None, deaths: int = 0, timeout_s: int = 0) -> FakeRequest:
+    def add(self, triton: FakeRequest | None = None, deaths: int = 0, due_s: float = 0) -> FakeRequest:
         """Have a request wait that was executing when as many runtimes died."""
         triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
         request = ClientRequest(triton, ArrivalTime.now())
         request.reply = Reply(triton.get_response_sender(), RESPONSES)
         request.deaths = deaths
+        if due_s:
+            request.params = request.params._replace(deadline_ns=int(1e9 * due_s))
         self.resubmission.add(request, OUTCOMES)
         return triton
 
@@ -110,6 +112,21 @@ def test_a_request_waits_no_longer_than_it_may(outage: Outage) -> None:
     outage.now += 0.2
 
     assert DOWN in failure_of(request)
+
+
+def test_a_request_whose_deadline_is_before_the_end_of_the_start_is_refused_at_once(outage: Outage) -> None:
+    """The runtime knows how long the start takes at least; requests with later deadlines, and without one, wait."""
+    waits = [outage.add(due_s=0), outage.add(due_s=107), outage.add(due_s=103)]
+
+    outage.resubmission.starting(5.0)
+
+    for request in (waits.pop(), outage.add(due_s=104)):
+        assert failure_of(request).startswith(
+            "[rsrv:DEADLINE] the model is starting, which takes 5.0 s more, and this request's deadline is before that"
+        )
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 2)
+    assert [one.triton for one in outage.submitted] == waits
 
 
 def test_without_a_wait_requests_are_refused_at_once(outage: Outage) -> None:

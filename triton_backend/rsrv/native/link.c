@@ -305,7 +305,7 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         return false;
     }
     bool right = true;
-    int64_t start_timeout_ns;
+    int64_t ns;
     why = "the runtime's answer breaks the protocol";
     if (frame.kind == DONE && ready && completions_check(&frame))
         take_done(link, &frame);
@@ -315,9 +315,12 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         if (frame.fd >= 0) close(frame.fd);
         take_rejected(link, &frame);
         return false;
-    } else if (frame.kind == COLD && cold_read(&frame, &start_timeout_ns)) {
+    } else if (frame.kind == COLD && nanoseconds_read(&frame, &ns)) {
         if (frame.fd >= 0) close(frame.fd);
-        return take_cold(link, start_timeout_ns);
+        return take_cold(link, ns);
+    } else if (frame.kind == STARTING && !ready && nanoseconds_read(&frame, &ns)) {
+        atomic_store(&link->owner->ready_at_ns, now_ns() + ns);
+        resubmission_wake();
     } else
         right = frame.kind == REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);

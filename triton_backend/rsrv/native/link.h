@@ -66,6 +66,7 @@ struct replicas {
     uint32_t count, home;
     struct link* links[MAX_DEVICES];
     _Atomic int64_t retry_ns, start_timeout_ns;  // the second is 0 until a runtime says that the model is cold
+    _Atomic int64_t ready_at_ns;  // a model that starts does not serve before; 0: not known
     // Requests that wait for a runtime, under the lock of resubmission.c.
     struct queue waiting;
     uint32_t waiting_count;

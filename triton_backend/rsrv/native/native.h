@@ -37,7 +37,7 @@
 #define ALIGNMENT 64u
 
 enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCEL = 6, REPORT = 15, TRACE = 25, SPANS = 26 };
-enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24, COLD = 27 };
+enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24, COLD = 27, STARTING = 28 };
 
 enum status {
     OK, INVALID, NOT_FOUND, QUEUE_FULL, DEADLINE, CANCELLED, RUNTIME_DOWN, NOT_RESIDENT, INTERNAL, PAUSED, STATUSES
@@ -167,8 +167,8 @@ void put_header(uint8_t*, uint16_t kind, uint32_t count);
 // Reads entry `index` of a DONE frame, and where its text is. False: the frame is wrong.
 bool completions_check(const struct frame*);
 struct completion completion_at(const struct frame*, uint32_t index);
-// Reads how long a start may take from a COLD frame. False: the frame is wrong.
-bool cold_read(const struct frame*, int64_t* start_timeout_ns);
+// Reads the body of COLD or STARTING, a time. False: the frame is wrong.
+bool nanoseconds_read(const struct frame*, int64_t* ns);
 
 // --- launch.c -----------------------------------------------------------------------------------------------
 

@@ -124,10 +124,10 @@ struct completion completion_at(const struct frame* frame, uint32_t index) {
     return (struct completion){u64_at(at), u16_at(at + 8), u32_at(at + 20), u64_at(at + 24)};
 }
 
-bool cold_read(const struct frame* frame, int64_t* start_timeout_ns) {
-    uint64_t ns = frame->length == sizeof ns ? u64_at(frame->body) : 0;
-    *start_timeout_ns = ns > MAX_RETRY_NS ? MAX_RETRY_NS : (int64_t)ns;
-    return ns > 0;
+bool nanoseconds_read(const struct frame* frame, int64_t* ns) {
+    uint64_t found = frame->length == sizeof found ? u64_at(frame->body) : 0;
+    *ns = found > MAX_RETRY_NS ? MAX_RETRY_NS : (int64_t)found;
+    return found > 0;
 }
 
 // --- the description of a model -------------------------------------------------------------------------------------

@@ -18,9 +18,13 @@ static const char SUSPECT[] =
     "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
     "inputs; the server's log has the stacks of the crash, or says that the execution hung";
 
-static const char STARTING[] =
+static const char TOO_LONG[] =
     "the model is starting; this request has waited %.1f s for it, and requests wait %g s at most. Send it again later, with "
     "a later deadline, or start the model ahead with `rsrv prefetch --warm`";
+
+static const char TOO_SOON[] =
+    "the model is starting, which takes %.1f s more, and this request's deadline is before that. The start goes on: send it "
+    "again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`";
 
 // Guards what waits, of all models; taken before a link's lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -38,12 +42,14 @@ struct outage {
     bool is_down;  // false: it has one
     bool starts;   // it was cold
     int64_t start_timeout_ns;
+    int64_t ready_at_ns;
     struct text why;  // for clients; empty: there may be a runtime soon
 };
 
 static void read_outage(struct replicas* all, struct outage* outage) {
     outage->is_down = replicas_down(all, &outage->why, &outage->starts);
     outage->start_timeout_ns = atomic_load(&all->start_timeout_ns);
+    outage->ready_at_ns = atomic_load(&all->ready_at_ns);
 }
 
 // Fails a request that cannot wait longer.
@@ -51,8 +57,10 @@ static bool is_over(struct pending* one, const struct outage* outage, int64_t no
     bool starts = outage->is_down && outage->starts, is_late = starts && one->deadline_ns && one->deadline_ns <= now;
     if (one->deaths >= MAX_DEATHS)
         request_fail(one, INTERNAL, "%s", SUSPECT);
+    else if (outage->is_down && one->deadline_ns > now && one->deadline_ns < outage->ready_at_ns)
+        request_fail(one, DEADLINE, TOO_SOON, (double)(outage->ready_at_ns - now) / NS_PER_S);
     else if (is_late || (starts && now >= one->retry_until_ns))
-        request_fail(one, is_late ? DEADLINE : RUNTIME_DOWN, STARTING,
+        request_fail(one, is_late ? DEADLINE : RUNTIME_DOWN, TOO_LONG,
                      (double)(now - one->retry_until_ns + outage->start_timeout_ns) / NS_PER_S,
                      (double)outage->start_timeout_ns / NS_PER_S);
     else if (waiting_is_late(one, now))

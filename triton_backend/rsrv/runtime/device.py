@@ -100,6 +100,12 @@ class Device(Protocol):
     def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
         """Keep a model's measured costs: seconds of an execution of each (variant, size)."""
 
+    def known_start(self, model: str) -> float | None:
+        """Return the seconds of the shortest build that a model of this key had on such a device; None: unknown."""
+
+    def keep_start(self, model: str, seconds: float) -> None:
+        """Keep the seconds that the build of a model took."""
+
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the bytes of inputs, outputs and intermediates of one execution, without its `weight_bytes`."""
 

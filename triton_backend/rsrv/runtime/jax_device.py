@@ -266,6 +266,12 @@ class JaxDevice:
     def keep_costs(self, model: str, costs: Mapping[tuple[int, int], float]) -> None:
         self._known.add_costs(model, self._circumstances, costs)
 
+    def known_start(self, model: str) -> float | None:
+        return self._known.start_seconds(model, self._circumstances)
+
+    def keep_start(self, model: str, seconds: float) -> None:
+        self._known.add_start(model, self._circumstances, seconds)
+
     def _load_known(self, module: str, signature: Signature, stored: bytes | None) -> Any:
         """Return the executable that the repository (`stored`) or the cache has; None: it has none that can be loaded.
 

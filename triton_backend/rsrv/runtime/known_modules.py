@@ -14,9 +14,12 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.registry")
 
+#: a start that is this share of the shortest one is kept, so that a model has few lines
+_MUCH_SHORTER = 0.7
+
 
 class KnownModules(MutableMapping[str, Signature]):
-    """Signatures by the SHA-256 of the module, names of executables in the compilation cache, and costs of models.
+    """Signatures by the SHA-256 of the module, names of executables in the compilation cache, and costs and starts of models.
 
     Each lies in one line of a file in the runtime's private directory. A line that cannot be read or written costs the
     work that it would have saved. Every method may be called from any thread.
@@ -31,6 +34,8 @@ class KnownModules(MutableMapping[str, Signature]):
         self._entries: dict[tuple[str, str], str] = {}
         #: (key of a model, circumstances) -> seconds of an execution of each (variant, size)
         self._costs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+        #: (key of a model, circumstances) -> seconds of its shortest start
+        self._starts: dict[tuple[str, str], float] = {}
         try:
             lines = [] if path is None else path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -55,6 +60,10 @@ class KnownModules(MutableMapping[str, Signature]):
             if not all(0.0 < seconds < inf for seconds in costs.values()):
                 raise ValueError("a cost that is not a duration")
             self._costs[str(line["model"]), str(line["circumstances"])] = costs
+        elif "start_s" in line:
+            if not 0.0 < (seconds := float(line["start_s"])) < inf:
+                raise ValueError("a start that is not a duration")
+            self._starts[str(line["model"]), str(line["circumstances"])] = seconds
         else:
             signature = read_signature(line)
             self._signatures[signature.digest] = signature
@@ -97,6 +106,15 @@ class KnownModules(MutableMapping[str, Signature]):
             self._costs[model, circumstances] = dict(costs)
             rows = [[*key, seconds] for key, seconds in costs.items()]
             self._write({"model": model, "circumstances": circumstances, "costs": rows})
+
+    def start_seconds(self, model: str, circumstances: str) -> float | None:
+        """Return the seconds of a model's shortest start."""
+        return self._starts.get((model, circumstances))
+
+    def add_start(self, model: str, circumstances: str, seconds: float) -> None:
+        if seconds < _MUCH_SHORTER * self._starts.get((model, circumstances), inf):
+            self._starts[model, circumstances] = seconds
+            self._write({"model": model, "circumstances": circumstances, "start_s": seconds})
 
     # --- signatures ---------------------------------------------------------------------------------------
 

@@ -249,12 +249,14 @@ class ModelBuilder:
         result: CompiledModel | str
         try:
             device, weight_mover = self._get_device()
+            started = time.monotonic()
             with (slot := self._activity.build).doing(Phase.BUILDING, key, expected=inf):
                 signatures = check_signatures(bundle, self._inspector or signature_of)
                 self._inbox.post(ModulesRead(key))
                 result = compile_model(bundle, device, weight_mover.host, settings, name, signatures, slot)
                 if result.measured:
                     self._crash_history.survived(key)
+            device.keep_start(key, time.monotonic() - started)
         except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:

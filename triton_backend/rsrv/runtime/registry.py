@@ -22,7 +22,7 @@ from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Tra
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.wire.frames import Kind, ProtocolError, pack_cold, pack_json, pack_rejected
+from rsrv.wire.frames import Kind, ProtocolError, pack_cold, pack_json, pack_rejected, pack_starting
 from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
@@ -152,14 +152,25 @@ class Registry:
             if entry is not None and entry.ending:
                 self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
                 return
+        start_s = 0.0
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.entries:
+                start_s += self._start_seconds(key)
                 self.catalog.add(key, name, bundle.digest)
                 self.catalog.tell(key)
                 self._builder.build(key, name, bundle, self.catalog.policy.settings, message.demand)
             else:
                 self._builder.strengthen(key, message.demand)
         self._transport.guard(connection, self._join, connection, group)
+        if start_s and message.demand.urgency is Urgency.REQUESTED:
+            self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
+
+    def _start_seconds(self, key: str) -> float:
+        """Return the least time after which a new model can serve; 0.0 unless requests are refused for it."""
+        device = self.weights.device
+        if device is None or self._scheduler.settings.discipline != "edf":
+            return 0.0
+        return device.known_start(key) or 0.0
 
     def _reject_crashed(
         self, connection: PeerConnection, group: Registration, key: str, wanted: RequestedModels, why: str

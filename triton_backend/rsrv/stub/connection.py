@@ -154,12 +154,21 @@ class RuntimeConnection:
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def register(self, registration: dict[str, Any]) -> dict[str, Any]:
-        """Register, and wait until the model is ready, however long compiling takes. Raises Cold, Rejected, Closed, ProtocolError."""
+    def register(
+        self, registration: dict[str, Any], starting: Callable[[float], object] = lambda seconds: None
+    ) -> dict[str, Any]:
+        """Register, and wait until the model is ready, however long compiling takes. Raises Cold, Rejected, Closed, ProtocolError.
+
+        `starting` is called if the runtime says how many seconds the start takes at least.
+        """
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed("the runtime does not read")
         self._readable.poll()
         frame, fds = self._receiver.receive()
+        if frames.read_header(frame)[0] is Kind.STARTING:
+            starting(float(frames.unpack_json(frame).get("start_s", 0.0)))
+            self._readable.poll()
+            frame, fds = self._receiver.receive()
         try:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REJECTED:

@@ -60,6 +60,7 @@ class StubProcess:
             return session.attachment
         self.sessions.append(session)
         session.demand, session.wanted = self.resubmission.demand, session.device in self.wanted
+        session.starting = self.resubmission.starting
         try:
             return session.begin()
         except BaseException:

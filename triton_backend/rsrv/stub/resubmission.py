@@ -36,6 +36,10 @@ SUSPECT = (
     "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
     "inputs; the server's log has the stacks of the crash, or says that the execution hung"
 )
+TOO_SOON = (
+    "the model is starting, which takes {:.1f} s more, and this request's deadline is before that. The start goes on: send it "
+    "again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +70,8 @@ class Resubmission:
         self.wake: Callable[[], object] = lambda: None
         #: seconds that a request waits at most: over all deaths, or for the start of a cold model
         self.retry_s = self.start_timeout_s = 0.0
+        #: a model that starts does not serve before
+        self._ready_at = 0.0
         self._lock = threading.Lock()
         self._waiting: list[WaitingRequest] = []
         #: the suspect that is under way
@@ -133,6 +139,10 @@ class Resubmission:
             return {}
         earliest = min(filter(None, deadlines), default=0)
         return {"waiting": len(deadlines), **({"deadline_ns": earliest} if earliest else {})}
+
+    def starting(self, seconds: float) -> None:
+        """From any thread: refuse requests with deadlines in this time, as long as no runtime serves the model."""
+        self._ready_at = self._clock() + seconds
 
     @property
     def _is_down(self) -> bool:
@@ -234,6 +244,8 @@ class Resubmission:
         is_down, is_starting = self._is_down, self._is_starting
         if is_starting and 0 < request.params.deadline_ns <= 1e9 * now:
             return RequestFailure(Status.DEADLINE, self._still_starting(request, now))
+        if is_down and now < request.params.deadline_ns / 1e9 < self._ready_at:
+            return RequestFailure(Status.DEADLINE, TOO_SOON.format(self._ready_at - now))
         # A suspect, for which there is a runtime, only waits for its turn.
         if now >= request.retry_until and (is_down or not request.deaths):
             return RequestFailure(

@@ -201,6 +201,8 @@ class Session(Startable):
         self.wanted = False
         #: the requests that wait for a runtime, in the form of REGISTER; {}: none
         self.demand: Callable[[], Mapping[str, int]] = dict
+        #: called with the seconds that the model's start takes at least, if the runtime knows and minds them
+        self.starting: Callable[[float], object] = lambda seconds: None
         #: called after `attachment` has changed
         self.on_change: Callable[[], object] = lambda: None
 
@@ -229,7 +231,8 @@ class Session(Startable):
         demand = self.demand() if self.started or self.wanted else {}
         asked = self.wanted or bool(demand)
         try:
-            body = direct.register({**self._registration, "asked": asked, "started": self.started, **demand})
+            wanted = {**self._registration, "asked": asked, "started": self.started, **demand}
+            body = direct.register(wanted, self.starting)
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:

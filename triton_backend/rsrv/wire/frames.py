@@ -56,6 +56,7 @@ class Kind(IntEnum):
     STATE = 23
     REPORTED = 24
     COLD = 27
+    STARTING = 28
 
 
 class Status(IntEnum):
@@ -236,6 +237,13 @@ def pack_cold(start_timeout_s: float, *, flat: bool = False) -> bytes:
     if flat:
         return HEADER.pack(Kind.COLD, 0, 0) + struct.pack("<q", int(min(1e9 * start_timeout_s, 2**63 - 1)))
     return pack_json(Kind.COLD, {"start_timeout_s": start_timeout_s, "retry_after_s": 0})
+
+
+def pack_starting(start_s: float, *, flat: bool = False) -> bytes:
+    """Return STARTING: the model will not serve before `start_s` have passed."""
+    if flat:
+        return HEADER.pack(Kind.STARTING, 0, 0) + struct.pack("<q", int(1e9 * start_s))
+    return pack_json(Kind.STARTING, {"start_s": start_s})
 
 
 def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
+from rsrv.runtime.handover import Handover
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.loop import Loop
@@ -112,6 +113,8 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
         devices: int = 1,
+        handover: Handover | None = None,
+        slept: bool = False,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
@@ -127,6 +130,9 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
             inspector=inspector,
             devices=devices,
         )
+
+        if handover is not None:
+            loop.inherit(handover, slept=slept)
 
         def run() -> None:
             loop.run()

@@ -37,25 +37,27 @@ def budgeted(budget: int, **settings: int | str) -> Driver:
 
 
 def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_requests() -> None:
-    """Of three models that return, the one with a request loads first, and the one that does not fit stays away."""
-    machine = budgeted(2)
-    for name in "abc":
-        machine.send(ModelAdded(program(name, weight_bytes=1), restore=True))
+    """Of four models that return, one with a request loads first, then those with the smallest number, while there is room."""
+    machine = budgeted(3)
+    for name, place in {"a": 3, "b": 2, "c": 4, "d": 1}.items():
+        machine.send(ModelAdded(program(name, weight_bytes=1), restore=place))
     assert machine.loading.keys() == {"a"}
     machine.arrive(machine.request("c"))
     machine.load("a")
     assert machine.loading.keys() == {"c"}
-
     machine.load("c")
+    assert machine.loading.keys() == {"d"}
 
-    assert machine.resident == {"a", "c"}
+    machine.load("d")
+
+    assert machine.resident == {"a", "c", "d"}
     assert not machine.loading
 
 
 def test_weights_of_an_earlier_runtime_do_not_return_unless_they_load_on_demand() -> None:
     """An operator who loads weights by command is asked again."""
     machine = budgeted(2, on_demand=False)
-    assert machine.send(ModelAdded(program("a", weight_bytes=1), restore=True)) == []
+    assert machine.send(ModelAdded(program("a", weight_bytes=1), restore=0)) == []
 
 
 # --- prefetching -------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.device import DeviceError
+        from rsrv.runtime.handover import Handover
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.known_modules import KnownModules
         from rsrv.runtime.loop import Loop
@@ -116,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             # Another runtime serves already: a stub that died has started it, or there were two spares during a restart.
             _say(options.ready_fd, "ready")
             return 0
+        slept = paths.asleep_since(options.directory) is not None
         (options.directory / paths.ASLEEP).unlink(missing_ok=True)
         base = options.directory.parent
         paths.sweep(base)
@@ -250,6 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     command = _command(options.directory, options, str(options.device), environment)
     keeper = SpareKeeper(command, environment, listener.fileno(), options.directory, lambda: loop.building)
     loop.have_successor(keeper)
+    loop.inherit(Handover(options.directory / paths.HANDOVER), slept=slept)
     if settings.runtime.spare:
         threading.Thread(target=keeper.keep, name="spare", daemon=True).start()
     # One control process suffices for a server.

@@ -54,12 +54,18 @@ class ModelEntry:
     #: why it failed
     error: str | None = None
     connections: dict[int, PeerConnection] = field(default_factory=dict)
+    #: started without a connection, and kept until one registers a model of its name
+    held: bool = False
     #: on the board; 0: there was none left
     slot: int = 0
 
     @property
     def ready(self) -> bool:
         return self.state is LifecycleState.READY
+
+    @property
+    def wanted(self) -> bool:
+        return self.held or bool(self.connections)
 
     @property
     def ending(self) -> bool:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, assert_never
 
 from rsrv.runtime.activity import Activity
@@ -20,6 +21,7 @@ from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged, Succes
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
 from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
+from rsrv.runtime.handover import HandedModel, Handover
 from rsrv.runtime.model_builder import (
     BundlesRead,
     DeviceReady,
@@ -33,6 +35,7 @@ from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
+from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.transport import PeerConnection, Transport
@@ -59,6 +62,9 @@ from rsrv_bundle.inspection import Inspector
 
 #: a deadline may be further away than epoll can wait
 _MAX_WAIT_S = 3600.0
+#: seconds from a change of the models on the device to the note for the next runtime; and from the beginning to the
+#: first note, so that a runtime that dies before its models have returned does not shorten the list
+_HANDOVER_S, _FIRST_HANDOVER_S = 5.0, 30.0
 
 
 class Loop:
@@ -79,6 +85,9 @@ class Loop:
         self._started = self._clock()
         #: when the last request ended, and seconds after which the device sleeps
         self._used, self._idle_s = self._started, settings.runtime.idle.server
+        self._handover = Handover()
+        #: when the note for the next runtime is written; inf: nothing has changed
+        self._handover_at = inf
         self._server_pid = server_pid
         self._devices = devices
         self._traced = settings.traced
@@ -119,6 +128,26 @@ class Loop:
         self._commands = Commands(
             self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
         )
+
+    def inherit(self, handover: Handover, *, slept: bool) -> None:
+        """Have models of the runtime before return. Call it before `run`.
+
+        After a death stubs register them; if the device `slept`, only those with requests.
+        """
+        self._handover = self._registry.handover = handover
+        for one in (handover.before or ()) if slept else ():
+            self._registry.start(one.name, one.bundle, Demand())
+
+    def _hand_over(self, *, whole: bool) -> list[HandedModel]:
+        """Return the models for the next runtime; `whole`: also those without weights on the device."""
+        models = [
+            HandedModel(entry.key, entry.name, str(entry.model.bundle.path), entry.weights == "resident")
+            for entry in self._catalog.entries.values()
+            if entry.model is not None and not entry.ending and (whole or entry.weights == "resident")
+        ]
+        place, last_used = self._handover.place, self._scheduler.last_used
+        # Those that no request has come for since stay in their order.
+        return sorted(models, key=lambda one: (-last_used(one.key), place(one.key)))
 
     def have_successor(self, successor: Successor) -> None:
         """Have the process that becomes the next runtime prepared before an end that is planned."""
@@ -161,7 +190,7 @@ class Loop:
         else:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
-            timeout = min(timeout, max(0.0, self._used + self._idle_s - now))
+            timeout = min(timeout, max(0.0, min(self._used + self._idle_s, self._handover_at) - now))
             if wakeup is not None:
                 timeout = min(max(0.0, wakeup - now), timeout)
         self.activity.round.end()
@@ -188,14 +217,21 @@ class Loop:
                 self._ended = ended
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
+        if self._catalog.moves:
+            soon = max(now + _HANDOVER_S, self._started + _FIRST_HANDOVER_S)
+            self._handover_at = min(self._handover_at, soon)
         while self._catalog.moves:
             key = self._catalog.moves.pop()
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
+        if now >= self._handover_at:
+            self._handover_at = inf
+            self._handover.write(self._hand_over(whole=False))
         if now - self._used >= self._idle_s:
             self._used = now
             if not (requests.pending or self.building):
                 self._commands.fall_asleep()
         if self._commands.ends:
+            self._handover.write(self._hand_over(whole=True), wait=True)
             requests.send_answers()
             self._transport.settle()
             self._stop()

@@ -45,9 +45,12 @@ class DeviceReady:
 
 @dataclass(frozen=True, slots=True)
 class BundlesRead:
-    """The bundles of a connection are read, or cannot be (`result` is the reason)."""
+    """The bundles of a connection are read, or cannot be (`result` is the reason).
 
-    connection: PeerConnection
+    Without a connection, the runtime itself has asked for the model.
+    """
+
+    connection: PeerConnection | None
     result: RequestedModels | str
     #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
@@ -127,11 +130,17 @@ class ModelBuilder:
     # --- orders of the loop -------------------------------------------------------------------------------
 
     def read(
-        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], demand: Demand
+        self,
+        connection: PeerConnection | None,
+        name: str,
+        path: str,
+        calls: Mapping[str, str],
+        demand: Demand,
     ) -> None:
         """Read the bundle of a model, and those of the models that a meta model calls. Ends in `BundlesRead`."""
         action = partial(self._read, connection, name, path, calls, demand)
-        self._put(BuildStep(connection.id, name, demand, action, reads=True))
+        id = f"read {path}" if connection is None else connection.id
+        self._put(BuildStep(id, name, demand, action, reads=True))
 
     def forget(self, connection: PeerConnection) -> None:
         """Read no bundle for a connection that is gone, unless that has begun."""
@@ -229,7 +238,12 @@ class ModelBuilder:
         return self._whole
 
     def _read(
-        self, connection: PeerConnection, name: str, path: str, calls: Mapping[str, str], demand: Demand
+        self,
+        connection: PeerConnection | None,
+        name: str,
+        path: str,
+        calls: Mapping[str, str],
+        demand: Demand,
     ) -> None:
         result: RequestedModels | str
         verdicts: dict[str, str] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 from rsrv.logs import fields
 from rsrv.runtime.catalog import Catalog, ModelEntry
+from rsrv.runtime.handover import Handover
 from rsrv.runtime.model_builder import (
     BundlesRead,
     ModelBuilder,
@@ -55,6 +56,10 @@ class Registry:
         self._outbox = outbox
         #: registrations that wait until a model of theirs is gone, which is there to drain, by its key
         self._deferred: dict[str, list[BundlesRead]] = {}
+        #: keys of the models that are kept without a connection, by name
+        self._held: dict[str, list[str]] = {}
+        #: models of the runtime before this one
+        self.handover = Handover()
 
     def names_of(self, name: str) -> list[str]:
         """Return the name of a model, or those of all models that a meta model calls.
@@ -126,14 +131,23 @@ class Registry:
             group = connection.group
             if group is not None and key in (None, group.key) and self.catalog.ready(group):
                 self._transport.guard(connection, self._send_cold, connection)
+        if key in self.catalog.entries:
+            self._let_go(self.catalog.entries[key].name)
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
         connection.send(pack_cold(timeout_s, flat=connection.flat))
 
+    def start(self, name: str, path: str, demand: Demand) -> None:
+        """Build a model without a connection, and keep it until a stub registers a model of its name."""
+        self._builder.read(None, name, path, {}, demand)
+
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for; begin the lives of those that are new."""
         connection, wanted = message.connection, message.result
+        if connection is None:
+            self._read_for_none(message)
+            return
         if connection.closed:
             return
         if isinstance(wanted, str):
@@ -152,18 +166,26 @@ class Registry:
             if entry is not None and entry.ending:
                 self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
                 return
+        start_s = self._begin(wanted, message.demand)
+        self._transport.guard(connection, self._join, connection, group)
+        if start_s and message.demand.urgency is Urgency.REQUESTED:
+            self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
+
+    def _begin(self, wanted: RequestedModels, demand: Demand) -> float:
+        """Begin the lives of models that are new, and hurry those that are being built.
+
+        Returns the least seconds that the new ones need, as `_start_seconds`.
+        """
         start_s = 0.0
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.entries:
                 start_s += self._start_seconds(key)
                 self.catalog.add(key, name, bundle.digest)
                 self.catalog.tell(key)
-                self._builder.build(key, name, bundle, self.catalog.policy.settings, message.demand)
+                self._builder.build(key, name, bundle, self.catalog.policy.settings, demand)
             else:
-                self._builder.strengthen(key, message.demand)
-        self._transport.guard(connection, self._join, connection, group)
-        if start_s and message.demand.urgency is Urgency.REQUESTED:
-            self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
+                self._builder.strengthen(key, demand)
+        return start_s
 
     def _start_seconds(self, key: str) -> float:
         """Return the least time after which a new model can serve; 0.0 unless requests are refused for it."""
@@ -171,6 +193,26 @@ class Registry:
         if device is None or self._scheduler.settings.discipline != "edf":
             return 0.0
         return device.known_start(key) or 0.0
+
+    def _read_for_none(self, message: BundlesRead) -> None:
+        """Begin the life of a model that no stub has registered, unless one has meanwhile."""
+        wanted = message.result
+        if isinstance(wanted, str) or message.verdicts or self.catalog.serves(wanted.name):
+            return
+        if any(key in self.catalog.entries for key in wanted.models):
+            return  # it is leaving
+        self._begin(wanted, message.demand)
+        for key in wanted.models:
+            self.catalog.entries[key].held = True
+            self._held.setdefault(wanted.name, []).append(key)
+
+    def _let_go(self, name: str) -> None:
+        """Keep the models of a name no longer for want of a connection: there is one."""
+        for key in self._held.pop(name, ()):
+            entry = self.catalog.entries.get(key)
+            if entry is not None and entry.held:
+                entry.held = False
+                self._unload_unwanted(entry)
 
     def _reject_crashed(
         self, connection: PeerConnection, group: Registration, key: str, wanted: RequestedModels, why: str
@@ -204,7 +246,9 @@ class Registry:
     def _join(self, connection: PeerConnection, group: Registration) -> None:
         connection.group = group
         for key in group.models:
-            self.catalog.entries[key].connections[connection.id] = connection
+            entry = self.catalog.entries[key]
+            entry.connections[connection.id] = connection
+            self._let_go(entry.name)
         self._tell(group)
         if self.catalog.ready(group):
             self._send_registered(connection, group)
@@ -222,16 +266,19 @@ class Registry:
         for key in group.models:
             entry = self.catalog.entries[key]
             del entry.connections[connection.id]
-            if entry.connections or entry.ending:
-                continue
-            if entry.model is None:
-                # A build that has begun goes on to its end.
-                if self._builder.drop(key):
-                    self._advance(key, LifecycleEvent.UNWANTED)
-            else:
-                log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
-                self._advance(key, LifecycleEvent.UNWANTED)
-                self._outbox.append(ev.ModelRemoved(key))
+            self._unload_unwanted(entry)
+
+    def _unload_unwanted(self, entry: ModelEntry) -> None:
+        if entry.wanted or entry.ending:
+            return
+        if entry.model is None:
+            # A build that has begun goes on to its end.
+            if self._builder.drop(entry.key):
+                self._advance(entry.key, LifecycleEvent.UNWANTED)
+        else:
+            log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
+            self._advance(entry.key, LifecycleEvent.UNWANTED)
+            self._outbox.append(ev.ModelRemoved(entry.key))
 
     def tell_all(self) -> None:
         """Update the feed's entries of all models."""
@@ -264,7 +311,7 @@ class Registry:
         if isinstance(model, str):
             self._fail(entry, model)
             return
-        if not entry.connections:
+        if not entry.wanted:
             self._advance(key, LifecycleEvent.UNWANTED)
             self.weights.close(model)
             return
@@ -279,7 +326,8 @@ class Registry:
         # Its executions need memory beside all weights: the budget shrinks first, then its weights may be loaded.
         self.weights.update_budget()
         served = model.measured and not self.catalog.replaces(entry)
-        self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=served))
+        place = self.handover.place(key) if served and self.handover.returns(key) else None
+        self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place))
         if self.catalog.policy.prefetched(entry.name):
             # It replaces a version whose weights were prefetched.
             self._outbox.append(ev.Prefetch(key))
@@ -338,7 +386,7 @@ class Registry:
         log_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
         waiting = [(connection, connection.group) for connection in entry.connections.values()]
-        entry.connections = {}
+        entry.connections, entry.held = {}, False
         entry.error = reason
         self._advance(key, LifecycleEvent.FAILED)
         if entry.model is None:

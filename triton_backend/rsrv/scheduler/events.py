@@ -137,8 +137,8 @@ class ModelAdded:
     resident: bool = False
     #: load its weights and warm it up before any request executes: its costs are not known yet.
     warm_up: bool = False
-    #: load its weights into free room when no other load is due.
-    restore: bool = False
+    #: load its weights into free room when no other load is due, those with the smallest number first; None: do not.
+    restore: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

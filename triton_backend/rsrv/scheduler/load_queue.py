@@ -86,8 +86,8 @@ class LoadQueue:
         #: models with waiting requests, by the discipline's rank.
         self.demanded: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
-        #: the most recently used first.
-        self.restored: dict[str, None] = {}
+        #: by precedence, smallest first.
+        self.restored: dict[str, int] = {}
         #: whether the latest load was for a warm-up, so that models with work take the next turn.
         self._warmed_up_last = False
         #: whether a search of room for prefetched weights may succeed now, and when time alone may let it.
@@ -168,11 +168,16 @@ class LoadQueue:
             self.prefetch(model)
 
     def restore(self, evicted: Iterable[ModelState]) -> None:
-        """Load evicted weights back, the most urgent first, into free room only."""
+        """Load evicted weights back, the most urgent first and before others, into free room only."""
         models = list(evicted)
-        self.restored = dict.fromkeys(model.name for model in models) | self.restored
-        for model in models:
-            self.requeue(model)
+        first = min(self.restored.values(), default=0) - len(models)
+        for place, model in enumerate(models, first):
+            self.restore_at(place, model)
+
+    def restore_at(self, place: int, model: ModelState) -> None:
+        """Load weights that an earlier runtime had on the device, those with the smallest place first."""
+        self.restored[model.name] = place
+        self.requeue(model)
 
     def withdraw(self, model: ModelState) -> None:
         """End the prefetch and the restoring of a model's weights."""
@@ -450,7 +455,7 @@ class LoadQueue:
     def _plan_restore(self) -> PlannedLoad | None:
         """Plan the load of weights to restore; those without free room are not restored."""
         while self.restored:
-            model = self._models[next(iter(self.restored))]
+            model = self._models[min(self.restored, key=self.restored.__getitem__)]
             if self.weights.missing(model.weights) <= 0:
                 return model, []
             del self.restored[model.name]

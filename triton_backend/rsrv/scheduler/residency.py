@@ -179,8 +179,8 @@ class DeviceResidency:
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
             self.loads.require(model)
-        elif event.restore and self.loads.on_demand:
-            self.loads.restore([model])
+        elif event.restore is not None and self.loads.on_demand:
+            self.loads.restore_at(event.restore, model)
 
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
         """Evict a removed model's weights once nothing uses or loads them; return whether they are gone."""

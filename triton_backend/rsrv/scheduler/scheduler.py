@@ -625,6 +625,11 @@ class Scheduler:
         """True if a model is loaded or draining: its key may be added again only when it is neither."""
         return model in self._models or model in self._draining
 
+    def last_used(self, model: str) -> float:
+        """Return when the latest requests for a loaded model came; -inf for others, and if none has come."""
+        state = self._models.get(model)
+        return -inf if state is None or not state.weights.uses else state.weights.uses[-1]
+
     def queued(self, model: str) -> int:
         """Requests that wait for a loaded model; 0 for others."""
         state = self._models.get(model)

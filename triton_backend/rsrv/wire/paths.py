@@ -12,6 +12,8 @@ LOCK = "lock"
 FAILURE = "failure"
 #: why the runtime found no device the last time
 NO_DEVICE = "no-device"
+#: models that the next runtime brings back
+HANDOVER = "handover.json"
 #: there while the device sleeps: the Unix time since which it does
 ASLEEP = "asleep"
 #: of the control process: its socket, its lock, and the settings of operators
@@ -142,7 +144,7 @@ def sweep(base: Path) -> None:
 def remove(directory: Path) -> None:
     ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
-    replaced = (NO_DEVICE, ASLEEP, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
+    replaced = (NO_DEVICE, ASLEEP, HANDOVER, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
     try:

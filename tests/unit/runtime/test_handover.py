@@ -1,0 +1,104 @@
+"""Models that a runtime leaves to the next one: those on the device return first, the latest used before others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.handover import HandedModel, Handover
+from rsrv.settings import load_settings
+from tests.unit.runtime.conftest import StartRuntime
+from tests.unit.runtime.test_residency import answered
+from tests.unit.runtime.test_restart import ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.watchers import Operator, Watcher
+from tests.waiting import wait_until
+
+SETTINGS = load_settings("stub: {in_place_ms: 0}")
+CATS = HandedModel("cats@1", "cats", "/repository/cats/1/bundle", resident=True)
+DOGS = HandedModel("dogs@1", "dogs", "/repository/dogs/1/bundle", resident=False)
+
+
+def test_a_note_is_read_by_the_next_runtime(tmp_path: Path) -> None:
+    """Each model has its place, unknown ones come last, and only weights that were on the device return."""
+    first = Handover(tmp_path / "note")
+    assert first.returns("dogs@1"), "without a note, all return"
+    first.write([CATS, DOGS], wait=True)
+
+    second = Handover(tmp_path / "note")
+
+    assert second.before == [CATS, DOGS]
+    assert [second.place(key) for key in ("cats@1", "dogs@1", "owls@1")] == [0, 1, 2]
+    assert [second.returns(key) for key in ("cats@1", "dogs@1", "owls@1")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '[["cats@1", "cats"]]', '[["cats@1", "cats", "/", 1]]', "7"]
+)
+def test_a_damaged_note_costs_only_the_order(tmp_path: Path, text: str) -> None:
+    """All models return, in any order, and the next note can be read."""
+    (tmp_path / "note").write_text(text)
+    handover = Handover(tmp_path / "note")
+    assert handover.before is None
+    assert handover.returns("cats@1")
+    handover.write([CATS], wait=True)
+    assert Handover(tmp_path / "note").before == [CATS]
+
+
+def test_a_note_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+    """The directory is gone with its server; the runtime goes on."""
+    Handover(tmp_path / "gone" / "note").write([CATS], wait=True)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_after_a_sleep_models_return_without_a_stub(
+    start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
+) -> None:
+    """The note has the latest used first. A model leaves with its stub, once that has registered; one without a bundle stays away."""
+    note = tmp_path / "note"
+    first = start_runtime(SETTINGS, handover=Handover(note))
+    engines = [make_engine(first, doublings[name], name=name) for name in "abc"]
+    for engine in engines[::-1]:
+        answered(ask(engine))
+    with Operator(first) as operator:
+        assert operator.do("sleep", drain_s=30, force=True) == {}
+    wait_until(lambda: not first.alive)
+    for engine in engines:
+        engine.close()
+    rows = json.loads(note.read_text())
+    assert [name for _, name, _, _ in rows] == ["a", "b", "c"]
+    rows[2][2] = str(tmp_path / "removed")
+    note.write_text(json.dumps(rows))
+
+    second = start_runtime(SETTINGS, handover=Handover(note), slept=True)
+
+    with Watcher(second) as watcher:
+        watcher.until(lambda: all(watcher.is_(name, state="ready", stubs=[]) for name in "ab"))
+        assert watcher.of("c") is None
+        engine = make_engine(second, doublings["a"], name="a")
+        assert answered(ask(engine)) == 1
+        engine.close()
+        watcher.until(lambda: watcher.of("a") is None)
+        assert watcher.is_("b", state="ready")
+
+
+def test_another_version_takes_the_place_of_one_that_returned(
+    start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
+) -> None:
+    """The bundle changed during the sleep: the stub's version is served, and the one that returned leaves."""
+    note = tmp_path / "note"
+    first = start_runtime(SETTINGS, handover=Handover(note))
+    engine = make_engine(first, doublings["a"], name="a")
+    with Operator(first) as operator:
+        assert operator.do("sleep", drain_s=30, force=True) == {}
+    wait_until(lambda: not first.alive)
+    engine.close()
+    second = start_runtime(SETTINGS, handover=Handover(note), slept=True)
+    with Watcher(second) as watcher:
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+        engine = make_engine(second, doublings["b"], name="a")
+        watcher.until(lambda: len(watcher.entries) == 1)
+        assert answered(ask(engine)) == 2
+        engine.close()

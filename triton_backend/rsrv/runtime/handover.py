@@ -1,0 +1,90 @@
+"""Models of a runtime for the next one of its device: which had their weights there, and in which order they return."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from rsrv.runtime.threads import WorkerThread
+from rsrv.wire.paths import write_whole
+
+log = logging.getLogger("rsrv.registry")
+
+#: seconds that the end of a runtime waits for its note at most
+_MAX_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandedModel:
+    """A model of a runtime that has ended."""
+
+    key: str
+    name: str
+    #: path of its bundle
+    bundle: str
+    #: its weights were on the device
+    resident: bool
+
+
+class Handover:
+    """A note in the runtime's private directory, which each runtime reads when it begins, and replaces.
+
+    The models are in the order in which they were used, the latest first. A note that cannot be read or written costs
+    the order, and the return of models that no stub asks for.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read what the runtime before this one wrote. Without a path, nothing is read or written."""
+        self._path = path
+        #: models of the runtime before; None: they are not known
+        self.before: list[HandedModel] | None = None
+        self._written: Sequence[HandedModel] = ()
+        self._thread = None if path is None else WorkerThread("handover")
+        try:
+            text = None if path is None else path.read_text()
+            if text is not None:
+                self.before = [_read(one) for one in json.loads(text)]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("%s cannot be read, so models return in any order: %s", path, error)
+        self._places = {one.key: place for place, one in enumerate(self.before or ())}
+
+    def place(self, key: str) -> int:
+        """Return the place of a model in the order of return; models that are not in the note are last."""
+        return self._places.get(key, len(self._places))
+
+    def returns(self, key: str) -> bool:
+        """Return whether a model's weights return to the device: without a note, all do."""
+        return self.before is None or (key in self._places and self.before[self._places[key]].resident)
+
+    def write(self, models: Sequence[HandedModel], *, wait: bool = False) -> None:
+        """Replace the note, if it changes, on a thread; `wait`: return when that is done."""
+        if self._thread is None:
+            return
+        self._thread.put(lambda: self._write(models))
+        if wait:
+            done = Event()
+            self._thread.put(done.set)
+            done.wait(_MAX_WAIT_S)
+
+    def _write(self, models: Sequence[HandedModel]) -> None:
+        if self._path is None or models == self._written:
+            return
+        rows = [[one.key, one.name, one.bundle, one.resident] for one in models]
+        try:
+            write_whole(self._path, json.dumps(rows))
+        except OSError as error:
+            log.warning("%s cannot be written, so models return in any order: %s", self._path, error)
+        else:
+            self._written = models
+
+
+def _read(row: object) -> HandedModel:
+    """Read a row. Raises ValueError."""
+    match row:
+        case [str(key), str(name), str(bundle), bool(resident)]:
+            return HandedModel(key, name, bundle, resident)
+    raise ValueError(f"not a model: {row!r:.200}")

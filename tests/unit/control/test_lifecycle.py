@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,10 +20,12 @@ from hypothesis import strategies as st
 from rsrv.control import model_loader, watching
 from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
+from rsrv.control.stub_health import stub_processes
 from rsrv.control.triton import TritonError
 from rsrv.settings_changes import change_model
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.plan import NATIVE_MARK
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
@@ -43,7 +48,8 @@ def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def living(world: World) -> AsyncIterator[Reconciler]:
     """Run the reconciler of a world."""
-    lifecycle = Reconciler(world.settings, world.repository, world.triton.view, world.triton)  # type: ignore[arg-type]
+    triton: Any = world.triton
+    lifecycle = Reconciler(world.settings, world.repository, triton.view, triton, triton.processes)
     task = asyncio.create_task(lifecycle.run())
     try:
         yield lifecycle
@@ -596,6 +602,43 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 
         world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
         assert world.triton.log == ["load a", "loaded a"]
+
+
+def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> None:
+    """A stub without a connection is replaced when its process is dead, and Triton is asked once a minute."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        world.triton.cold = {"a", "b", "c"}
+        (world.repository / "b" / NATIVE_MARK).touch()
+        world.triton.view.stir()
+        await asyncio.sleep(5)
+        before = world.triton.asked
+        await asyncio.sleep(120)
+        assert world.triton.log == []
+        assert world.triton.asked - before <= 3
+        world.triton.kill("a")
+        world.triton.kill("b")  # its front is a part of Triton
+        await asyncio.sleep(10)
+        assert world.triton.log == ["load a", "loaded a"]
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}, tell)
+
+
+def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
+    """Processes that run a model's code are found, if they are this server's."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/model.py").write_text("import sys; print(flush=True); sys.stdin.read()")
+    names = tmp_path / "models"
+    names.mkdir()
+    (names / "a").symlink_to(tmp_path)
+    command = [sys.executable, str(names / "a/1/model.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stub:
+        assert stub.stdout is not None
+        stub.stdout.readline()
+        assert stub_processes(os.getpid(), names) == {"a"}
+        assert stub_processes(os.getppid(), names) == set()
+        stub.kill()
+    assert stub_processes(os.getpid(), names) == set()
 
 
 def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:

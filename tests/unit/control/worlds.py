@@ -37,11 +37,19 @@ class FakeTriton:
         self.failed: set[str] = set()
         #: Models whose stub is dead.
         self.dead: set[str] = set()
+        #: Models whose stub lives without a connection to the runtime.
+        self.cold: set[str] = set()
+        #: Number of questions for all models' states.
+        self.asked = 0
         self.view = FakeView(self)
         #: The requests, in order: "load NAME", "loaded NAME", "unload NAME".
         self.log: list[str] = []
 
+    def processes(self) -> set[str]:
+        return self.served.keys() - self.dead
+
     async def states(self) -> Mapping[str, State]:
+        self.asked += 1
         states: dict[str, State] = dict.fromkeys(self.dismissed, "dismissed")
         states |= dict.fromkeys(self.failed, "other")
         return {**states, **dict.fromkeys(self.served, "ready")}
@@ -94,7 +102,7 @@ class FakeView:
         return self.changes
 
     def served(self) -> set[str]:
-        return self._triton.served.keys() - self._triton.dead if self.up else set()
+        return self._triton.processes() - self._triton.cold if self.up else set()
 
     def stir(self) -> None:
         self.changes += 1

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlledServer, ControlService, Monitoring
     from rsrv.control.settings_file import Rereading, SettingsFile
+    from rsrv.control.stub_health import stub_processes
     from rsrv.control.triton import Triton
     from rsrv.settings import read_settings
     from rsrv.tokens import read_token
@@ -102,7 +104,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     devices = server_devices(options.directory)
     runtimes = Runtimes(device_directories(options.server_pid, options.directory, len(devices)))
     cards = Cards(devices)
-    reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid))
+    processes = partial(stub_processes, options.server_pid, repository.absolute())
+    reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid), processes)
     readiness = Readiness(
         runtimes,
         repository,

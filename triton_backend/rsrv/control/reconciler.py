@@ -86,7 +86,15 @@ def _place(root: Path, name: str) -> Path:
 class Reconciler:
     """The models of one tritonserver. One event loop owns it."""
 
-    def __init__(self, settings: Settings, repository: Path, view: RuntimeView, triton: Triton) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        repository: Path,
+        view: RuntimeView,
+        triton: Triton,
+        processes: Callable[[], Collection[str]],
+    ) -> None:
+        """`processes`: returns the models that have a live stub process; called on a thread."""
         self._settings = settings
         self._lifecycle = settings.lifecycle
         #: True if the bundles are looked at all the time, not only when an operator asks for a reload.
@@ -102,7 +110,9 @@ class Reconciler:
         #: Set when something is to be done, or may be.
         self._wake = asyncio.Event()
         self._loader = ModelLoader(self._repository, self._lifecycle.link, triton, self._states, self._wake)
-        self._stubs = StubMonitor(self._repository, view, triton, self._states, self._lifecycle.poll_s)
+        self._stubs = StubMonitor(
+            self._repository, view, triton, self._states, self._lifecycle.poll_s, processes
+        )
         #: Places without bundles that the log has named.
         self._unusable: set[str] = set()
         #: Settings of models without a bundle that the log has named.

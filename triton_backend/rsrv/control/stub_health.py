@@ -1,20 +1,24 @@
 """Finds the models whose stub process is dead.
 
-Triton calls a model ready whose stub is dead, so the runtime's word counts: no stub of that name is connected. A runtime
-that has just started says that of all models, and a dead one says nothing; both get the time that stubs need to find it
-again, or to start another.
+Triton calls a model ready whose stub is dead. A stub that is connected to the runtime is alive. One that is not may be
+cold, and then its process lives; models with the native front have no process. A runtime that has just started has no
+connections, and a dead one says nothing; both get the time that stubs need to find it again, or to start another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
 from pathlib import Path
 
 from rsrv.control.bundle_states import BundleStates
 from rsrv.control.protocols import RuntimeView
 from rsrv.control.triton import Triton, TritonError
+from rsrv_gen.known import SETTLED_NS
+from rsrv_gen.plan import NATIVE_MARK, VERSION
 from rsrv_gen.write import our_models
 
 #: Seconds between the two looks that must agree on a dead stub.
@@ -23,6 +27,8 @@ AGREE_S = 0.5
 CONNECT_S = 10.0
 #: Seconds that stubs have to start a runtime again. If all of them are dead, it is not started.
 RESTART_S = 15.0
+#: Seconds after which Triton is asked again for models that were unloaded by hand, though all stubs are alive.
+_DISMISSED_S = 60.0
 #: Seconds at least between two looks.
 _LOOK_MIN_S = 0.2
 #: Seconds after a reload during which the stub does not count as dead, by Triton's mode. A Triton that polls has yet to
@@ -71,13 +77,61 @@ class StubHealth:
         self._starting[name] = until
 
 
+def stub_processes(server_pid: int, repository: Path) -> set[str]:
+    """Return the models of which a process of this tritonserver runs the code."""
+    start, end, found = os.fsencode(repository) + b"/", f"/{VERSION}/model.py".encode(), set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                for word in (process / "cmdline").read_bytes().split(b"\0"):
+                    if word.startswith(start) and word.endswith(end) and parent_pid(process) == server_pid:
+                        found.add(os.fsdecode(word[len(start) : -len(end)]))
+    return found
+
+
+def parent_pid(process: Path) -> int:
+    """Return the parent of a process, a folder of /proc. Raises OSError."""
+    # The name before it may hold any character.
+    return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+class _Listing:
+    """The models of a repository that rsrv-gen made, listed again if a directory came, went or was replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._listed: tuple[int, int] = (0, 0)
+        self.models: set[str] = set()
+        #: Those with the native front.
+        self.native: set[str] = set()
+
+    def look(self) -> None:
+        """List the models, if necessary. On any thread."""
+        with contextlib.suppress(OSError):
+            changed = self._path.stat().st_mtime_ns
+            # A change of the same moment as the last listing may have come after it.
+            if changed == self._listed[0] < self._listed[1] - SETTLED_NS:
+                return
+            self._listed = changed, time.time_ns()
+        self.models = our_models(self._path)
+        self.native = {name for name in self.models if (self._path / name / NATIVE_MARK).exists()}
+
+
 class StubMonitor:
     """The looks at the stubs of one repository's models."""
 
     def __init__(
-        self, repository: Path, view: RuntimeView, triton: Triton, states: BundleStates, poll_s: float
+        self,
+        repository: Path,
+        view: RuntimeView,
+        triton: Triton,
+        states: BundleStates,
+        poll_s: float,
+        processes: Callable[[], Collection[str]],
     ) -> None:
-        self._repository = repository
+        """`processes`: returns the models that have a live stub process; called on a thread."""
+        self._processes = processes
+        self._listing = _Listing(repository)
         self._view = view
         self._triton = triton
         self._states = states
@@ -92,24 +146,32 @@ class StubMonitor:
 
     async def dead(self) -> AsyncGenerator[str]:
         """Yield models whose stub is dead, as they are found."""
-        ours: set[str] = set()
-        #: Models without a stub that Triton does not call ready, so that it need not be asked at every change.
+        #: Models without a connected stub that are no suspects, so that Triton need not be asked at every change; and
+        #: all of them when it was asked.
         idle: set[str] = set()
-        renewed = -self._poll_s
+        asked: set[str] = set()
+        renewed = asked_at = -_DISMISSED_S
         while True:
             seen = self._view.changes
             if self._now() - renewed >= self._poll_s:
-                renewed = self._now()
-                ours, idle = await asyncio.to_thread(our_models, self._repository), set()
+                renewed, idle = self._now(), set()
+                await asyncio.to_thread(self._listing.look)
             alive = self._view.served()
-            without = ours - alive - self._states.busy
+            without = self._listing.models - alive - self._states.busy
             idle &= without
+            asked &= without
             self.dismissed &= without
+            suspects = without - idle - self._listing.native
+            if suspects:
+                suspects -= set(await asyncio.to_thread(self._processes))
             ready: set[str] = set()
-            if without - idle and not self._triton.trouble:
+            # Of thousands of cold models, Triton's answer is a megabyte.
+            due = without - asked or (without and self._now() - asked_at >= _DISMISSED_S)
+            if (suspects or due) and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
                     states = await self._triton.states()
-                    ready = {name for name in without if states.get(name) == "ready"} - self._states.busy
+                    asked, asked_at = without, self._now()
+                    ready = {name for name in suspects if states.get(name) == "ready"} - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
             up_since = self._view.since if self._view.up else None

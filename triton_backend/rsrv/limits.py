@@ -1,9 +1,112 @@
-"""Resource limits of this process: the soft one holds, and may be raised up to the hard one."""
+"""Limits and memory of this process, and the memory of the machine, or of the container's control group if that has less."""
 
+import ctypes
+import gc
 import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+_libc = ctypes.CDLL(None)
+#: bytes of a thread's stack if the system sets no limit
+_DEFAULT_STACK_BYTES = 2 << 20
 
 
 def raise_limit(which: int) -> None:
-    """Raise a soft limit to the hard one; `which` is one of `resource.RLIMIT_...`."""
+    """Raise a soft limit, which holds, to the hard one; `which` is one of `resource.RLIMIT_...`."""
     _, hard = resource.getrlimit(which)
     resource.setrlimit(which, (hard, hard))
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process and its neighbours may take together."""
+    return min([_meminfo(root, "MemTotal"), *(limit for _, limit in _limits(root))])
+
+
+def spare_memory(root: Path = Path("/")) -> int:
+    """Return about the bytes that can be taken now; memory of the kernel's file cache counts as free."""
+    found = [_meminfo(root, "MemAvailable")]
+    for group, limit in _limits(root):
+        used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
+        statistics = _fields(group / "memory.stat")
+        cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+        found.append(limit - used + cached)
+    return max(0, min(found))
+
+
+def private_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that count against RLIMIT_DATA: private writable memory, touched or not, with stacks."""
+    return _fields(root / "proc" / "self" / "status")["VmData:"] * 1024
+
+
+def limit_private_bytes(more: int) -> None:
+    """Limit this process to this many bytes more than it has. Shared memory and files do not count."""
+    limit = private_bytes() + more
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def stack_bytes() -> int:
+    """Return the private memory of each further thread, most of which it never touches."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _DEFAULT_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
+
+
+def lift_limit() -> None:
+    """Revoke `limit_private_bytes`."""
+    raise_limit(resource.RLIMIT_DATA)
+
+
+def can_have(nbytes: int) -> bool:
+    """Tell whether this process can allocate this much in one piece, from the system or from memory that it has freed."""
+    gc.collect()
+    _libc.malloc_trim(0)
+    try:
+        np.empty(nbytes, np.uint8)
+    except MemoryError:
+        return False
+    return True
+
+
+def _meminfo(root: Path, name: str) -> int:
+    return _fields(root / "proc" / "meminfo")[f"{name}:"] * 1024
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the control groups that limit this process's memory, each with its limit in bytes.
+
+    Inside a container the path that the kernel names may be the one outside: then the group is at the root.
+    """
+    mounts = {"": root / "sys" / "fs" / "cgroup", "memory": root / "sys" / "fs" / "cgroup" / "memory"}
+    for line in (root / "proc" / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = mounts.get(controllers)
+        if mount is None:
+            continue
+        group = mount / path.strip("/")
+        for one in {mount, group, *group.parents}:
+            if one.is_relative_to(mount):
+                limit = _number(one / "memory.max") or _number(one / "memory.limit_in_bytes")
+                if limit is not None:
+                    yield one, limit
+
+
+def _number(file: Path) -> int | None:
+    """Return the number in a file; None for "max", and for a file that does not exist."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Return the numbers in a file of the kernel, by the first word of their lines; none if there is no such file."""
+    try:
+        lines = (line.split() for line in file.read_text().splitlines())
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rsrv.runtime.allocation import LARGE
-from rsrv.runtime.host_memory import SharedMemory
+from rsrv.runtime.host_memory import MemoryLimit, SharedMemory
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from tests.builders import FEW_EXAMPLES
 from tests.unit.runtime.weights import Array, bundle_of, large, small
@@ -36,14 +36,17 @@ class Runtimes(RuleBasedStateMachine):
             bundle_of(self.path, {f"w{i}": array for i, array in enumerate(arrays)}, f"b{index}")
             for index, arrays in enumerate(self.arrays)
         ]
-        self.stores = [self.start(), self.start()]
+        #: of the second runtime: two large tensors and a small one
+        self.limit = 2 * large(1).nbytes + small(1).nbytes
+        self.stores = [self.start(0), self.start(1)]
         self.models: list[list[tuple[HostWeights, list[Array]]]] = [[], []]
         #: What the last killed process may have left.
         self.left: set[str] = set()
         self.views: list[tuple[Array, Array]] = []
 
-    def start(self) -> HostStore:
-        return HostStore(SharedMemory(self.path))
+    def start(self, runtime: int) -> HostStore:
+        limit = MemoryLimit(self.limit, 0) if runtime else None
+        return HostStore(SharedMemory(self.path), limit=limit)
 
     @rule(runtime=st.integers(0, 1), bundle=st.integers(0, 3), keep=st.booleans())
     def open(self, runtime: int, bundle: int, keep: bool) -> None:
@@ -70,7 +73,7 @@ class Runtimes(RuleBasedStateMachine):
     @rule(runtime=st.integers(0, 1))
     def stop(self, runtime: int) -> None:
         self.stores[runtime].close()
-        self.stores[runtime] = self.start()
+        self.stores[runtime] = self.start(runtime)
         self.models[runtime].clear()
 
     @rule(runtime=st.integers(0, 1))
@@ -99,6 +102,7 @@ class Runtimes(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         for store in self.stores:
             store.validate()
+        assert self.stores[1].taken == self.stores[1].counts.physical <= self.limit
         names = {path.name for path in self.path.glob("rsrv-weights-*/*")}
         held = self.held(0) | self.held(1)
         assert held <= names <= held | self.left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from rsrv.scheduler.events import (
@@ -421,3 +423,17 @@ def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
 
     assert machine.outcome(request) is Outcome.ANSWERED
     assert Reason.NOT_RESIDENT not in machine.scheduler.snapshot().refused
+
+
+def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
+    """Host copies leave by that time; they stay while requests wait, and while weights load or execute."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=100))
+    driver.send(ModelAdded(program("a")), after=1.0)
+    assert driver.scheduler.idle_since("a") == 1.0
+    driver.arrive(driver.request("a"))
+    assert driver.scheduler.idle_since("a") == inf
+    driver.load("a", 0.5)
+    assert driver.scheduler.idle_since("a") == inf
+    driver.finish(seconds=0.5)
+    assert driver.scheduler.idle_since("a") == 2.0
+    assert driver.scheduler.idle_since("nobody") == inf

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.stub.memory_limits import private_bytes, spare_memory, total_memory
+from rsrv.limits import private_bytes, spare_memory, total_memory
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal:   {16 * GIB // 1024} kB\nMemFree: 5 kB\nMemAvailable: {8 * GIB // 1024} kB\nHugePages_Total: 0\n"

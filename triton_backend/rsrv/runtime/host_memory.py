@@ -11,14 +11,17 @@ import resource
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
 
+from rsrv.limits import total_memory
 from rsrv.runtime.allocation import LARGE, Bytes, aligned
 from rsrv.wire import paths
 from rsrv_bundle.weights import WeightsFile
@@ -29,6 +32,13 @@ _SHM = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")
 #: read-only: a file is not written after it is linked
 _FILE_MODE = 0o400
+#: share of all memory that copies may not take by default: for the processes, executables, requests, and the file cache
+#: through which weights are read. On a CPU, weights that are resident take memory a second time; the two shares below
+#: cover that
+_RESERVE = 0.25
+#: share of all memory that is free at least after each copy; with less, copies leave until twice as much is free. The
+#: kernel's killer comes later, and storms of reclaim do, too
+_SCARCE = 1 / 16
 #: tensors that a modest process shares: an eighth of its descriptors, of which each takes two, and of its mappings
 _MODEST_SHARE, _MAX_MODEST = 8, 8000
 
@@ -46,8 +56,42 @@ class TensorBytes:
     release: Callable[[], object]
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Limit of the copies, and the memory that they share with everything else."""
+
+    #: bytes that copies may take, each tensor once
+    copies: int
+    #: bytes of the machine or the container
+    total: int
+
+    def fits(self, copies: int, spare: int, nbytes: int) -> bool:
+        """Tell whether another `nbytes` may be taken. `copies`: bytes that copies take already; `spare`: free bytes."""
+        return copies + nbytes <= self.copies and spare - nbytes >= self.total * _SCARCE
+
+    def excess(self, copies: int, spare: int, nbytes: int = 0) -> int:
+        """Return the bytes that copies must give back, before another `nbytes` are taken; <= 0: none."""
+        over = copies + nbytes - self.copies
+        if spare - nbytes < self.total * _SCARCE:
+            over = max(over, int(self.total * 2 * _SCARCE) + nbytes - spare)
+        return over
+
+
+def memory_limit(setting: int | None) -> MemoryLimit:
+    """Return the limit for `runtime.host_memory_bytes`."""
+    total = total_memory()
+    return MemoryLimit(int(total * (1 - _RESERVE)) if setting is None else setting, total)
+
+
 class HostMemory(Protocol):
     """Memory of the store. Every method may be called from any thread."""
+
+    @property
+    def left(self) -> int:
+        """Bytes of tensors that an earlier runtime left and this one does not use, as of the last sweep."""
+
+    def forget_left(self, but: Collection[str | None]) -> None:
+        """Remove this server's notes, but those of files with these versions."""
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
@@ -87,6 +131,13 @@ def fresh(nbytes: int) -> Bytes:
 
 class PrivateMemory:
     """Memory of this process: tensors stay where they were read into."""
+
+    @property
+    def left(self) -> int:
+        return 0
+
+    def forget_left(self, but: Collection[str | None]) -> None:
+        pass
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         return TensorBytes(_read_only(filled), _nothing)
@@ -133,11 +184,13 @@ class SharedMemory:
         cannot be shared are private.
         """
         self._uid = os.getuid()
+        self._lock = Lock()
         self._modest = modest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = min(soft // _MODEST_SHARE, _MAX_MODEST)
-        #: tensors that this process shares
-        self._count = 0
+        #: tensors that this process shares -> how many models' stores have them
+        self._users: Counter[str] = Counter()
+        self.left = 0
         #: whether a tensor that cannot be shared was logged
         self._said_private = False
         self.path = parent / f"rsrv-weights-u{self._uid}"
@@ -206,10 +259,14 @@ class SharedMemory:
         except BaseException:
             self._release(digest, fd)
             raise
-        self._count += 1
+        with self._lock:
+            self._users[digest] += 1
 
         def release() -> None:
-            self._count -= 1
+            with self._lock:
+                self._users[digest] -= 1
+                if not self._users[digest]:
+                    del self._users[digest]
             self._release(digest, fd)
 
         return TensorBytes(np.frombuffer(mapping, np.uint8), release)
@@ -250,12 +307,20 @@ class SharedMemory:
     def _note_of(self, file: WeightsFile) -> Path | None:
         return None if self._notes is None or file.version is None else self._notes / file.version
 
+    def forget_left(self, but: Collection[str | None]) -> None:
+        if self._notes is not None:
+            with suppress(OSError):
+                for path in self._notes.iterdir():
+                    if path.name not in but:
+                        path.unlink()
+
     def sweep(self) -> int:
-        unused = [name for name in self._names() if self._is_unused(name)]
-        if not unused:
-            return 0
-        noted = self._noted()
-        return sum(self._remove(name) for name in unused if name not in noted)
+        unused = [name for name in self._names() if name not in self._users and self._is_unused(name)]
+        noted = self._noted() if unused else set()
+        removed = sum(self._remove(name) for name in unused if name not in noted)
+        with suppress(OSError):
+            self.left = sum(os.stat(name, dir_fd=self._directory).st_size for name in unused if name in noted)
+        return removed
 
     def _noted(self) -> set[str]:
         """Return the tensors in the notes of live servers; remove what others have noted, and what is out of date."""
@@ -309,8 +374,8 @@ class SharedMemory:
 
     def _leave_room(self, nbytes: int) -> None:
         """Raise OSError if a file of this size would leave less than half of the file system, or few descriptors."""
-        if self._count >= self._most:
-            raise OSError(errno.EMFILE, f"{self._count} tensors are shared")
+        if len(self._users) >= self._most:
+            raise OSError(errno.EMFILE, f"{self._most} tensors are shared")
         found = os.statvfs(self._directory)
         if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize // 2:
             raise OSError(errno.ENOSPC, "half of it is taken")

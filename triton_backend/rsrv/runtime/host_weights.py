@@ -1,15 +1,17 @@
 """Host copies of weights: one copy of each tensor, shared by all models that contain it."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from rsrv.limits import spare_memory
 from rsrv.runtime.allocation import Bytes, PageLock, PageLocks
-from rsrv.runtime.host_memory import HostMemory, HostMemoryError, TensorBytes, fresh
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError, MemoryLimit, TensorBytes, fresh
 from rsrv_bundle import Bundle
 from rsrv_bundle.spec import WeightSpec
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
@@ -48,8 +50,11 @@ class HostStore:
     `page_lock` is called once for each large mapping, and the function that it returns before the mapping is removed.
     """
 
-    def __init__(self, memory: HostMemory, page_lock: PageLock | None = None) -> None:
+    def __init__(
+        self, memory: HostMemory, page_lock: PageLock | None = None, limit: MemoryLimit | None = None
+    ) -> None:
         self._memory = memory
+        self.limit = limit
         self._page_lock = page_lock
         self._locks = PageLocks()
         # Guards the fields below. Held only briefly: no thread reads, hashes or copies tensors under it.
@@ -60,9 +65,11 @@ class HostStore:
         self._kept: set[HostWeights] = set()
         self._logical = 0
         self._physical = 0
+        #: bytes of weights that are being read into copies
+        self._reading = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
-        """Identify every weight by its content, and keep a host copy if `keep`.
+        """Identify every weight by its content, and keep a host copy if `keep` and there is room.
 
         The file is read once, unless an earlier runtime has left a note of its content: then only tensors that are kept
         and that are not in memory already are read. Raises HostMemoryError, and BundleError if the file is removed, has
@@ -72,7 +79,8 @@ class HostStore:
         try:
             digests = self._memory.recall(file)
             if digests is None or len(digests) != len(bundle.weights):
-                weights = self._read(bundle, file, keep=keep)
+                with self._room(sum(weight.nbytes for weight in bundle.weights) if keep else 0) as room:
+                    weights = self._read(bundle, file, keep=keep and room)
                 self._memory.note(file, [tensor.key.digest for tensor in weights.tensors])
             else:
                 weights = HostWeights(self, file, map(_identified, bundle.weights, digests))
@@ -108,9 +116,39 @@ class HostStore:
         with self._lock:
             return HostCounts(self._logical, self._physical, len(self._held))
 
+    @property
+    def taken(self) -> int:
+        """Bytes of the copies, each tensor once, and of those that are being made."""
+        return self._physical + self._reading
+
+    @property
+    def left(self) -> int:
+        """Bytes of tensors that an earlier runtime left for models that have not come back, as of the last `sweep`."""
+        return self._memory.left
+
     def sweep(self) -> int:
-        """Remove shared tensors that no runtime uses; return how many. Call it when the models that share them are loaded."""
+        """Remove shared tensors that no runtime uses or wants; return how many."""
         return self._memory.sweep()
+
+    def forget_left(self) -> None:
+        """Remove what an earlier runtime left for models that have not come back."""
+        with self._lock:
+            versions = {weights._file.version for weights in self._open}
+        self._memory.forget_left(versions)
+        self._memory.sweep()
+
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[bool]:
+        """Count bytes as taken while they are read, if there is room; yield whether there is."""
+        spare = 0 if self.limit is None else spare_memory()
+        with self._lock:
+            room = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
+            self._reading += nbytes if room else 0
+        try:
+            yield room
+        finally:
+            with self._lock:
+                self._reading -= nbytes if room else 0
 
     def leave(self) -> None:
         """End, and leave the shared tensors to the next runtime of the server, which reads nothing that it finds there.
@@ -227,6 +265,7 @@ class HostWeights:
     def __init__(self, store: HostStore, file: WeightsFile, tensors: Iterable[HostTensor]) -> None:
         self._store = store
         self._file = file
+        self._closed = False
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
@@ -239,14 +278,27 @@ class HostWeights:
         """True if the host keeps a copy for this model."""
         return self in self._store._kept
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that a host copy would add to those of other models."""
+        held = self._store._held
+        return sum(
+            {key.digest: nbytes for key, nbytes in self.distinct.items() if key.digest not in held}.values()
+        )
+
     def keep(self) -> None:
-        """Keep a host copy; of tensors that it keeps for other models, the store only adds a reference.
+        """Keep a host copy, if there is room; of tensors that it keeps for other models, the store only adds a reference.
 
         Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened; then nothing has
         changed.
         """
-        if self.kept:
+        if self.kept or self._closed:
             return
+        with self._store._room(self.missing_bytes) as room:
+            if room:
+                self._keep()
+
+    def _keep(self) -> None:
         taken: list[HostTensor] = []
         try:
             for index, tensor in enumerate(self.tensors):
@@ -292,6 +344,7 @@ class HostWeights:
 
     def close(self) -> None:
         """Drop the host copy and close the file. No thread may be reading; further calls do nothing."""
+        self._closed = True
         self.drop()
         self._store._forget(self, self._file)
         self._file.close()

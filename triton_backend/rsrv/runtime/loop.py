@@ -40,7 +40,7 @@ from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
-from rsrv.runtime.weight_mover import LoadEnded, MemoryFreed
+from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, LoadEnded, MemoryFreed
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
@@ -110,7 +110,7 @@ class Loop:
         self._executor = Executor(self._inbox, self.activity, self._clock)
         self._catalog = Catalog(Policy(settings), StateFeed(self._transport), self._clock)
         self._builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox, inspector)
-        self._weights = WeightManager(self._catalog, self._scheduler, self._builder, self._outbox)
+        self._weights = WeightManager(self._catalog, self._scheduler, self._outbox)
         self._registry = Registry(
             self._catalog, self._weights, self._builder, self._scheduler, self._transport, self._outbox
         )
@@ -190,9 +190,9 @@ class Loop:
         else:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
-            timeout = min(timeout, max(0.0, min(self._used + self._idle_s, self._handover_at) - now))
-            if wakeup is not None:
-                timeout = min(max(0.0, wakeup - now), timeout)
+            due = min(self._used + self._idle_s, self._handover_at, self._weights.copies.review_at)
+            due = min(due, inf if wakeup is None else wakeup)
+            timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")
@@ -215,6 +215,8 @@ class Loop:
                 requests.send_answers()
             else:
                 self._ended = ended
+        if now >= self._weights.copies.review_at:
+            self._weights.copies.review(now)
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
         if self._catalog.moves:
@@ -262,6 +264,10 @@ class Loop:
                 self._weights.load_ended(message)
             case MemoryFreed(instruction):
                 self._start(instruction)
+            case CopiesDropped():
+                self._weights.copies.dropped()
+            case CopyMade():
+                self._weights.copies.made()
             case DeviceReady():
                 self._weights.device_ready(message)
             case BundlesRead():

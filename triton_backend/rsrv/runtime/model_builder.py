@@ -10,17 +10,16 @@ from math import inf
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import Activity
-from rsrv.runtime.allocation import give_back
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device, DeviceError, OutOfMemory
-from rsrv.runtime.host_memory import HostMemoryError, open_host_memory
-from rsrv.runtime.host_weights import HostStore, HostWeights
+from rsrv.runtime.host_memory import HostMemoryError, memory_limit, open_host_memory
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.models import CompiledModel, RequestedModels, about, compile_model, identify, warm_up
 from rsrv.runtime.numerics import Computes, probe
 from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
 from rsrv.runtime.threads import Inbox, WorkerThread, lower_priority
 from rsrv.runtime.transport import PeerConnection
-from rsrv.runtime.weight_mover import WeightMover, follow_residency
+from rsrv.runtime.weight_mover import WeightMover
 from rsrv.settings import Settings
 from rsrv.wire.blackbox import Phase
 from rsrv_bundle import Bundle, BundleError
@@ -171,21 +170,10 @@ class ModelBuilder:
         """
         self._warm_up_thread.put(partial(self._warm_up, model, device, again))
 
-    def follow_residency(self, model: CompiledModel) -> None:
-        """Make or drop the host's copy of a model's weights, as its residency says."""
-        self._build_thread.put(partial(follow_residency, model))
-
-    def close_weights(self, host: HostWeights) -> None:
-        """Close a model's weights on the host, and return freed memory to the system. Any thread may call it."""
-        self._build_thread.put(host.close)
-        # The build thread runs it after the close, when no reference to the model is left.
-        self._build_thread.put(give_back)
-
     def clean_up(self, host: HostStore) -> None:
         """Free resources that only building needs, when no model is being built."""
         if self._inspector is not None:
             self._put(BuildStep("inspector", "", _CLEAN_UP, self._inspector.close))
-        # Models that use tensors that other runtimes left in shared memory have taken them by then.
         self._put(BuildStep("sweep", "", _CLEAN_UP, host.sweep))
 
     def _put(self, step: BuildStep) -> None:
@@ -231,8 +219,10 @@ class ModelBuilder:
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error
             computes = probe(self._device, self._settings.runtime.numerics)
-            memory = open_host_memory(self._settings.runtime.shared_host_weights, self._owner)
-            weight_mover = WeightMover(self._device, memory, self._inbox, self._activity.weights)
+            runtime = self._settings.runtime
+            memory = open_host_memory(runtime.shared_host_weights, self._owner)
+            host = HostStore(memory, self._device.page_lock, memory_limit(runtime.host_memory_bytes))
+            weight_mover = WeightMover(self._device, host, self._inbox, self._activity.weights)
             self._whole = self._device, weight_mover
             self._inbox.post(DeviceReady(self._device, weight_mover, computes))
         return self._whole

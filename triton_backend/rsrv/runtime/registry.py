@@ -322,7 +322,7 @@ class Registry:
         residency = self.catalog.policy.residency(entry.name)
         if model.residency != residency:
             model.residency = residency
-            self._builder.follow_residency(model)
+            self.weights.follow_residency(model)
         # Its executions need memory beside all weights: the budget shrinks first, then its weights may be loaded.
         self.weights.update_budget()
         served = model.measured and not self.catalog.replaces(entry)

@@ -19,6 +19,7 @@ from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler.events import Outcome, Reason
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import LoadReport, ModelSnapshot, SchedulerSnapshot, Totals
+from rsrv.scheduler.weight_states import WeightState
 from rsrv.wire.frames import ProtocolError, Status
 
 #: functions of model.py, by their names in metrics
@@ -345,6 +346,7 @@ class Reports:
                 "logical_bytes": 0 if host is None else host.logical,
                 "physical_bytes": 0 if host is None else host.physical,
                 "tensors": 0 if host is None else host.tensors,
+                "limit_bytes": None if mover is None or mover.host.limit is None else mover.host.limit.copies,
             },
         }
 
@@ -397,7 +399,7 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
         "state": WATCHED_STATES[entry.state],
         "residency": residency,
         "weights": model.residency,
-        "weights_state": model.weights.value,
+        "weights_state": _place(entry, model),
         "queued": model.queued,
         "executing": model.executing,
         "outcomes": {outcome.value: count for outcome, count in model.outcomes.items()},
@@ -415,6 +417,12 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
         "precisions": entry.model.precisions if entry.model else {},
     }
+
+
+def _place(entry: ModelEntry, model: ModelSnapshot) -> str:
+    """Return the state of a model's weights, or `on disk` for absent ones without a host copy."""
+    on_disk = model.weights is WeightState.ABSENT and entry.model is not None and not entry.model.host.kept
+    return "on disk" if on_disk else model.weights.value
 
 
 def _model_metrics(totals: Totals, reported: StubCounters | None) -> dict[str, Any]:

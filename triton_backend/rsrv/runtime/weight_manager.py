@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from rsrv.logs import fields
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.device import CacheCounts, Device
-from rsrv.runtime.model_builder import DeviceReady, ModelBuilder
+from rsrv.runtime.host_copies import HostCopies
+from rsrv.runtime.model_builder import DeviceReady
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
@@ -80,10 +81,9 @@ def solve_budget(*, arena: int | None, slack: float, scratch: int, pinned: int, 
 class WeightManager:
     """Residency of models, and the budget of the device's memory. Belongs to the loop."""
 
-    def __init__(self, catalog: Catalog, scheduler: Scheduler, builder: ModelBuilder, outbox: Outbox) -> None:
+    def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: Outbox) -> None:
         self._catalog = catalog
         self._scheduler = scheduler
-        self._builder = builder
         self._outbox = outbox
         #: the settings that the scheduler has, or will have when the outbox is empty
         self.settings = scheduler.settings
@@ -91,6 +91,7 @@ class WeightManager:
         self._warning: str | None = None
         #: keys of evicted models, by that of the model whose load needs the memory
         self._evicted: dict[str, list[str]] = {}
+        self.copies = HostCopies(catalog, scheduler)
         #: None until the device is ready
         self.device: Device | None = None
         self.mover: WeightMover | None = None
@@ -101,6 +102,7 @@ class WeightManager:
 
     def device_ready(self, message: DeviceReady) -> None:
         self.device, self.mover, self.computes = message.device, message.weight_mover, message.computes
+        self.copies.begin(self.mover)
         self.update_budget()
 
     @property
@@ -150,11 +152,17 @@ class WeightManager:
         self._catalog.moved(model.key, "resident" if isinstance(event, ev.WeightsLoaded) else "absent")
         self._outbox.append(event)
         if model.weights is not None and model.residency == "device":
-            self._builder.follow_residency(model)
+            self._mover.follow_residency(model)
+        if model.weights is not None:
+            self.copies.loaded(model)
+
+    def follow_residency(self, model: CompiledModel) -> None:
+        """Make or drop the host's copy of a model's weights, as its residency says."""
+        self._mover.follow_residency(model)
 
     def close(self, model: CompiledModel) -> None:
         """Close a model's weights on the host, after earlier orders to free or to keep them."""
-        self._mover.then(lambda: self._builder.close_weights(model.host))
+        self._mover.close(model.host)
 
     def end(self, *, leave: bool) -> None:
         """Leave the weights in shared memory to the server's next runtime, or remove them. Call it last, from any thread."""
@@ -216,7 +224,7 @@ class WeightManager:
             # Also if nothing changes: its load, or its copy, may have failed before.
             model.residency = wanted
             if wanted != "device" or model.weights is not None:
-                self._builder.follow_residency(model)
+                self._mover.follow_residency(model)
             # else its load reads the host's copy, if there is one
             self._outbox.append(ev.Pinned(key, wanted == "device"))
         self.update_budget()

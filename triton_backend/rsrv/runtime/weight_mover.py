@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from rsrv.runtime.activity import ActivitySlot
+from rsrv.runtime.allocation import give_back
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
-from rsrv.runtime.host_memory import HostMemory, HostMemoryError
+from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.threads import Inbox, WorkerThread
@@ -116,6 +117,16 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesDropped:
+    """Host copies were dropped, and their memory is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyMade:
+    """A host copy was made, or could not be."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryFreed:
     """All evictions before this instruction, a second try, have been carried out."""
 
@@ -180,13 +191,16 @@ class _Transfer:
 class WeightMover:
     """The thread that transfers the weights of all models. Methods are called on the loop."""
 
-    def __init__(self, device: Device, memory: HostMemory, inbox: Inbox, slot: ActivitySlot) -> None:
-        """Start the thread, which notes its work on the device at `slot`."""
-        self.host = HostStore(memory, device.page_lock)
+    def __init__(self, device: Device, host: HostStore, inbox: Inbox, slot: ActivitySlot) -> None:
+        """Start the threads; the one that moves weights notes its work on the device at `slot`."""
+        self.host = host
         self.device = DeviceWeights(device)
         self._inbox = inbox
         # A thread of its own: a compilation would delay a load for seconds.
         self._thread = WorkerThread("weights")
+        # Reading a file may take as long as storage likes, and memory may be short meanwhile.
+        self._reader = WorkerThread("host copies")
+        self._dropper = WorkerThread("host memory")
         self._slot = slot
         #: epoch of the latest load, and the event that abandons it. Not the load itself: it refers to the model, which
         #: may be unloaded long before the next load
@@ -216,12 +230,39 @@ class WeightMover:
         """Post `MemoryFreed` when all earlier transfers and evictions are done."""
         self._thread.put(partial(self._inbox.post, MemoryFreed(instruction)))
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Call an action on the thread when all earlier transfers and evictions are done."""
-        self._thread.put(action)
+    # --- host copies --------------------------------------------------------------------------------------
+
+    def follow_residency(self, model: CompiledModel) -> None:
+        """Make or drop the host's copy of a model's weights, as its residency says."""
+        self._reader.put(partial(_follow_residency, model))
+
+    def make_copy(self, model: CompiledModel) -> None:
+        """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
+        self.follow_residency(model)
+        self._reader.put(partial(self._inbox.post, CopyMade()))
+
+    def drop_copies(self, several: Sequence[HostWeights]) -> None:
+        """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
+        for weights in several:
+            self._dropper.put(weights.drop)
+        self._dropper.put(give_back)
+        self._dropper.put(partial(self._inbox.post, CopiesDropped()))
+
+    def forget_left(self) -> None:
+        """Remove what an earlier runtime left for models that have not come back."""
+        self._dropper.put(self.host.forget_left)
+
+    def close(self, weights: HostWeights) -> None:
+        """Close a model's weights on the host, after earlier orders to free or to keep them."""
+        self._thread.put(partial(self._close, weights))
+
+    def _close(self, weights: HostWeights) -> None:
+        self._reader.put(weights.close)
+        # The thread runs it after the close, when no reference to the model is left.
+        self._reader.put(give_back)
 
 
-def follow_residency(model: CompiledModel) -> None:
+def _follow_residency(model: CompiledModel) -> None:
     """Make or drop the host copy, by the model's residency. It takes as long as reading the weights."""
     try:
         if model.residency == "system":

@@ -63,6 +63,9 @@ from rsrv.scheduler.statistics import (
 from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
 
+#: states in which weights are neither loading, nor about to, nor in use by a warm-up
+_AT_REST = RUNNABLE | {WeightState.ABSENT, WeightState.BACKOFF}
+
 
 class Scheduler:
     """Decisions for one device. Not thread-safe: one loop owns it."""
@@ -629,6 +632,13 @@ class Scheduler:
         """Return when the latest requests for a loaded model came; -inf for others, and if none has come."""
         state = self._models.get(model)
         return -inf if state is None or not state.weights.uses else state.weights.uses[-1]
+
+    def idle_since(self, model: str) -> float:
+        """Return when a loaded model's weights were last used; inf: requests wait for them, or they load or execute."""
+        state = self._models.get(model)
+        if state is None or state.queued or state.executing or state.weights.state not in _AT_REST:
+            return inf
+        return state.weights.last_used
 
     def queued(self, model: str) -> int:
         """Requests that wait for a loaded model; 0 for others."""

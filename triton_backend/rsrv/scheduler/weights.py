@@ -175,7 +175,7 @@ class ModelWeights:
         #: when the latest load began, or ended if it is over; and how long it was expected to take.
         self.since = 0.0
         self.expected_load_seconds = 0.0
-        #: when an execution on them ended last, or when they were loaded.
+        #: when an execution on them ended last, or when they were loaded, or the model was added.
         self.last_used = 0.0
         #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
         self.usual_pause = 0.0
@@ -262,6 +262,7 @@ class WeightAccounts:
     def add(self, program: Program) -> ModelWeights:
         """Return the absent weights of a new model. Costs O(its tensors)."""
         weights = ModelWeights(program)
+        weights.last_used = self.now
         if program.tensors is None:
             weights.groups.append(SharedTensorGroup({}, program.weight_bytes, [weights]))
         else:

@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.stub.memory_limits import spare_memory
+from rsrv.limits import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.calls import (

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from rsrv.limits import can_have, lift_limit, limit_private_bytes, stack_bytes, total_memory
 from rsrv.logs import fields
-from rsrv.stub.memory_limits import can_have, lift_limit, limit_private_bytes, stack_bytes, total_memory
 from rsrv.stub.replies import Responses
 from rsrv.wire.frames import Status
 

@@ -1,0 +1,311 @@
+"""Host copies under a limit: which models get one, which lose theirs, and what clients see."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime import host_copies, host_weights
+from rsrv.runtime.host_copies import HostCopy, choose_copies
+from rsrv.runtime.host_memory import MemoryLimit, PrivateMemory, memory_limit
+from rsrv.runtime.host_weights import HostStore
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire.socket import read_status
+from tests.fakes import FakeError
+from tests.runtime_commands import command
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
+from tests.unit.runtime.weights import bundle_of, large, small
+from tests.waiting import wait_until
+
+GIB = 1 << 30
+#: Bytes of a model of `export_doubling`: three f32.
+_BYTES = 12
+
+
+def copy(model: str, used: float, **tensors: int) -> HostCopy:
+    return HostCopy(model, tensors, used)
+
+
+# --- figures in, names out --------------------------------------------------------------------------------
+
+
+def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
+    """A sixteenth of all memory stays free."""
+    limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
+
+    assert limit.fits(3 * GIB, 8 * GIB, GIB)
+    assert not limit.fits(3 * GIB, 8 * GIB, GIB + 1)
+    assert limit.fits(0, 2 * GIB, GIB)
+    assert not limit.fits(0, 2 * GIB, GIB + 1)
+
+
+def test_copies_give_back_what_exceeds_the_limit_or_what_others_need() -> None:
+    """While memory is scarce, until an eighth of it is free, so that the next look finds nothing to do."""
+    limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
+
+    assert limit.excess(5 * GIB, 8 * GIB) == GIB
+    assert limit.excess(3 * GIB, 8 * GIB) <= 0
+    assert limit.excess(3 * GIB, 8 * GIB, 2 * GIB) == GIB
+    assert limit.excess(3 * GIB, GIB) <= 0
+    assert limit.excess(3 * GIB, GIB // 2) == 2 * GIB - GIB // 2
+
+
+def test_the_default_limit_leaves_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is the container's memory, if it is limited."""
+    monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 * GIB)
+
+    assert memory_limit(None) == MemoryLimit(12 * GIB, 16 * GIB)
+    assert memory_limit(5) == MemoryLimit(5, 16 * GIB)
+
+
+def test_the_least_recently_used_copies_leave_first() -> None:
+    """Only as many as needed, and none that was used later than the one that needs the room."""
+    copies = [
+        copy("new", 3.0, a=10),
+        copy("old", 1.0, b=10),
+        copy("middle", 2.0, c=10),
+        copy("busy", inf, d=10),
+    ]
+
+    assert choose_copies(copies, 0) == ([], 0)
+    assert choose_copies(copies, 15) == (["old", "middle"], 0)
+    assert choose_copies(copies, 30) == (["old", "middle", "new"], 0)
+    assert choose_copies(copies, 31) == (["old", "middle", "new"], 1)
+    assert choose_copies(copies, 15, before=2.0) == (["old"], 5)
+
+
+def test_a_small_copy_stays_if_a_later_one_frees_enough() -> None:
+    """It would leave for nothing."""
+    assert choose_copies([copy("small", 1.0, a=1), copy("large", 2.0, b=10)], 10) == (["large"], 0)
+
+
+def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
+    """A copy whose tensors all stay for others stays, too."""
+    copies = [copy("a", 1.0, base=10, head_a=1), copy("b", 2.0, base=10, head_b=1), copy("c", 3.0, base=10)]
+
+    assert choose_copies(copies, 2) == (["a", "b"], 0)
+    assert choose_copies(copies, 12) == (["a", "b", "c"], 0)
+    assert choose_copies([copy("a", 1.0, base=10), copy("b", inf, base=10)], 5) == ([], 5)
+
+
+some_copies = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 1.0, 2.0, inf]),
+        st.dictionaries(st.sampled_from("tuvwx"), st.just(0), max_size=3),
+    ),
+    max_size=6,
+)
+_SIZES = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
+
+
+@given(some=some_copies, excess=st.integers(-2, 14), before=st.sampled_from([0.5, 1.5, inf]))
+def test_any_choice_frees_enough_or_all_that_may_leave(
+    some: list[tuple[float, dict[str, int]]], excess: int, before: float
+) -> None:
+    """No copy in use leaves, none used later, and none in vain."""
+    copies = [
+        HostCopy(str(index), {tensor: _SIZES[tensor] for tensor in tensors}, used)
+        for index, (used, tensors) in enumerate(some)
+    ]
+
+    def freed(leaving: list[str]) -> int:
+        stays = {tensor for one in copies if one.model not in leaving for tensor in one.tensors}
+        every = {tensor: size for one in copies for tensor, size in one.tensors.items()}
+        return sum(size for tensor, size in every.items() if tensor not in stays)
+
+    able = [one.model for one in copies if one.used < before]
+
+    chosen, lacking = choose_copies(copies, excess, before)
+
+    assert set(chosen) <= set(able)
+    assert len(set(chosen)) == len(chosen)
+    assert lacking == max(0, excess - freed(chosen))
+    assert not lacking or freed(chosen) == freed(able)
+    for one in chosen:
+        assert freed([other for other in chosen if other != one]) < min(freed(chosen), max(excess, 1))
+
+
+# --- the store --------------------------------------------------------------------------------------------
+
+
+def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> None:
+    """Its tensors are identified, and read from the file; it gets a copy when there is room."""
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(large(1).nbytes, 0))
+    first = store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True)
+    second = store.open(bundle_of(tmp_path, {"a": large(2)}, "second"), keep=True)
+
+    assert (first.kept, second.kept) == (True, False)
+    assert (second.read(0) == 2).all()
+    second.keep()
+    assert store.counts.logical == large(1).nbytes
+    first.drop()
+    second.keep()
+    assert (second.read(0) == 2).all()
+    assert store.counts.physical == large(1).nbytes
+    store.validate()
+
+
+def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
+    """Only what it adds counts."""
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
+    store.open(bundle_of(tmp_path, {"a": large(1), "b": small(1)}, "first"), keep=True)
+    second = store.open(bundle_of(tmp_path, {"a": large(1), "b": small(2)}, "second"), keep=True)
+
+    assert second.missing_bytes == small(2).nbytes
+    second.keep()
+
+    assert second.kept
+    store.validate()
+
+
+def test_memory_that_others_take_counts_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill by the kernel is not how the limit shows."""
+    monkeypatch.setattr(host_weights, "spare_memory", lambda: 100 + large(1).nbytes)
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 16 * 101))
+
+    assert not store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True).kept
+
+
+# --- a runtime --------------------------------------------------------------------------------------------
+
+
+class House:
+    """A runtime whose models have one weight of 12 bytes each."""
+
+    def __init__(self, start: StartRuntime, bundles: dict[str, Path], more: str) -> None:
+        self.runtime: Runtime = start(load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{more}}}"))
+        self.bundles = dict(bundles)
+        self.engines: dict[str, Engine] = {}
+
+    def serve(self, *names: str) -> None:
+        for name in names:
+            self.engines[name] = make_engine(self.runtime, self.bundles[name], name=name)
+
+    def ask(self, name: str) -> float:
+        return answered(ask(self.engines[name]))
+
+    def kept(self) -> set[str]:
+        return {model.name for model in self.runtime.loop._catalog.models() if model.host.kept}
+
+    def status(self) -> dict[str, Any]:
+        return read_status(os.getpid())
+
+    def spread(self, *names: str) -> None:
+        """Wait until these models, and no others, have copies."""
+        wait_until(lambda: self.kept() == set(names))
+
+
+@pytest.fixture
+def house(
+    start_runtime: StartRuntime, doublings: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[House]:
+    house = House(start_runtime, doublings, request.param)
+    yield house
+    for gate in (house.runtime.device.gate, house.runtime.device.uploads):
+        gate.set()
+    for engine in house.engines.values():
+        engine.close()
+
+
+two_copies = pytest.mark.parametrize(
+    "house", [f"host_memory_bytes: {2 * _BYTES}, weight_budget_bytes: {_BYTES}"], indirect=True
+)
+
+
+@two_copies
+def test_a_model_that_is_loaded_takes_the_place_of_the_least_recently_used(house: House) -> None:
+    """Every request is answered, with a copy or without."""
+    house.serve("a", "b")
+    house.spread("a", "b")
+    house.serve("c")
+    house.spread("b", "c")
+
+    assert [house.ask(name) for name in "abca"] == [1, 2, 3, 1]
+
+    house.spread("c", "a")
+    assert house.status()["memory"]["host"]["physical_bytes"] == 2 * _BYTES
+
+
+@pytest.mark.parametrize("house", ["idle: {host: 1}"], indirect=True)
+def test_an_idle_copy_leaves_and_comes_back_with_the_next_load(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is read again."""
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    house.serve("a")
+    command(os.getpid(), {"command": "evict", "model": "a"})
+    house.spread()
+    assert house.status()["models"]["a"]["weights_state"] == "on disk"
+
+    assert house.ask("a") == 1
+
+
+@pytest.mark.parametrize("house", ["weight_budget_bytes: 12"], indirect=True)
+def test_copies_leave_when_memory_is_scarce_and_come_back_later(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered all the time."""
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    house.serve("a", "b")
+    house.spread("a", "b")
+
+    for module in (host_copies, host_weights):
+        monkeypatch.setattr(module, "spare_memory", lambda: 0)
+    house.spread()
+    assert [house.ask(name) for name in "aba"] == [1, 2, 1]
+    assert house.kept() == set()
+
+    for module in (host_copies, host_weights):
+        monkeypatch.setattr(module, "spare_memory", lambda: 1 << 60)
+    assert [house.ask(name) for name in "bab"] == [2, 1, 2]
+    house.spread("a", "b")
+
+
+@pytest.mark.parametrize("house", ["host_memory_bytes: 0, weight_budget_bytes: 12"], indirect=True)
+@pytest.mark.parametrize("fault", ["removed", "cut", "overwritten"])
+def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path: Path, fault: str) -> None:
+    """Weights that are only on disk cannot be loaded: clients get the reason, and others are served."""
+    mine = tmp_path / "mine"
+    shutil.copytree(house.bundles["a"], mine)
+    house.bundles["a"] = mine
+    house.serve("a", "b")
+    assert house.ask("b") == 2
+    weights = mine / "weights.safetensors"
+    if fault == "cut":
+        os.truncate(weights, weights.stat().st_size - 4)
+    elif fault == "overwritten":
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        os.utime(weights, ns=(1, 1))
+    else:
+        weights.unlink()
+
+    for _ in range(2):
+        if fault == "removed":
+            # The file is open: its content is there until the model leaves.
+            assert house.ask("a") == 1
+        else:
+            assert refused(ask(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+        assert house.ask("b") == 2
+
+
+@two_copies
+def test_the_status_shows_the_limit(house: House) -> None:
+    """Beside what the copies take."""
+    house.serve("a")
+
+    assert house.status()["memory"]["host"]["limit_bytes"] == 2 * _BYTES

@@ -1,0 +1,153 @@
+"""Limit of the host's memory for copies of weights: which models get a copy, and which lose theirs.
+
+A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for those of
+models that are loaded, and leave when the machine, or the container, is short of memory, or after `idle.host`. A model
+without one stays ready: its loads read the file.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from rsrv.limits import spare_memory
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.models import CompiledModel, about
+from rsrv.runtime.weight_mover import WeightMover
+from rsrv.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("rsrv.host")
+
+#: seconds between two looks at the memory
+REVIEW_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Host copy of one model."""
+
+    model: str
+    #: its distinct tensors -> bytes
+    tensors: Mapping[str, int]
+    #: when it was last used; inf: requests wait for the model, or it is being loaded
+    used: float
+    #: when it has been idle for too long
+    expires: float = inf
+
+
+def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) -> tuple[list[str], int]:
+    """Choose the least recently used copies that free `excess` bytes together; return them, and the bytes that lack then.
+
+    Only copies that were last used `before` a time leave. A tensor is freed with the last copy that has it; copies that
+    would free nothing stay.
+    """
+    every = sorted(copies, key=lambda one: (one.used, one.model))
+    users = Counter(tensor for one in every for tensor in one.tensors)
+    chosen: list[HostCopy] = []
+    for one in every:
+        if excess <= 0 or one.used >= before:
+            break
+        chosen.append(one)
+        users.subtract(one.tensors.keys())
+        excess -= sum(nbytes for tensor, nbytes in one.tensors.items() if not users[tensor])
+    for one in reversed(chosen.copy()):
+        kept = sum(nbytes for tensor, nbytes in one.tensors.items() if not users[tensor])
+        if kept <= max(0, -excess):
+            chosen.remove(one)
+            users.update(one.tensors.keys())
+            excess += kept
+    return [one.model for one in chosen], max(0, excess)
+
+
+class HostCopies:
+    """Decisions about the host copies of all models. Belongs to the loop; the weight mover carries them out."""
+
+    def __init__(self, catalog: Catalog, scheduler: Scheduler) -> None:
+        self._catalog = catalog
+        self._scheduler = scheduler
+        self._mover: WeightMover | None = None
+        #: models without a copy that were loaded and should have one, the first to get it first
+        self._wanting: dict[str, None] = {}
+        #: whether copies are being dropped, and whether one is being made: one decision at a time
+        self._drops = self._makes = False
+        #: when to look again
+        self.review_at = inf
+
+    def begin(self, mover: WeightMover) -> None:
+        self._mover, self.review_at = mover, -inf
+
+    def loaded(self, model: CompiledModel) -> None:
+        """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
+        if model.residency == "system" and not model.host.kept:
+            self._wanting[model.key] = None
+            self._make()
+
+    def dropped(self) -> None:
+        """Take in that copies were dropped."""
+        self._drops = False
+        self._make()
+
+    def made(self) -> None:
+        """Take in that a copy was made, or could not be."""
+        self._makes = False
+        self._make()
+
+    def review(self, now: float) -> None:
+        """Drop copies that have not been used for too long, or whose memory is needed for something else."""
+        self.review_at = now + REVIEW_S
+        mover = self._mover
+        if mover is None or self._drops or not (mover.host.taken or mover.host.left):
+            return
+        limit, taken, left = mover.host.limit, mover.host.taken, mover.host.left
+        excess = 0 if limit is None else limit.excess(taken + left, spare_memory())
+        if excess > 0 and left:
+            # No front has asked for their models since the last runtime.
+            mover.forget_left()
+            excess -= left
+        copies = self._copies()
+        reasons = {one.model: "unused for idle.host" for one in copies if one.expires <= now}
+        chosen, _ = choose_copies((one for one in copies if one.model not in reasons), excess)
+        self._drop(reasons | dict.fromkeys(chosen, "memory is short"))
+
+    def _make(self) -> None:
+        """Give a copy to the first model that wants one, in place of less recently used ones."""
+        while self._wanting and self._mover is not None and not (self._drops or self._makes):
+            key = next(iter(self._wanting))
+            entry = self._catalog.entries.get(key)
+            model = None if entry is None or entry.ending else entry.model
+            victims, lacking = list[str](), 0
+            host = self._mover.host
+            if model is not None and host.limit is not None:
+                excess = host.limit.excess(host.taken, spare_memory(), model.host.missing_bytes)
+                victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
+            if victims and not lacking:
+                self._drop(dict.fromkeys(victims, f"{key} needs the room"))
+                return
+            del self._wanting[key]
+            if model is not None and not lacking:
+                self._makes = True
+                self._mover.make_copy(model)
+
+    def _drop(self, reasons: Mapping[str, str]) -> None:
+        """Drop the copies of models, each for a reason."""
+        assert self._mover is not None
+        for key, why in reasons.items():
+            log.info(
+                "%s: host copy of its weights dropped: %s", key, why, extra=about(self._catalog.get(key))
+            )
+        if reasons:
+            self._drops = True
+            self._mover.drop_copies([self._catalog.get(key).host for key in reasons])
+
+    def _copies(self) -> list[HostCopy]:
+        """Return the copies of models that are there to stay."""
+        settings = self._catalog.policy.settings
+        found = []
+        for key, entry in self._catalog.entries.items():
+            model = entry.model
+            if model is not None and not entry.ending and model.host.kept:
+                used = self._scheduler.idle_since(key)
+                tensors = {tensor.digest: nbytes for tensor, nbytes in model.host.distinct.items()}
+                found.append(HostCopy(key, tensors, used, used + settings.for_model(entry.name).idle.host))
+        return found

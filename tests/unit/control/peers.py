@@ -19,6 +19,7 @@ from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
+from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import ModelVersion, RuntimeView
 from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
@@ -342,10 +343,9 @@ async def served(
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         live = Live(runtimes, cards, dict, every=0.1)
+        file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
         service = ControlService(
-            ControlledServer(
-                os.getpid(), SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
-            ),
+            ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),
             runtimes,
             lifecycle,
             placing,

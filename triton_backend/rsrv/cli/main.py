@@ -133,7 +133,9 @@ def parser() -> CommandParser:
     prefetch = command(
         "prefetch", "load a model's weights ahead of its requests, after those that requests wait for"
     )
-    prefetch.add_argument("model", metavar="MODEL")
+    prefetch.add_argument("model", nargs="*", metavar="MODEL", help="with --warm, also a pattern: 'team-a-*'")
+    prefetch.add_argument("--warm", action="store_true", help="start cold models; returns when they are warm")
+    prefetch.add_argument("--all", action="store_true", help="with --warm: all models")
     prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
     evict = command("evict", "evict weights that are not pinned")
     _target(evict)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,9 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.progress import steps
 from rsrv.text import nearest
+
+#: seconds between two looks at models that start
+_WARM_LOOK_S = 0.25
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,10 +121,41 @@ def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
 
 
 def _prefetch(server: Server) -> int:
-    model, wait = server.options.model, server.options.wait
+    options = server.options
+    if options.warm:
+        return _warm(server)
+    if options.all or len(options.model) != 1:
+        raise CommandLineError("name one model, or start several with --warm")
+    (model,), wait = options.model, options.wait
     call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait, devices=_devices(server))
     answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
     return server.done(answer, f"{model}: the weights {'are on the device' if wait else 'will be loaded'}")
+
+
+def _warm(server: Server) -> int:
+    """Start models, show how many are warm, and return when all have started or failed."""
+    options = server.options
+    if options.wait or options.device or bool(options.model) == options.all:
+        raise CommandLineError("--warm takes models or --all, and no --wait and --device")
+    answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all))
+    ended: set[str] = set()
+    with steps("models started", len(answer.models)) as progress:
+        while True:
+            for one in answer.models:
+                if one.state in ("warm", "failed") and one.name not in ended:
+                    ended.add(one.name)
+                    progress.step(one.name)
+            if len(ended) >= len(answer.models):
+                break
+            time.sleep(_WARM_LOOK_S)
+            answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all, look=True))
+    failed = [one for one in answer.models if one.state == "failed"]
+    for one in failed:
+        print(f"{one.name}: {one.error}", file=sys.stderr)
+    status = server.done(
+        answer, f"{len(answer.models) - len(failed)} of {len(answer.models)} models are warm"
+    )
+    return int(bool(failed)) or status
 
 
 def _devices(server: Server) -> list[int]:

@@ -86,6 +86,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.placing import Placing
+    from rsrv.control.prewarming import Prewarming
     from rsrv.control.reconciler import Reconciler
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlledServer, ControlService, Monitoring
@@ -121,7 +122,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
-    served = ControlledServer(options.server_pid, file)
+    prewarming = Prewarming(file, runtimes)
+    served = ControlledServer(options.server_pid, file, prewarming)
     service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
@@ -153,7 +155,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.directory,
     )
     works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
-    works.append(Rereading(file, runtimes, placing, live.note).run())
+    works += [Rereading(file, runtimes, placing, live.note).run(), prewarming.run()]
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

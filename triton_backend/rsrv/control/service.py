@@ -17,6 +17,7 @@ from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, mem
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import AddedModel, Placing
+from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import Reloading
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.runtime_link import (
@@ -45,6 +46,7 @@ class ControlledServer:
 
     pid: int
     file: SettingsFile
+    prewarming: Prewarming
 
     @property
     def repository(self) -> Path:
@@ -225,6 +227,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
         devices = request.devices or self._runtimes.placement.get(model)
         await self._load_weights({"command": "prefetch", "model": model}, model, request.wait, devices)
         return pb.PrefetchResponse()
+
+    @steers
+    async def Start(self, request: pb.StartRequest) -> pb.StartResponse:
+        if bool(request.models) == request.all:
+            raise InvalidArgument("give models, or all")
+        try:
+            models = await self._server.prewarming.start(request.models, look=request.look)
+        except LookupError as error:
+            raise StatusError("NOT_FOUND", str(error.args[0])) from None
+        shown = (pb.StartedModel(name=one.name, state=one.state, error=one.error) for one in models)
+        return pb.StartResponse(models=shown)
 
     async def _load_weights(
         self, command: dict[str, Any], model: str, wait: bool, devices: Collection[int] | None = None

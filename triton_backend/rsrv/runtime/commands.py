@@ -18,6 +18,7 @@ from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
+from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox
@@ -108,6 +109,10 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     },
     # Settings of rsrv.yaml that take effect at once; the settings check the values.
     "settings": {key: _Field(_is_mapping, "a mapping") for key in ("scheduler", "runtime", "models")},
+    "start": {
+        "models": _Field(_is_mapping, "a mapping from names to paths of bundles", required=True),
+        "look": _Field(lambda value: isinstance(value, bool), "true or false"),
+    },
     "prefetch": _MODEL,
     "evict": _MODEL_OR_ALL,
     "pause": {
@@ -461,6 +466,8 @@ class Commands:
                 self._set_policy(command["model"], changes)
             case "settings":
                 self._take_settings(command)
+            case "start":
+                return self._start(command["models"], look=command.get("look", False))
             case "prefetch":
                 self._prefetch(command["model"])
             case "evict":
@@ -534,6 +541,20 @@ class Commands:
         general = settings.scheduler.max_queue_depth != before.scheduler.max_queue_depth
         self._policy_changed(None if general else changes.get("models", {}))
         self._registry.tell_all()
+
+    def _start(self, models: Mapping[str, Any], *, look: bool) -> Answer:
+        """Start models without stubs, unless the command only looks; return which of them could not be started, and why.
+
+        A model without a path is let go.
+        """
+        for name, path in () if look else models.items():
+            if path is None:
+                self._registry.let_go(name)
+            else:
+                weight = self._policy.settings.for_model(name).weight
+                self._registry.start(name, str(path), Demand(Urgency.PREWARMED, weight=weight))
+        failed = {name: why for name in models if (why := self._registry.start_failures.get(name))}
+        return {"failed": failed}
 
     def _prefetch(self, model: str) -> None:
         names = self._names(model)

@@ -54,6 +54,8 @@ class BundlesRead:
     #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
     demand: Demand
+    #: of the model that was asked for
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class ModelBuilder:
             result = f"{type(error).__name__}: {error}"
         if isinstance(result, str):
             log_not_loaded(name, None, result)
-        self._inbox.post(BundlesRead(connection, result, verdicts, demand))
+        self._inbox.post(BundlesRead(connection, result, verdicts, demand, name))
 
     def _build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
         result: CompiledModel | str

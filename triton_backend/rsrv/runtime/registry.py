@@ -58,6 +58,8 @@ class Registry:
         self._deferred: dict[str, list[BundlesRead]] = {}
         #: keys of the models that are kept without a connection, by name
         self._held: dict[str, list[str]] = {}
+        #: reasons why models could not be started without a connection, by name
+        self.start_failures: dict[str, str] = {}
         #: models of the runtime before this one
         self.handover = Handover()
 
@@ -132,15 +134,28 @@ class Registry:
             if group is not None and key in (None, group.key) and self.catalog.ready(group):
                 self._transport.guard(connection, self._send_cold, connection)
         if key in self.catalog.entries:
-            self._let_go(self.catalog.entries[key].name)
+            self.let_go(self.catalog.entries[key].name)
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
         connection.send(pack_cold(timeout_s, flat=connection.flat))
 
     def start(self, name: str, path: str, demand: Demand) -> None:
-        """Build a model without a connection, and keep it until a stub registers a model of its name."""
-        self._builder.read(None, name, path, {}, demand)
+        """Build a model without a connection, and keep it until a stub registers a model of its name.
+
+        `start_failures` has the reason if that fails.
+        """
+        if not self.catalog.serves(name):
+            self.start_failures.pop(name, None)
+            self._builder.read(None, name, path, {}, demand)
+
+    def let_go(self, name: str) -> None:
+        """Keep the models of a name no longer without a connection."""
+        for key in self._held.pop(name, ()):
+            entry = self.catalog.entries.get(key)
+            if entry is not None and entry.held:
+                entry.held = False
+                self._unload_unwanted(entry)
 
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for; begin the lives of those that are new."""
@@ -197,7 +212,11 @@ class Registry:
     def _read_for_none(self, message: BundlesRead) -> None:
         """Begin the life of a model that no stub has registered, unless one has meanwhile."""
         wanted = message.result
-        if isinstance(wanted, str) or message.verdicts or self.catalog.serves(wanted.name):
+        if isinstance(wanted, str) or message.verdicts:
+            reason = wanted if isinstance(wanted, str) else next(iter(message.verdicts.values()))
+            self.start_failures[message.name] = reason
+            return
+        if self.catalog.serves(wanted.name):
             return
         if any(key in self.catalog.entries for key in wanted.models):
             return  # it is leaving
@@ -205,14 +224,6 @@ class Registry:
         for key in wanted.models:
             self.catalog.entries[key].held = True
             self._held.setdefault(wanted.name, []).append(key)
-
-    def _let_go(self, name: str) -> None:
-        """Keep the models of a name no longer for want of a connection: there is one."""
-        for key in self._held.pop(name, ()):
-            entry = self.catalog.entries.get(key)
-            if entry is not None and entry.held:
-                entry.held = False
-                self._unload_unwanted(entry)
 
     def _reject_crashed(
         self, connection: PeerConnection, group: Registration, key: str, wanted: RequestedModels, why: str
@@ -248,7 +259,7 @@ class Registry:
         for key in group.models:
             entry = self.catalog.entries[key]
             entry.connections[connection.id] = connection
-            self._let_go(entry.name)
+            self.let_go(entry.name)
         self._tell(group)
         if self.catalog.ready(group):
             self._send_registered(connection, group)
@@ -386,6 +397,8 @@ class Registry:
         log_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
         waiting = [(connection, connection.group) for connection in entry.connections.values()]
+        if entry.held:
+            self.start_failures[entry.name] = reason
         entry.connections, entry.held = {}, False
         entry.error = reason
         self._advance(key, LifecycleEvent.FAILED)

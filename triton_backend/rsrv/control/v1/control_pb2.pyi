@@ -495,6 +495,32 @@ class PrefetchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StartRequest(_message.Message):
+    __slots__ = ("models", "all", "look")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    look: bool
+    def __init__(self, models: _Optional[_Iterable[str]] = ..., all: bool = ..., look: bool = ...) -> None: ...
+
+class StartResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[StartedModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[StartedModel, _Mapping]]] = ...) -> None: ...
+
+class StartedModel(_message.Message):
+    __slots__ = ("name", "state", "error")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    error: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
 class Target(_message.Message):
     __slots__ = ("model", "all")
     MODEL_FIELD_NUMBER: _ClassVar[int]

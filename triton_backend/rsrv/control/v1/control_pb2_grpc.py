@@ -59,6 +59,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.Start = channel.unary_unary(
+                '/rsrv.control.v1.Control/Start',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/rsrv.control.v1.Control/Evict',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.EvictRequest.SerializeToString,
@@ -189,6 +194,13 @@ class ControlServicer(object):
 
     def Prefetch(self, request, context):
         """Load the weights of a model ahead of its requests, after those that requests wait for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Start(self, request, context):
+        """Start models that are cold before they are asked for. Returns before that is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -357,6 +369,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Start': grpc.unary_unary_rpc_method_handler(
+                    servicer.Start,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.StartResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -589,6 +606,33 @@ class Control(object):
             '/rsrv.control.v1.Control/Prefetch',
             rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Start(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/Start',
+            rsrv_dot_control_dot_v1_dot_control__pb2.StartRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.StartResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,184 @@
+"""Starts of cold models by command and by schedule: which models, on which device, and what becomes of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.control.prewarming import Prewarming
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.placement.device_choice import by_preference
+from tests.unit.control.peers import Served, entry, served
+from tests.unit.control.test_cli import shell
+from tests.unit.control.test_service import refusal
+from tests.waiting import looped
+
+
+def generated(repository: Path, *names: str) -> None:
+    """Make models in the repository as rsrv-gen does, as far as starting them needs that."""
+    for name in names:
+        (repository / name / "1" / "bundle").mkdir(parents=True)
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each folder of the repository for a model of rsrv-gen's."""
+    monkeypatch.setattr(
+        "rsrv.control.prewarming.our_models",
+        lambda repository: {folder.name for folder in repository.iterdir() if folder.is_dir()},
+    )
+
+
+def answer(server: Served, failed: dict[str, str] | None = None) -> None:
+    for runtime in server.all:
+        runtime.answers = lambda command: {"failed": failed or {}} if command["command"] == "start" else {}
+
+
+def started(server: Served, device: int = 0) -> list[str]:
+    commands = [one for one in server.all[device].commands if one["command"] == "start"]
+    return [name for one in commands if not one.get("look") for name in one["models"]]
+
+
+@asynccontextmanager
+async def cold(tmp_path: Path, settings: str = "", **options: Any) -> AsyncIterator[Served]:
+    """Serve a warm model `warm`, and cold ones `team-a`, `team-b` and `other`."""
+    async with served(tmp_path, models=["warm"], settings=settings, **options) as server:
+        generated(server.repository, "team-a", "team-b", "other")
+        answer(server)
+        yield server
+
+
+@looped
+async def test_models_start_by_patterns(tmp_path: Path) -> None:
+    """The runtime gets the bundles of the cold ones; a warm one is not started again."""
+    async with cold(tmp_path) as server:
+        said = await server.control.Start(pb.StartRequest(models=["team-*", "warm"]))
+
+        assert [(one.name, one.state) for one in said.models] == [
+            ("team-a", "cold"),
+            ("team-b", "cold"),
+            ("warm", "warm"),
+        ]
+        (sent, _) = [one for one in server.runtime.commands if one["command"] == "start"]
+        bundle = server.repository / "team-a" / "1" / "bundle"
+        assert sent["models"] == {"team-a": str(bundle), "team-b": str(bundle.parents[2] / "team-b/1/bundle")}
+
+
+@looped
+async def test_a_look_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> None:
+    """A look starts nothing twice, and a failure has its reason."""
+    async with cold(tmp_path) as server:
+        await server.control.Start(pb.StartRequest(models=["other"]))
+        answer(server, {"other": "no such file"})
+
+        said = await server.control.Start(pb.StartRequest(models=["other"], look=True))
+
+        assert [(one.state, one.error) for one in said.models] == [("failed", "no such file")]
+        assert started(server) == ["other"]
+        server.service._server.prewarming._told.clear()  # As after the end of a runtime.
+        await server.control.Start(pb.StartRequest(models=["other"], look=True))
+        assert started(server) == ["other", "other"]
+
+
+@looped
+async def test_a_model_goes_when_its_bundle_is_gone(tmp_path: Path) -> None:
+    """The runtime is told once; models with a bundle stay."""
+    async with cold(tmp_path) as server:
+        prewarming = server.service._server.prewarming
+        await server.control.Start(pb.StartRequest(models=["team-*"]))
+        before = len(server.runtime.commands)
+        shutil.rmtree(server.repository / "team-a")
+
+        await prewarming.let_go()
+        await prewarming.let_go()
+
+        assert server.runtime.commands[before:] == [{"command": "start", "models": {"team-a": None}}]
+
+
+@looped
+async def test_a_model_starts_at_its_home(tmp_path: Path) -> None:
+    """Of several devices, each model starts on one: where the table has it, or at its home."""
+    async with cold(tmp_path, devices=2) as server:
+        home = by_preference("team-a", 2)[0]
+        server.runtimes.placement = {"other": [1 - by_preference("other", 2)[0]]}
+
+        await server.control.Start(pb.StartRequest(models=["team-a", "other"]))
+
+        assert "team-a" in started(server, home)
+        assert "team-a" not in started(server, 1 - home)
+        assert "other" in started(server, 1 - by_preference("other", 2)[0])
+
+
+@looped
+async def test_a_meta_model_stands_for_those_that_it_calls(tmp_path: Path) -> None:
+    """The bundles that a meta model carries are started."""
+    async with cold(tmp_path) as server:
+        (server.repository / "chain" / "1" / "calls" / "first").mkdir(parents=True)
+
+        said = await server.control.Start(pb.StartRequest(models=["chain"]))
+
+        assert [one.name for one in said.models] == ["first"]
+        assert started(server) == ["first"]
+
+
+@looped
+async def test_a_pattern_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The error names the nearest model, and nothing starts."""
+    async with cold(tmp_path) as server:
+        code, text = await refusal(server.control.Start(pb.StartRequest(models=["team-a", "otter"])))
+
+        assert (code, text) == (
+            grpc.StatusCode.NOT_FOUND,
+            "there is no model 'otter'; did you mean 'other'?",
+        )
+        assert started(server) == []
+
+
+@looped
+async def test_models_start_at_their_times(tmp_path: Path) -> None:
+    """Each time starts the model once; a time that came while no runtime answered counts later."""
+    settings = "models: {team-a: {warm_at: 08:55}, other: {warm_at: [08:50, 09:05]}}"
+    async with cold(tmp_path, settings) as server:
+        now = datetime(2025, 6, 2, 8, 56).timestamp()
+        file = server.service._server.file
+        prewarming = Prewarming(file, server.runtimes, lambda: now)
+
+        await prewarming.follow_schedule()
+        assert sorted(started(server)) == ["other", "team-a"]
+        await prewarming.follow_schedule()
+        now += 600
+        await prewarming.follow_schedule()
+
+        assert sorted(started(server)) == ["other", "other", "team-a"]
+
+
+def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv prefetch --warm` returns when all have started, and fails if one has."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            server = rsrv.server
+            generated(server.repository, "one", "two")
+            runtime = server.runtime
+
+            def start(command: dict[str, Any]) -> dict[str, Any]:
+                if command["command"] == "start" and not command.get("look"):
+                    runtime.change("one@1", entry("one"))
+                return {"failed": {"two": "no manifest"}} if command["command"] == "start" else {}
+
+            runtime.answers = start
+            said = await rsrv("prefetch", "--warm", "one", "two")
+            assert (said.status, said.err.splitlines()[-1]) == (1, "two: no manifest")
+            assert said.out == "1 of 2 models are warm\n"
+            wrong = await rsrv("prefetch", "--warm")
+            assert (wrong.status, "no --wait" in wrong.err) == (2, True)
+
+    run()

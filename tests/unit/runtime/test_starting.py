@@ -1,0 +1,92 @@
+"""Models that start without a stub: they are built, held until a stub comes, and fail with a reason."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.wire.socket import read_status
+from tests.fakes import FakeRequest
+from tests.runtime_commands import command
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(load_settings("stub: {in_place_ms: 0}"))
+
+
+def start(models: dict[str, Path], **more: Any) -> dict[str, str]:
+    """Start models; return those that failed, with the reasons."""
+    said = command(
+        os.getpid(), {"command": "start", "models": {k: str(v) for k, v in models.items()}, **more}
+    )
+    failed: dict[str, str] = said["failed"]
+    return failed
+
+
+def served() -> list[str]:
+    return sorted(read_status(os.getpid())["models"])
+
+
+def states(runtime: Runtime) -> dict[str, str]:
+    """Return the states of all models, by name."""
+    entries = list(runtime.loop._catalog.entries.values())
+    return {entry.name: entry.state.value for entry in entries}
+
+
+def is_ready(runtime: Runtime, name: str) -> Callable[[], bool]:
+    return lambda: states(runtime).get(name) == "ready"
+
+
+def test_a_model_is_ready_before_its_first_stub_comes(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """The stub of a model that was started is answered without a build; when the stub leaves, the model goes."""
+    assert start({"a": doublings["a"]}) == {}
+    wait_until(is_ready(runtime, "a"))
+    runtime.device.compiles.clear()
+    engine = make_engine(runtime, doublings["a"], name="a")
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+
+    assert answer.error is None
+    engine.close()
+    wait_until(lambda: served() == [])
+
+
+def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """A second start changes nothing; a model that is let go is unloaded."""
+    start({"a": doublings["a"], "b": doublings["b"]})
+    wait_until(is_ready(runtime, "a"))
+    wait_until(is_ready(runtime, "b"))
+    start({"a": doublings["a"]})
+
+    command(os.getpid(), {"command": "start", "models": {"a": None}})
+
+    wait_until(lambda: served() == ["b"])
+
+
+def test_another_version_takes_the_place_of_one_that_is_held(
+    runtime: Runtime, doublings: dict[str, Path]
+) -> None:
+    """When a stub brings the next version of a model, the one without a stub goes."""
+    start({"a": doublings["a"]})
+    wait_until(is_ready(runtime, "a"))
+
+    engine = make_engine(runtime, doublings["b"], name="a")
+
+    wait_until(lambda: len(runtime.loop._catalog.entries) == 1)
+    assert served() == ["a"]
+    engine.close()
+
+
+def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
+    """The reason is told to those who look, and looking does not start the model again."""
+    start({"a": tmp_path / "nowhere"})
+
+    wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, look=True))
+
+    assert "nowhere" in start({"a": tmp_path / "nowhere"}, look=True)["a"]

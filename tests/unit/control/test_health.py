@@ -91,7 +91,7 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
     """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
-    view: Any = SimpleNamespace(other_changes=0, asleep=False, entries={"a@1": entry("a")})
+    view: Any = SimpleNamespace(other_changes=0, asleep=False, cold=(), entries={"a@1": entry("a")})
     readiness = Readiness(view, tmp_path, lambda: {"a"}, lambda: (), decides=True)
     seen = []
     for view.up in (True, False, True):
@@ -272,3 +272,39 @@ def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
             assert (await watch(server, name).read()).status == HealthCheckResponse.SERVICE_UNKNOWN
 
     run()
+
+
+@looped
+async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Path) -> None:
+    """Its stub leaves the runtime and waits for a request: before, while and after it is away, and while it starts again."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@1", entry("a", state="cold", stubs=[]))
+        await settled(server, 6)
+        assert await check(server) == SERVING
+        server.runtime.change("a@1", None)
+        await settled(server, 7)
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+        assert server.runtimes.cold == {"a"}
+
+        server.runtimes.show_cold({"a"})
+        server.runtime.change("a@1", entry("a", state="loading"))
+        await settled(server, 8)
+        assert await check(server, "a") == SERVING
+
+        server.runtime.change("a@1", entry("a"))
+        await settled(server, 9)
+        assert await check(server, "a") == SERVING
+        assert server.runtimes.cold == set()
+
+
+@looped
+async def test_a_model_that_was_never_started_serves(tmp_path: Path) -> None:
+    """Triton calls it ready and its stub's process lives: it is cold, and its next request starts it."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@1", None)
+        await settled(server, 6)
+        assert await check(server, "a") == NOT_SERVING
+
+        server.runtimes.show_cold({"a"})
+
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)

@@ -616,6 +616,7 @@ def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> No
         await asyncio.sleep(120)
         assert world.triton.log == []
         assert world.triton.asked - before <= 3
+        assert set(world.triton.view.cold) == {"a", "b", "c"}
         world.triton.kill("a")
         world.triton.kill("b")  # its front is a part of Triton
         await asyncio.sleep(10)

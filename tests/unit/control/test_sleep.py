@@ -85,8 +85,8 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         assert answer.devices[0].seconds == 0 < answer.devices[1].seconds < 10
         assert len(woken) == 1
         assert [link.lives for link in server.runtimes.links] == [1, 1]
-        # The stub has no connection to the new runtime until a request comes, and is no dead one.
-        assert server.runtimes.links[1].served() == {"a"}
+        # The stub has no connection to the new runtime until a request comes.
+        assert server.runtimes.links[1].dismissed == {"a"}
 
 
 @looped

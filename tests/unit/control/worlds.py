@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from unittest.mock import patch
 
@@ -94,12 +94,16 @@ class FakeView:
         self.asleep = False
         self.since = 0.0
         self.entries: Mapping[str, ModelVersion] = {}
+        self.cold: Collection[str] = ()
         self.changes = 0
         self._changed = asyncio.Event()
 
     @property
     def other_changes(self) -> int:
         return self.changes
+
+    def show_cold(self, names: Collection[str]) -> None:
+        self.cold = names
 
     def served(self) -> set[str]:
         return self._triton.processes() - self._triton.cold if self.up else set()

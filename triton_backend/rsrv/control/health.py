@@ -42,6 +42,9 @@ class Readiness:
         #: Names of the models that the view showed as ready, at its count of changes.
         self._seen = -1
         self._shown: set[str] = set()
+        #: Names of the models that were cold at the last look, and of those that start since: requests may come and wait.
+        self._cold: set[str] = set()
+        self._starting: set[str] = set()
         #: Names of the models that were ready at the last look, and of those that ceased to be ready before it.
         self._ready: set[str] = set()
         self._lost: set[str] = set()
@@ -49,7 +52,7 @@ class Readiness:
     def ready(self) -> set[str]:
         """Return the names of the models and meta models that can serve. Call it after every change of the view.
 
-        They have a ready version and a live stub, be it that of a meta model which calls them. A model that lost its stub
+        They have a ready version and a live stub, be it that of a meta model which calls them, or are cold or start. A model that lost its stub
         is ready when Triton has loaded it: before, requests go to the dead stub.
         """
         if self._seen != self._view.other_changes:
@@ -71,7 +74,10 @@ class Readiness:
             key: entry for key, entry in entries.items() if entry["state"] == "ready" and entry["stubs"]
         }
         called = {key for entry in served.values() for key in entry["models"] if key in entries}
-        return {entries[key]["name"] for key in (*served, *called) if entries[key]["state"] == "ready"}
+        ready = {entries[key]["name"] for key in (*served, *called) if entries[key]["state"] == "ready"}
+        loading = {entry["name"] for entry in entries.values() if entry["state"] == "loading"}
+        self._starting, self._cold = loading & (self._starting | self._cold), set(self._view.cold)
+        return ready | self._cold | self._starting
 
     def knows(self, name: str) -> bool:
         """Return True if the model exists, ready or not."""

@@ -1,6 +1,6 @@
 """Interfaces between the parts of the control process: the view of the runtime, and reloads."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, TypedDict
 
 from rsrv.control.bundle_states import BundleFailure
@@ -50,6 +50,10 @@ class RuntimeView(Protocol):
         """Versions by key. While the runtime is down, the last known ones; a new runtime starts without any."""
 
     @property
+    def cold(self) -> Collection[str]:
+        """Names of the models that no runtime has, and that start with their next request."""
+
+    @property
     def changes(self) -> int:
         """A counter that rises with each change of any other property."""
 
@@ -59,6 +63,9 @@ class RuntimeView(Protocol):
 
     def served(self) -> set[str]:
         """Return the names of the models and meta models with a connected stub; none while the runtime is down."""
+
+    def show_cold(self, names: Collection[str]) -> None:
+        """Note the models whose stubs live without a connection: they are cold, unless a runtime is about to have them."""
 
     async def wait_change(self, seen: int | None = None) -> None:
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""

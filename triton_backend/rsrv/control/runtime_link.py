@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -223,10 +223,10 @@ class RuntimeLink:
         #: Models with a stub before the runtime's last silence or end.
         self._served_before: set[str] = set()
         #: Unix time since which the device sleeps; None: it is awake. Whether to wake it; and the models whose stubs have not
-        #: connected since a sleep, because no request has come for them.
+        #: connected since a sleep, or have left as cold, because no request has come for them, with the time of that.
         self.asleep_since: float | None = None
         self._wakes = False
-        self._dismissed: set[str] = set()
+        self._dismissed: dict[str, float] = {}
         self._entries: dict[str, ModelVersion] = {}
         self._ready: frozenset[str] | None = None
         self.instance = ""
@@ -284,13 +284,23 @@ class RuntimeLink:
     def served(self) -> set[str]:
         """Return the names of the models and meta models with a stub; none while the runtime is down.
 
-        During and after a sleep, stubs wait for requests without a connection.
+        During a sleep, stubs wait for requests without a connection.
         """
         if self.asleep_since is not None:
-            return self._dismissed
-        if not self._up:
-            return set()
-        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} | self._dismissed
+            return set(self._dismissed)
+        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} if self._up else set()
+
+    @property
+    def dismissed(self) -> set[str]:
+        """Names of the models that this runtime, or the one before a sleep, asked to leave until a request comes."""
+        return set(self._dismissed)
+
+    def check_dismissed(self, cold: Collection[str]) -> None:
+        """Forget dismissed models whose stubs were seen dead, or are loaded no more; `cold`: those that were seen alive."""
+        until = self._loop.time() - CONNECT_S
+        self._dismissed = {
+            name: since for name, since in self._dismissed.items() if since > until or name in cold
+        }
 
     def returning(self) -> set[str]:
         """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
@@ -399,7 +409,7 @@ class RuntimeLink:
 
     def _fall_asleep(self, since: float) -> None:
         self.asleep_since = since
-        self._dismissed |= self._served_before
+        self._dismissed |= dict.fromkeys(self._served_before, self._loop.time())
         for entry in self._entries.values():
             entry["weights"] = "absent" if entry["weights"] else None
 
@@ -459,8 +469,11 @@ class RuntimeLink:
         before = self._entries.pop(key, None) if entry is None else self._entries.get(key)
         if entry is not None:
             self._entries[key] = entry
-            if entry["stubs"]:
-                self._dismissed.discard(entry["name"])
+            if entry["state"] == "cold":
+                self._dismissed[entry["name"]] = self._loop.time()
+                entry["state"] = "leaving"
+            elif entry["stubs"]:
+                self._dismissed.pop(entry["name"], None)
             self._send_model(entry["name"])
         moves = moves_only(before, entry)
         self._ready = self._ready if moves else None

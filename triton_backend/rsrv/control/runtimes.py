@@ -87,6 +87,8 @@ class Runtimes:
             )
             for number, directory in enumerate(directories)
         )
+        #: Names of the models whose stubs live without a connection.
+        self._unconnected: frozenset[str] = frozenset()
         #: Devices that placement allows a model, by its name; others may be on any device.
         self.placement: Mapping[str, Collection[int]] = {}
         self._merged: dict[str, ModelVersion] = {}
@@ -143,6 +145,14 @@ class Runtimes:
         return self._merged
 
     @property
+    def cold(self) -> set[str]:
+        """Names of the models that no runtime has, and that start with their next request."""
+        if not (self.up or self.asleep):
+            return set()
+        known = (link.ready | link.loading for link in self.live.values())
+        return set(self._unconnected.union(*(link.dismissed for link in self.links)).difference(*known))
+
+    @property
     def changes(self) -> int:
         return self._changes.count
 
@@ -164,6 +174,17 @@ class Runtimes:
             if live - link.up:
                 found |= link.returning()
         return found
+
+    def show_cold(self, names: Collection[str]) -> None:
+        """Note the models whose stubs live without a connection: they are cold, unless a runtime is about to have them."""
+        if not self.up:
+            return
+        found = frozenset(names).difference(*(link.returning() for link in self.links))
+        for link in self.live.values():
+            link.check_dismissed(found)
+        if found != self._unconnected:
+            self._unconnected = found
+            self._changes.note()
 
     async def wait_change(self, seen: int | None = None) -> None:
         await self._changes.wait(seen)

@@ -150,6 +150,8 @@ class StubMonitor:
         #: all of them when it was asked.
         idle: set[str] = set()
         asked: set[str] = set()
+        #: Those that Triton called ready then.
+        loaded: set[str] = set()
         renewed = asked_at = -_DISMISSED_S
         while True:
             seen = self._view.changes
@@ -171,9 +173,11 @@ class StubMonitor:
                 with contextlib.suppress(TritonError):
                     states = await self._triton.states()
                     asked, asked_at = without, self._now()
-                    ready = {name for name in suspects if states.get(name) == "ready"} - self._states.busy
+                    loaded = {name for name in without if states.get(name) == "ready"}
+                    ready = suspects & loaded - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
+            self._view.show_cold(loaded & without - suspects)
             up_since = self._view.since if self._view.up else None
             for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
                 yield name

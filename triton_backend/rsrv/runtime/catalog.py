@@ -22,9 +22,11 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 #: entries of failed models that the feed keeps
 _MAX_FAILED = 256
+#: seconds that a stub without requests takes to leave when it is asked to; one that leaves later has another reason
+_LEAVE_S = 2.0
 
 
-WatchedState = Literal["loading", "ready", "leaving", "failed"]
+WatchedState = Literal["loading", "ready", "leaving", "cold", "failed"]
 WatchedWeights = Literal["absent", "loading", "resident"]
 
 WATCHED_STATES: Mapping[LifecycleState, WatchedState] = {
@@ -203,6 +205,8 @@ class Catalog:
         self.building: set[str] = set()
         #: keys of models that wait for the scheduler to release them
         self.ending: set[str] = set()
+        #: when stubs were asked to leave until a request comes, by the key of their model or meta model
+        self._dismissed: dict[str, float] = {}
         #: keys of models whose weights have moved since the board was written
         self.moves: set[str] = set()
         #: number of changes of the models that there are, and of their states
@@ -283,6 +287,7 @@ class Catalog:
             self.ending.discard(key)
             del self.entries[key]
             self.moves.discard(key)
+            self._dismissed.pop(key, None)
             if entry.slot:
                 self._slots.append(entry.slot)
             self.feed.gone(key)
@@ -295,17 +300,25 @@ class Catalog:
         self.moves.add(key)
         self.tell(key)
 
+    def dismiss(self, key: str) -> None:
+        """Note that the stubs of a model or meta model are asked to leave until a request comes."""
+        self._dismissed[key] = self._clock()
+
+    def _is_dismissed(self, key: str) -> bool:
+        return self._clock() - self._dismissed.get(key, -_LEAVE_S) < _LEAVE_S
+
     def tell(self, key: str) -> None:
         """Update the feed's entry of a model."""
         self.feed.put(key, self._feed_entry(self.entries[key]))
 
     def _feed_entry(self, entry: ModelEntry) -> FeedEntry:
+        draining = entry.state is LifecycleState.DRAINING
         own = (c for c in entry.connections.values() if c.group is not None and c.group.key == entry.key)
         return FeedEntry(
             entry.name,
             "model",
             entry.digest,
-            WATCHED_STATES[entry.state],
+            "cold" if draining and self._is_dismissed(entry.key) else WATCHED_STATES[entry.state],
             entry.error,
             self.policy.residency(entry.name),
             entry.weights,
@@ -319,6 +332,11 @@ class Catalog:
         """Update the feed's entry of a meta model that these connections serve; `error`: why it cannot be served."""
         stubs = _pids(connections)
         if error is None and not stubs:
+            if self._is_dismissed(group.key):
+                self.feed.put(
+                    group.key, FeedEntry(group.name, "meta", group.digest, "cold", models=group.models)
+                )
+            self._dismissed.pop(group.key, None)
             self.feed.gone(group.key)
             return
         paused = (mode for name in group.calls if (mode := _paused(self.policy, name)))

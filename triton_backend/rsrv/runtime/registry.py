@@ -132,6 +132,7 @@ class Registry:
         for connection in self._transport.connections:
             group = connection.group
             if group is not None and key in (None, group.key) and self.catalog.ready(group):
+                self.catalog.dismiss(group.key)
                 self._transport.guard(connection, self._send_cold, connection)
         if key in self.catalog.entries:
             self.let_go(self.catalog.entries[key].name)

@@ -96,10 +96,29 @@ async def test_a_model_goes_when_its_bundle_is_gone(tmp_path: Path) -> None:
         before = len(server.runtime.commands)
         shutil.rmtree(server.repository / "team-a")
 
-        await prewarming.let_go()
-        await prewarming.let_go()
+        await prewarming.keep()
+        await prewarming.keep()
 
         assert server.runtime.commands[before:] == [{"command": "start", "models": {"team-a": None}}]
+
+
+@looped
+async def test_a_model_that_a_runtimes_end_has_lost_starts_again(tmp_path: Path) -> None:
+    """The next runtime is told to start it, but not one that a stub has registered meanwhile."""
+    async with cold(tmp_path) as server:
+        prewarming = server.service._server.prewarming
+        await server.control.Start(pb.StartRequest(models=["team-*"]))
+        server.runtime.change("team-a@1", entry("team-a"))
+        await server.runtimes.wait_change(server.runtimes.changes)
+        await prewarming.keep()
+        for name, (_, path) in prewarming._told.items():
+            prewarming._told[name] = ("an earlier instance", path)
+        before = len(server.runtime.commands)
+
+        await prewarming.keep()
+
+        sent = [one for one in server.runtime.commands[before:] if not one.get("look")]
+        assert [list(one["models"]) for one in sent] == [["team-b"]]
 
 
 @looped

@@ -50,11 +50,11 @@ class Prewarming:
         self._last = 0.0
 
     async def run(self) -> NoReturn:
-        """Follow the schedules, and the bundles of the models that were started, until cancelled."""
+        """Follow the schedules, and keep the models that were started, until cancelled."""
         while True:
             try:
                 await self.follow_schedule()
-                await self.let_go()
+                await self.keep()
             except (StatusError, OSError) as error:
                 # Without a runtime, the next look tries again.
                 log.debug("models were not started by their schedule: %s", error)
@@ -70,18 +70,26 @@ class Prewarming:
             await self._start(paths)
         self._last = now
 
-    async def let_go(self) -> None:
-        """Have models go whose bundles are gone, if no stub has registered them since."""
-        told = dict(self._told)
-        gone = await asyncio.to_thread(
-            lambda: [name for name, (_, path) in told.items() if not path.exists()]
-        )
+    async def keep(self) -> None:
+        """Start models again that a runtime's end has lost, and have those go whose bundles are gone.
+
+        A model that a stub has registered is the stub's from then on.
+        """
+        for entry in self._runtimes.entries.values():
+            if entry["stubs"]:
+                self._told.pop(entry["name"], None)
+        paths = {name: path for name, (_, path) in self._told.items()}
+        gone = await asyncio.to_thread(lambda: [name for name, path in paths.items() if not path.exists()])
+        for name in gone:
+            self._told.pop(name, None)
         for link in self._runtimes.live.values() if gone else ():
             for first in range(0, len(gone), _MODELS):
                 some = gone[first : first + _MODELS]
                 await link.command({"command": "start", "models": dict.fromkeys(some)})
-        for name in gone:
-            self._told.pop(name, None)
+        live = {link.instance for link in self._runtimes.live.values()}
+        lost = {name: path for name, (instance, path) in self._told.items() if instance not in live}
+        if lost and live:
+            await self._start(lost)
 
     async def start(self, wanted: Collection[str], *, look: bool = False) -> list[StartedModel]:
         """Start models that are cold, and return all of them; `look`: only those of earlier calls that got lost.

@@ -245,7 +245,7 @@ class Runtimes:
                 "FAILED_PRECONDITION",
                 f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
             )
-        before, instance = link.ready, link.instance
+        before, instance = link.ready & link.served(), link.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
         await link.slow_command(command, drain_s + _GRACE_S)
         began, first = clock(), 0.0

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the kernel's notifications, so that only polling counts."""
 
-    async def listen(roots: Iterable[Path], hint: asyncio.Event) -> None:
+    async def listen(roots: Iterable[Path], notices: watching.Notices) -> None:
         return
 
     monkeypatch.setattr(watching, "_listen", listen)
@@ -91,9 +92,17 @@ def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> 
     aside.rename(world.roots["r"] / name)
 
 
-def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> None:
-    """The first round has Triton compare each model, and writes nothing."""
+@pytest.mark.parametrize(
+    ("age_s", "loads"), [(-60, ["load b", "loaded b"]), (60, ["load a", "load b", "loaded b"])]
+)
+def test_a_server_that_serves_what_is_there_is_left_alone(
+    tmp_path: Path, age_s: int, loads: list[str]
+) -> None:
+    """The first round has Triton compare the models that it may not have loaded at its start, and writes nothing."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
+    world.triton.started_ns = time.time_ns() - age_s * 10**9
+    del world.triton.served["b"]
+    world.triton.failed = {"b"}
     before = dict(world.triton.served)
 
     async def main() -> None:
@@ -101,8 +110,8 @@ def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> Non
             await asyncio.sleep(60)
 
     run(main())
-    assert sorted(world.triton.log) == ["load a", "load b"]
-    assert world.triton.served == before
+    assert sorted(world.triton.log) == loads
+    assert world.triton.served["a"] == before["a"]
 
 
 def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
-from rsrv.control.watching import scan, watch
+from rsrv.control.watching import Looks, scan, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.signatures import LINK_BYTES, sign
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -154,3 +155,36 @@ def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
         folder.rmdir()
     assert seen["deep"] is None
     assert seen["good"] is not None
+
+
+def test_a_look_after_a_notice_is_at_the_named_bundles(root: Path) -> None:
+    """A notice has its bundle looked at, again at the next look, and no other; a whole look finds every change."""
+    write_bundle(root / "two")
+    looks = Looks(lambda: [root], linked=True)
+    whole = looks.look()[root].bundles
+    for name in ("one", "two"):
+        (root / name / "labels.txt").write_text("changed")
+
+    first = looks.look([str(root / "one/labels.txt")])[root].bundles
+    (root / "one/labels.txt").write_text("changed again")
+    second = looks.look([])[root].bundles
+    third = looks.look([])[root].bundles
+
+    assert len({seen["one"] for seen in (whole, first, second)}) == 3
+    assert second == third
+    assert {seen["two"] for seen in (first, second, third)} == {whole["two"]}
+    assert looks.look()[root].bundles["two"] != whole["two"]
+
+
+def test_bundles_that_come_and_go_need_no_notice_of_their_own(root: Path) -> None:
+    """A look after any notice finds new and removed bundles, and one that is its root."""
+    looks = Looks(lambda: [root, root / "one"], linked=True)
+    looks.look()
+    write_bundle(root / "two")
+    assert set(looks.look([])[root].bundles) == {"one", "two"}
+    shutil.rmtree(root / "two")
+    (root / "one/labels.txt").write_text("changed")
+    before = looks.look([])
+    after = looks.look([str(root / "one/labels.txt")])
+    assert set(after[root].bundles) == {"one"}
+    assert after[root / "one"].bundles["one"] == after[root].bundles["one"] != before[root].bundles["one"]

@@ -358,11 +358,21 @@ class Reconciler:
         now, named = self._now(), set(names or ())
         self._report(done, now)
         if names is None:
-            await self._spare_dismissed()
+            await self._learn_served()
         for name, replaced in done.put.items():
             self._loader.load(name, replaced)
+        busy, failures = self._states.busy, self.failures
         for name in done.unchanged:
-            self._follow_unchanged(name, now, reload=reload and name in named, touch=names is not None)
+            if name in busy:
+                self._states.retain(name, now)
+                continue
+            # A model that failed although there is nothing to write has lost its stub, and has none yet.
+            wanted = name in failures or (reload and name in named)
+            loaded = self._loader.served.get(name) == version_of(self._repository / name)
+            if not self._barred and (wanted or not loaded):
+                self._loader.load(name, unchanged=names is not None)
+            else:
+                self._states.conclude(name, BundleEvent.MATCHED, now)
         for name, carriers in done.go.items():
             if self._barred:
                 text = f"its bundle is gone, and it can't be unloaded: {self._barred}"
@@ -395,26 +405,20 @@ class Reconciler:
                     # Its place was away for so short a time that no look saw it: no change will be seen, either.
                     self._states.check(name, now + self._lifecycle.poll_s)
 
-    def _follow_unchanged(self, name: str, now: float, *, reload: bool, touch: bool) -> None:
-        """Load a model that is in the repository as its bundle says, if Triton has not loaded that version."""
-        if name in self._states.busy:
-            self._states.retain(name, now)
-            return
-        # A model that failed although there is nothing to write has lost its stub, and has none yet.
-        wanted = reload or name in self.failures
-        loaded = self._loader.served.get(name) == version_of(self._repository / name)
-        if not self._barred and (wanted or not loaded):
-            self._loader.load(name, unchanged=touch)
-        else:
-            self._states.conclude(name, BundleEvent.MATCHED, now)
+    async def _learn_served(self) -> None:
+        """Count models as loaded that Triton loaded at its start, or that an operator has unloaded since.
 
-    async def _spare_dismissed(self) -> None:
-        """Count models that an operator has unloaded as loaded, until their bundles change."""
+        The latter stay as they are until their bundles change.
+        """
         states: Mapping[str, State] = {}
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
-        for name in [name for name, state in states.items() if state == "dismissed"]:
-            self._loader.served[name] = version_of(self._repository / name)
+        for name, state in states.items():
+            version = version_of(self._repository / name)
+            # Thousands of loads that change nothing would keep Triton busy for minutes.
+            at_start = version is not None and version[1] < self._triton.started_ns
+            if state == "dismissed" or (state == "ready" and at_start):
+                self._loader.served[name] = version
 
     def _write(self, names: Collection[str] | None, done: Update) -> None:
         """Bring the repository up to date, on a thread."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,6 +14,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rsrv.triton_command_line import Options, read_command_line
+from rsrv.wire.paths import start_time
 
 #: tritonserver's --model-control-mode
 Mode = Literal["none", "poll", "explicit"]
@@ -108,7 +111,9 @@ def _reason(name: str, text: str) -> str:
 class Triton:
     """The repository API of one tritonserver. For one event loop."""
 
-    def __init__(self, endpoint: TritonEndpoint) -> None:
+    def __init__(self, endpoint: TritonEndpoint, started_ns: int = 0) -> None:
+        """`started_ns`: Unix time at which it started to load what its repository held; 0: unknown."""
+        self.started_ns = started_ns
         self.mode: Mode = endpoint.mode
         self.address = endpoint.address
         self.trouble = endpoint.trouble
@@ -124,7 +129,9 @@ class Triton:
     @classmethod
     def of(cls, pid: int) -> Self:
         """Reach the tritonserver with this process id."""
-        return cls(read_endpoint(read_command_line(pid)))
+        since_boot = start_time(pid) * 10**9 // os.sysconf("SC_CLK_TCK")
+        started = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot
+        return cls(read_endpoint(read_command_line(pid)), started)
 
     async def states(self) -> Mapping[str, State]:
         """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""

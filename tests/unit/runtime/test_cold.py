@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -313,6 +314,44 @@ def test_an_idle_model_falls_back_and_starts_again(
         wait_until(lambda: models() == {})
         assert stub.is_cold
         assert stub.model.ready
+
+
+def look_for_idle(runtime: Runtime, after: float) -> float:
+    """Have the runtime look for idle models that many seconds from now; return the seconds until its next look."""
+    looked: list[float] = []
+    now = time.monotonic() + after
+    runtime.loop._inbox.post(lambda: looked.append(runtime.loop._registry.dismiss_idle(now)))
+    wait_until(lambda: bool(looked))
+    return looked[0] - now
+
+
+def test_models_fall_back_when_no_request_has_used_them_for_long(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
+) -> None:
+    """After idle.executable, and not before; pinned models, those with requests, and those without a limit stay."""
+    runtime = start_runtime(
+        load_settings(
+            "runtime: {start: lazy, idle: {executable: 10m}}\n"
+            "models: {b: {residency: device}, d: {idle: {executable: never}}}"
+        )
+    )
+    stubs = {name: start_stub(runtime, doublings[name]) for name in "abcd"}
+    for stub in stubs.values():
+        stub.ask()
+    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs.values()))
+
+    assert 0 < look_for_idle(runtime, 580.0) <= 20
+    assert models() == dict.fromkeys("abcd", "ready")
+    runtime.device.gate.clear()
+    request = stubs["c"].send(1.0)
+    assert runtime.device.gate.waiting.wait(10)
+    look_for_idle(runtime, 700.0)
+
+    wait_until(lambda: models() == dict.fromkeys("bcd", "ready"))
+    runtime.device.gate.set()
+    assert request.answers.get(timeout=20).error is None
+    assert stubs["a"].is_cold
+    assert stubs["a"].ask(2.0).error is None
 
 
 def test_a_model_with_a_request_in_flight_does_not_fall_back(

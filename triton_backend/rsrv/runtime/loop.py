@@ -88,6 +88,8 @@ class Loop:
         self._handover = Handover()
         #: when the note for the next runtime is written; inf: nothing has changed
         self._handover_at = inf
+        #: when models are looked for that fall back to cold
+        self._look_at = self._started
         self._server_pid = server_pid
         self._devices = devices
         self._traced = settings.traced
@@ -191,7 +193,7 @@ class Loop:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
             due = min(self._used + self._idle_s, self._handover_at, self._weights.copies.review_at)
-            due = min(due, inf if wakeup is None else wakeup)
+            due = min(due, self._look_at, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
@@ -228,6 +230,8 @@ class Loop:
         if now >= self._handover_at:
             self._handover_at = inf
             self._handover.write(self._hand_over(whole=False))
+        if now >= self._look_at:
+            self._look_at = self._registry.dismiss_idle(now)
         if now - self._used >= self._idle_s:
             self._used = now
             if not (requests.pending or self.building):

@@ -32,6 +32,8 @@ log = logging.getLogger("rsrv.registry")
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
+#: seconds between two looks for idle models
+_MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
 #: for a native front; a meta model's file is one of hooks, too
 _HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
 
@@ -136,6 +138,25 @@ class Registry:
                 self._transport.guard(connection, self._send_cold, connection)
         if key in self.catalog.entries:
             self.let_go(self.catalog.entries[key].name)
+
+    def dismiss_idle(self, now: float) -> float:
+        """Dismiss the models that no request has used for `idle.executable`; return when to look again.
+
+        A pinned model stays, and a meta model is as idle as the models that it calls.
+        """
+        policy, again = self.catalog.policy, now + _MAX_LOOK_S
+        for group in self._groups().values():
+            limit = policy.settings.for_model(group.name).idle.executable
+            names = [self.catalog.entries[key].name for key in group.models]
+            if limit == inf or not self.catalog.ready(group) or "device" in map(policy.residency, names):
+                continue
+            due = min(now, max(map(self._scheduler.idle_since, group.models))) + limit
+            if due <= now:
+                log.info("%s: idle, so it falls back to cold", group.name, extra=fields(model=group.name))
+                self.dismiss(group.key)
+                due = now + limit
+            again = min(again, due)
+        return max(again, now + _MIN_LOOK_S)
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s

@@ -1,0 +1,59 @@
+"""Lazy models: cold when the server is ready, and started by their first requests."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from rsrv.wire.socket import read_status
+from tests.e2e import bundles
+from tests.e2e.calls import at_once, caller, random_u32, refusal
+from tests.e2e.harness import StartTriton, make_repository
+from tests.e2e.test_guard import check_exact, sudden
+from tests.waiting import wait_until
+
+
+def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_path: Path) -> None:
+    """A deadline before the end of a start is kept, concurrent requests share one, and a start that fails harms no other."""
+    made = {path.name: path for path in bundles.ensure().iterdir()}
+    lazy = "runtime: {start: lazy, idle: {executable: 2h}}"
+    repository = make_repository(tmp_path, made["sudden"], made["exact"], made["elastic"], settings=lazy)
+    for module in (repository / "elastic/1/bundle").glob("*.mlir"):
+        module.unlink()  # it may be a link
+        module.write_bytes(b"nonsense")
+    # Starts take the time of compilations.
+    server = start_triton(repository, env={"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")})
+    assert read_status(server.pid)["models"] == {}
+
+    with caller(server) as call:
+        x, began = random_u32(np.random.default_rng(), 1), time.monotonic()
+        inputs = {"x": x, "steps": np.ones((1, 1), np.int32)}
+        late = refusal(lambda: call("sudden", inputs, timeout=20_000))
+        assert "[rsrv:DEADLINE] the model is starting" in late.message
+        assert time.monotonic() - began < 2
+
+        at_once(server, 20, sudden)
+        assert read_status(server.pid)["models"].keys() == {"sudden"}
+
+        for _ in range(2):
+            failed = refusal(lambda: call("elastic", inputs))
+            failed.assert_is("UNAVAILABLE", "grpc")
+            assert "the model could not be started" in failed.message
+        check_exact(call)
+        sudden(call, 3)
+
+    state = read_status(server.pid)
+    assert {name: one["state"] for name, one in state["models"].items()} == {
+        "sudden": "ready",
+        "exact": "ready",
+    }
+    # The model's counts among Triton's metrics are made when it starts.
+    page = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    counted = 'rsrv_requests_total{model="exact",outcome="answered"'
+    wait_until(
+        lambda: counted in urllib.request.urlopen(page).read().decode(), what="counts in Triton's metrics"
+    )
+    assert len(server.stub_pids()) == 3

@@ -27,6 +27,23 @@ async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
 
 
 @looped
+async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
+    """No runtime knows it, so its state is all that is known of it; one whose start failed has its reason instead."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
+        await until(server.runtimes, lambda: "b@1" in server.link.entries)
+        server.runtimes.show_cold({"b", "c"})
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+        a, b, c = status.models
+        assert [a.versions[0].state, b.versions[0].state] == [pb.STATE_READY, pb.STATE_FAILED]
+        assert [*c.versions] == [pb.Version(state=pb.STATE_COLD)]
+
+        (one,) = (await server.control.GetStatus(pb.GetStatusRequest(model="c"))).models
+        assert one == c
+
+
+@looped
 async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: Path) -> None:
     """The status has the versions, the failures, the meta models and the broken bundles."""
     async with served(tmp_path, models=["a"]) as server:

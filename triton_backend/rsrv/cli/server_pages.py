@@ -155,7 +155,7 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
     named = {one.name for one in answer.failures}
     for model in (*answer.models, *answer.metas):
         state, version = _state(model.versions), model.versions[-1] if model.versions else None
-        if model.name in named:
+        if model.name in named or state == "cold":
             continue
         if version is None:
             found.append(f"{model.name} is not loaded")

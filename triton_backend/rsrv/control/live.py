@@ -180,7 +180,8 @@ class Live:
                     on[entry["name"]].append(number)
         overview = self._overview.take(figures, runtimes.entries, self._failures(), now)
         models = [{**model, "on": on.get(model["name"], [])} for model in overview["models"]]
-        return {**state, "devices": devices, "models": models}
+        # Thousands of rows that never change would be a megabyte a second.
+        return {**state, "devices": devices, "models": models, "cold": len(runtimes.cold)}
 
     async def _read_timeline(self) -> None:
         for _ in range(_MAX_ANSWERS):

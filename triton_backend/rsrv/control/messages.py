@@ -84,7 +84,7 @@ def model_status(
     Args:
         name: of the model.
         statuses: the model's part of each runtime's status; none of a runtime where it is not built.
-        devices: its versions on each device that answers; none where it is not known.
+        devices: its versions on each device that answers; none where it is not known. Without either, it is cold.
         policy: as in `policy`.
     """
     status = _sum(list(statuses.values()))
@@ -93,7 +93,7 @@ def model_status(
     costs, precisions = status.get("costs", {}), status.get("precisions", {})
     return pb.ModelStatus(
         name=name,
-        versions=version_list(versions),
+        versions=version_list(versions) if versions or statuses else [pb.Version(state=pb.STATE_COLD)],
         residency=member(pb.Residency, served["residency"] if served else status.get("residency")),
         weights=member(pb.Weights, served["weights"] if served else status.get("weights")),
         paused=member(pb.Pause, served["paused"] if served else None),

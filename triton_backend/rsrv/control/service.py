@@ -105,6 +105,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
             for kind in ("model", "meta")
         }
+        # A meta model that is cold is told from others when it has started.
+        names["model"] |= runtimes.cold - names["meta"]
         if request.model and not any(request.model in known for known in (*names.values(), failures)):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 

@@ -28,6 +28,7 @@ class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STATE_READY: _ClassVar[State]
     STATE_LEAVING: _ClassVar[State]
     STATE_FAILED: _ClassVar[State]
+    STATE_COLD: _ClassVar[State]
 
 class Pause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -83,6 +84,7 @@ STATE_LOADING: State
 STATE_READY: State
 STATE_LEAVING: State
 STATE_FAILED: State
+STATE_COLD: State
 PAUSE_UNSPECIFIED: Pause
 PAUSE_DRAIN: Pause
 PAUSE_HOLD: Pause

@@ -307,7 +307,8 @@ function fill(row) {
 
 function drawTotals() {
   const sum = (name) => [...rows.values()].reduce((total, row) => total + (row[name] ?? 0), 0);
-  say($("total-models"), String(rows.size));
+  const cold = [...servers.values()].reduce((sum, { state }) => sum + (state?.cold ?? 0), 0);
+  say($("total-models"), cold ? `${rows.size}, and ${cold} cold` : String(rows.size));
   say($("total-rate"), rate(sum("rate")));
   say($("total-queued"), String(sum("queued")));
   say($("total-loads"), rate(sum("loading")));

@@ -102,9 +102,9 @@ class SpareKeeper:
             self._rest(_PAUSE_S)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        """Have a spare that waits for its turn, on a thread; `fresh`: one with the installed packages of now.
+        """Have a spare, on a thread; `fresh`: one with the installed packages of now, which waits for its turn.
 
-        `done` gets "" when it waits, or the reason why it cannot serve; then the spare before it stays.
+        `done` gets "", or the reason why the spare cannot serve; then the one before it stays.
         """
         action = self._renew if fresh else self._have
         threading.Thread(target=lambda: done(action()), name="renewal", daemon=True).start()
@@ -127,7 +127,8 @@ class SpareKeeper:
                 spare = self._spare = self._spare or self._start(self._command)
         except OSError as error:
             return f"the next runtime cannot be started: {error}"
-        return spare.problem()
+        # It may import its modules while the device sleeps; if that fails, a stub starts a runtime.
+        return spare.problem(wait_s=0.0)
 
     def _renew(self) -> str:
         try:
@@ -169,12 +170,17 @@ class _Spare(NamedTuple):
     process: "subprocess.Popen[bytes]"
     sock: socket.socket
 
-    def problem(self) -> str:
-        """Return the reason why the spare cannot serve, once it has imported its modules; "": it can."""
-        self.sock.settimeout(_IMPORT_S)
+    def problem(self, wait_s: float = _IMPORT_S) -> str:
+        """Return the reason why the spare cannot serve, once it has imported its modules; "": it can.
+
+        `wait_s`: seconds that the imports may take; 0.0: it is not to be waited for.
+        """
+        self.sock.settimeout(wait_s)
         try:
             # It says so once, and may be asked again.
             said = self.sock.recv(4096, socket.MSG_PEEK).decode(errors="replace")
+        except BlockingIOError:
+            return ""
         except OSError as error:
             said = f"it has not imported its modules: {error}"
         if said == _READY:

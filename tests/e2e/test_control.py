@@ -506,6 +506,55 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
     assert status.scheduler.eviction == pb.EVICTION_COST
 
 
+def test_a_device_sleeps_until_a_request_or_a_command(control: Control) -> None:
+    """Asleep, no process holds the device, looks wake nothing, and all is shown as serving; all models return."""
+    server = control.server
+    with caller(server) as call:
+        for wake in (lambda: None, lambda: control.rsrv("wake")):
+            runtime = control.status().devices[0].runtime.pid
+            assert control.rsrv("sleep") == "device 0: asleep\n"
+            assert not is_alive(runtime)
+            assert control.status().devices[0].HasField("asleep_since_unix_s")
+            assert control.health() == SERVING
+            assert server.grpc.is_server_ready()
+            assert server.grpc.is_model_ready("exact")
+            assert "rsrv_runtime_up" in control.stub.GetMetrics(pb.GetMetricsRequest()).text
+            assert not control.status().devices[0].HasField("runtime")
+            wake()
+            began = time.monotonic()
+            np.testing.assert_array_equal(call("exact", {"x": ROW})["y"], ROW @ bundles.exact_kernel())
+            print(f"first answer after {time.monotonic() - began:.2f} s")
+            assert control.health() == SERVING
+            wait_until(lambda: control.model("steady").versions[0].state == pb.STATE_READY, what="the others")
+
+
+def test_sleeps_under_load_fail_no_request(control: Control) -> None:
+    """Of four clients' requests none fails and all answers are right, although each sleep ends at once."""
+    server, stop = control.server, threading.Event()
+    answered: list[int] = []
+
+    def work(call: Caller, number: int) -> None:
+        rng = np.random.default_rng(number)
+        while not stop.is_set():
+            x = rng.integers(-50, 51, (int(rng.integers(1, 9)), 64)).astype(np.float32)
+            np.testing.assert_array_equal(call("exact", {"x": x})["y"], x @ bundles.exact_kernel())
+            answered.append(number)
+
+    with ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(at_once, server, 4, work)
+        try:
+            for _ in range(3):
+                control.rsrv("wake")
+                count = len(answered)
+                wait_until(lambda count=count: len(answered) > count + 20 or clients.done())  # type: ignore[misc]
+                control.rsrv("sleep", "--force")
+            count = len(answered)
+            wait_until(lambda: len(answered) > count + 20 or clients.done())
+        finally:
+            stop.set()
+        clients.result()
+
+
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
     """When the control process dies, requests continue, and the next one has the operators' settings."""
     control.rsrv("policy", "steady", "--weight", "5")

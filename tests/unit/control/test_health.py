@@ -29,19 +29,19 @@ async def settled(server: Served, revision: int) -> None:
 
 @looped
 async def test_all_is_well(tmp_path: Path) -> None:
-    """The server and its models are SERVING if the models are ready and have stubs."""
+    """The server and its models are SERVING if the models are ready, also one that the runtime keeps without a stub."""
     async with served(tmp_path, models=["a", "b"]) as server:
+        server.runtime.change("a@1", entry("a", stubs=[]))
+        await settled(server, 6)
         assert [await check(server, service) for service in ("", "a", "b")] == [SERVING] * 3
 
 
 @pytest.mark.parametrize(
     "differs",
-    [{"stubs": []}, {"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],
+    [{"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],
 )
-def test_a_model_without_a_ready_version_and_a_stub_does_not_serve(
-    tmp_path: Path, differs: dict[str, Any]
-) -> None:
-    """A model without a ready version or without a stub is NOT_SERVING, and so is the server."""
+def test_a_model_without_a_ready_version_does_not_serve(tmp_path: Path, differs: dict[str, Any]) -> None:
+    """Without a ready version, a model is NOT_SERVING, and so is the server."""
 
     @looped
     async def run() -> None:
@@ -245,7 +245,8 @@ async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Pa
         assert [await check(server, service) for service in ("", "m", "inner")] == [SERVING] * 3
 
         server.runtime.change("m@1", None)
-        await settled(server, 8)
+        server.runtime.change("inner@1", entry("inner", state="leaving", stubs=[]))
+        await settled(server, 9)
         assert [await check(server, service) for service in ("", "m", "inner")] == [NOT_SERVING] * 3
 
 

@@ -108,25 +108,22 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
         drowsy(server)
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
         precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
-        for call, told in (
-            (server.control.Sleep(pb.SleepRequest(drain_s=30)), (precondition, "device 0 sleeps already")),
-            (
-                server.control.Sleep(pb.SleepRequest(devices=[1])),
-                (wrong, "there is no device 1: the server's devices are 0 to 0"),
-            ),
-            (
-                server.control.Sleep(pb.SleepRequest(drain_s=-1)),
-                (wrong, "drain_s must be a number of seconds, at least 0"),
-            ),
-            (
-                server.control.Restart(pb.RestartRequest(drain_s=30)),
-                (
-                    precondition,
-                    "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
-                ),
-            ),
-        ):
-            assert await refusal(call) == told
+        assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30))) == (
+            precondition,
+            "device 0 sleeps already",
+        )
+        assert await refusal(server.control.Sleep(pb.SleepRequest(devices=[1]))) == (
+            wrong,
+            "there is no device 1: the server's devices are 0 to 0",
+        )
+        assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=-1))) == (
+            wrong,
+            "drain_s must be a number of seconds, at least 0",
+        )
+        assert await refusal(server.control.Restart(pb.RestartRequest(drain_s=30))) == (
+            precondition,
+            "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
+        )
 
 
 @looped

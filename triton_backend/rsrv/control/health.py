@@ -52,8 +52,8 @@ class Readiness:
     def ready(self) -> set[str]:
         """Return the names of the models and meta models that can serve. Call it after every change of the view.
 
-        They have a ready version and a live stub, be it that of a meta model which calls them, or are cold or start. A model that lost its stub
-        is ready when Triton has loaded it: before, requests go to the dead stub.
+        They have a ready version, which a stub wants or the runtime keeps without one, or are cold or start. A model that
+        lost its stub is ready when Triton has loaded it: before, requests go to the dead stub.
         """
         if self._seen != self._view.other_changes:
             self._seen, self._shown = self._view.other_changes, self._served()
@@ -69,13 +69,9 @@ class Readiness:
     def _served(self) -> set[str]:
         if not (self._view.up or self._view.asleep):
             return set()
-        entries = self._view.entries
-        served = {
-            key: entry for key, entry in entries.items() if entry["state"] == "ready" and entry["stubs"]
-        }
-        called = {key for entry in served.values() for key in entry["models"] if key in entries}
-        ready = {entries[key]["name"] for key in (*served, *called) if entries[key]["state"] == "ready"}
-        loading = {entry["name"] for entry in entries.values() if entry["state"] == "loading"}
+        entries = self._view.entries.values()
+        ready = {entry["name"] for entry in entries if entry["state"] == "ready"}
+        loading = {entry["name"] for entry in entries if entry["state"] == "loading"}
         self._starting, self._cold = loading & (self._starting | self._cold), set(self._view.cold)
         return ready | self._cold | self._starting
 

@@ -213,9 +213,21 @@ def wait_for_turn(
     prepared, preparing = os.pipe()
     arguments = (modules, check, niceness, preparing)
     # A daemon: imports and `check` may take long, and the server ends meanwhile.
-    threading.Thread(target=_prepare, args=arguments, name="import", daemon=True).start()
+    preparation = threading.Thread(target=_prepare, args=arguments, name="import", daemon=True)
+    preparation.start()
+    awaited = {prepared, runtime}
     try:
-        return all(server not in select.select([server, end], [], [])[0] for end in (prepared, runtime))
+        while awaited:
+            ended = select.select([server, *awaited], [], [])[0]
+            if server in ended:
+                return False
+            awaited.difference_update(ended)
+            if awaited == {prepared} and preparation.native_id is not None:
+                # Requests wait for the imports. Not every user may have a thread become less nice.
+                with suppress(OSError):
+                    nice = os.getpriority(os.PRIO_PROCESS, os.getpid())
+                    os.setpriority(os.PRIO_PROCESS, preparation.native_id, nice)
+        return True
     finally:
         os.close(prepared)
 

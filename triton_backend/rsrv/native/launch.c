@@ -23,10 +23,13 @@ extern char** environ;
 
 static const char HINT[] = "RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed";
 
-// Returns the clock ticks from boot to the start of this process; 0 if the system does not say.
+// Returns the clock ticks from boot to the start of this process; 0 if the system does not say. The kernel adds up all threads
+// for each reader of the file, and a server has one for each of thousands of models: the file is read once.
 static unsigned long start_time(void) {
+    static atomic_ulong known;
     char line[1024];
-    unsigned long ticks = 0;
+    unsigned long ticks = atomic_load(&known);
+    if (ticks) return ticks;
     int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
     ssize_t length = fd < 0 ? 0 : read(fd, line, sizeof line - 1);
     if (fd >= 0) close(fd);
@@ -35,6 +38,7 @@ static unsigned long start_time(void) {
     // After the name, which may hold anything, come the fields from the third on; the 22nd is wanted.
     for (int field = 2; at && field < 22; field++) at = strchr(at + 1, ' ');
     if (at) ticks = strtoul(at, NULL, 10);
+    atomic_store(&known, ticks);
     return ticks;
 }
 

@@ -77,3 +77,5 @@ def test_another_servers_child_is_no_stub_of_ours() -> None:
     process.kill()
     process.wait(10)
     assert child_processes.open_stub(4194303, os.getpid()) is None
+    # A native front is the server itself.
+    assert child_processes.open_stub(os.getpid(), os.getpid()) is None

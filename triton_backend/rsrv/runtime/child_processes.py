@@ -45,6 +45,9 @@ def end_orphans(stubs: Mapping[int, int]) -> None:
 
 def open_stub(pid: int, server: int) -> int | None:
     """Return a pidfd of a stub of the server; None for other processes, such as tools that ask for the status."""
+    if pid == server:
+        # A native front. The kernel adds up all threads of a process for its parent's number: milliseconds, with thousands.
+        return None
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,9 @@
 """Models that start without a stub: they are built, held until a stub comes, and fail with a reason."""
 
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,20 @@ def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublin
     command(os.getpid(), {"command": "start", "models": {"a": None}})
 
     wait_until(lambda: served() == ["b"])
+
+
+def test_a_model_that_is_held_falls_back_when_it_is_idle(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """No stub has come for it within idle.executable."""
+    runtime = start_runtime(load_settings("runtime: {idle: {executable: 10m}}"))
+    start({"a": doublings["a"]})
+    wait_until(is_ready(runtime, "a"))
+
+    for after, left in ((500.0, ["a"]), (700.0, [])):
+        now = time.monotonic() + after
+        runtime.loop._inbox.post(partial(runtime.loop._registry.dismiss_idle, now))
+        wait_until(lambda left=left: served() == left)  # type: ignore[misc]
 
 
 def test_another_version_takes_the_place_of_one_that_is_held(

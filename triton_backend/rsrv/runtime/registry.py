@@ -145,15 +145,23 @@ class Registry:
         A pinned model stays, and a meta model is as idle as the models that it calls.
         """
         policy, again = self.catalog.policy, now + _MAX_LOOK_S
-        for group in self._groups().values():
-            limit = policy.settings.for_model(group.name).idle.executable
-            names = [self.catalog.entries[key].name for key in group.models]
-            if limit == inf or not self.catalog.ready(group) or "device" in map(policy.residency, names):
+        found = {group.key: (group.name, group.models) for group in self._groups().values()}
+        found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
+        for key, (name, models) in found.items():
+            limit = policy.settings.for_model(name).idle.executable
+            entries = [
+                entry
+                for one in models
+                if (entry := self.catalog.entries.get(one)) is not None and entry.ready
+            ]
+            if limit == inf or len(entries) < len(models):
                 continue
-            due = min(now, max(map(self._scheduler.idle_since, group.models))) + limit
+            if any(policy.residency(entry.name) == "device" for entry in entries):
+                continue
+            due = min(now, max(map(self._scheduler.idle_since, models))) + limit
             if due <= now:
-                log.info("%s: idle, so it falls back to cold", group.name, extra=fields(model=group.name))
-                self.dismiss(group.key)
+                log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
+                self.dismiss(key)
                 due = now + limit
             again = min(again, due)
         return max(again, now + _MIN_LOOK_S)

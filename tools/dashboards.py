@@ -335,7 +335,7 @@ def weights() -> Board:
         Panel(
             "Evictions",
             "room: another one's load needed it. budget: that fell, for what came is pinned or needs scratch. asked, compaction: "
-            "an operator did it.",
+            "an operator did it. idle: unused for idle.device.",
             "cps",
             {"{{reason}}": total(rate("rsrv_weight_evictions_total"), "reason")},
             stacked=True,

@@ -53,6 +53,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.statistics import Cause
 
 #: The cost of one execution of a size, by default.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}
@@ -71,6 +72,7 @@ def program(
     weight: float = 1.0,
     max_delay: float = 0.0,
     paused: Pause | None = None,
+    idle_seconds: float = inf,
 ) -> Program:
     return Program(
         model=model,
@@ -84,6 +86,7 @@ def program(
         weight=weight,
         max_delay=max_delay,
         paused=paused,
+        idle_seconds=idle_seconds,
     )
 
 
@@ -199,6 +202,7 @@ class Driver:
         ):
             del self.loading[event.model]
             self.abandoning.discard(event.model)
+        idle = self._idle_evictions()
         out = self.scheduler.handle(event, self.now)
         if isinstance(event, RequestsArrived):
             self._queue(event.requests, out)
@@ -209,6 +213,9 @@ class Driver:
             invariants.check(self.scheduler)
         for instruction in out:
             self._watch(instruction)
+        for model, count in self._idle_evictions().items():
+            if count > idle.get(model, count):
+                assert all(one.model != model for one in self.waiting.values())
         # No run waits beside a free place, or beyond its deadline.
         able = not self.winding_down and any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
@@ -391,6 +398,11 @@ class Driver:
                 self.leaving.discard(instruction.model)
                 assert all(one.model != instruction.model for one in self.executing.values())
                 self.resident.remove(instruction.model)
+
+    def _idle_evictions(self) -> dict[str, int]:
+        """Return the number of evictions of each model for lack of use."""
+        models = self.scheduler._models
+        return {name: model.totals.evictions.get(Cause.IDLE, 0) for name, model in models.items()}
 
     def _stalled(self, run: Run) -> bool:
         return any(self.held(model) for model in run.models)

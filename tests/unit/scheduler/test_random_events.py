@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -71,6 +72,7 @@ programs = st.builds(
     load_seconds=st.sampled_from([0.0, 0.003]),
     weight=st.sampled_from([0.1, 1.0, 7.0]),
     max_delay=st.sampled_from([0.0, 0.0, 0.002]),
+    idle_seconds=st.sampled_from([inf, inf, 0.0, 0.002, 0.4]),
     paused=st.sampled_from([None, None, None, *Pause]),
 )
 arrivals = st.lists(
@@ -198,12 +200,18 @@ class RandomEvents(RuleBasedStateMachine):
         weight=st.none() | st.sampled_from([0.1, 1.0, 7.0]),
         max_delay=st.none() | st.sampled_from([0.0, 0.002]),
         max_queue_depth=st.none() | st.sampled_from([1, 3, 40]),
+        idle_seconds=st.none() | st.sampled_from([inf, 0.0, 0.002, 0.4]),
     )
     def change_the_policy(
-        self, model: str, weight: float | None, max_delay: float | None, max_queue_depth: int | None
+        self,
+        model: str,
+        weight: float | None,
+        max_delay: float | None,
+        max_queue_depth: int | None,
+        idle_seconds: float | None,
     ) -> None:
         if model in self.loaded():
-            self.driver.send(PolicyChanged(model, weight, max_delay, max_queue_depth))
+            self.driver.send(PolicyChanged(model, weight, max_delay, max_queue_depth, idle_seconds))
 
     @rule()
     def compact(self) -> None:

@@ -522,7 +522,9 @@ class Commands:
         for key in self._catalog.compiled(names):
             program = self._policy.program(self._catalog.get(key).program, self._catalog.entries[key].name)
             self._outbox.append(
-                ev.PolicyChanged(key, program.weight, program.max_delay, program.max_queue_depth)
+                ev.PolicyChanged(
+                    key, program.weight, program.max_delay, program.max_queue_depth, program.idle_seconds
+                )
             )
 
     def _take_settings(self, changes: Mapping[str, Any]) -> None:

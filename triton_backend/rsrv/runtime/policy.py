@@ -40,6 +40,7 @@ def terms(settings: Settings, name: str) -> dict[str, Any]:
         "pinned": model.residency == "device",
         "weight": model.weight,
         "max_delay": model.max_delay_us / 1e6,
+        "idle_seconds": model.idle.device,
     }
 
 

@@ -18,6 +18,7 @@ A request that cannot be served is never an exception: it ends in a `Finish`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any, NamedTuple
 
 from rsrv.scheduler.settings import SchedulerSettings
@@ -85,6 +86,8 @@ class Program:
     weight: float = 1.0
     #: seconds that a request may be held back for others to share its execution; 0: it is never held back.
     max_delay: float = 0.0
+    #: seconds without use after which its weights leave the device; inf: they stay until others need the room.
+    idle_seconds: float = inf
     #: whether, and how, it is paused from the start.
     paused: Pause | None = None
     #: the name under which all versions of the model count.
@@ -190,6 +193,7 @@ class PolicyChanged:
     max_delay: float | None = None
     #: requests that wait already stay, even beyond the limit.
     max_queue_depth: int | None = None
+    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

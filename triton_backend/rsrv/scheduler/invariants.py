@@ -29,6 +29,7 @@ Of weights:
     10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
        ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
        obstacle. A model drains only as long as something executes on its weights or they load;
+    17. if weights load on demand, those on the device are looked at when they may be idle for their model's limit;
     11. the sums of expected seconds are those of the models.
 
 Of statistics:
@@ -48,6 +49,7 @@ from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
 from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.residency import IDLE_LOOK_S
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
 from rsrv.scheduler.variant_queue import InFlightRequest
@@ -279,6 +281,10 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     pinned = sum(group.bytes for group in owners if group.pins)
     _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
+    for state in scheduler._models.values():
+        if state.weights.state in ON_DEVICE and scheduler.settings.on_demand:
+            latest = scheduler._now + max(state.program.idle_seconds, IDLE_LOOK_S)
+            _require(scheduler._residency.idle_at <= latest, "nothing looks whether it is idle (17)", state)
     present = [state for state in states if state.weights.state in TAKING_BYTES]
     unpinned = [state for state in present if not state.weights.pinned]
     for state in states:

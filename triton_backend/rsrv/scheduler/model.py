@@ -34,6 +34,8 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: load_seconds must not be negative, not {program.load_seconds}")
     if not (isfinite(program.weight) and program.weight > 0.0):
         raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
+    if not program.idle_seconds >= 0.0:
+        raise CallerError(f"model {name!r}: idle_seconds must be at least 0, not {program.idle_seconds}")
     if not 0.0 <= program.max_delay < inf:
         raise CallerError(f"model {name!r}: max_delay must not be negative, not {program.max_delay}")
 
@@ -47,6 +49,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
         max_queue_depth=(
             program.max_queue_depth if changed.max_queue_depth is None else changed.max_queue_depth
         ),
+        idle_seconds=program.idle_seconds if changed.idle_seconds is None else changed.idle_seconds,
     )
 
 

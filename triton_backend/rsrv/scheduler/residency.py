@@ -6,6 +6,7 @@ state of weights. It marks each model that it changes in `RequestQueues.dirty`, 
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from rsrv.scheduler.events import (
     CallerError,
@@ -26,6 +27,9 @@ from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import Cause
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightEvent, WeightState
 from rsrv.scheduler.weights import WeightAccounts
+
+#: seconds until the next look at weights that are idle for too long, but in use or pinned, or in a warm-up.
+IDLE_LOOK_S = 0.1
 
 
 class Compaction:
@@ -136,6 +140,7 @@ class DeviceResidency:
         "_queues",
         "compaction",
         "evictions",
+        "idle_at",
         "loads",
         "weights",
     )
@@ -156,6 +161,8 @@ class DeviceResidency:
         #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
         #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
         self.evictions: dict[ModelState, bool] = {}
+        #: when weights may have been unused for their model's limit; inf: none has a limit. May be too early.
+        self.idle_at = inf
 
     @property
     def warming_up(self) -> int:
@@ -173,6 +180,7 @@ class DeviceResidency:
         """Adopt the weights of an added model that are on the device, or queue their load."""
         if event.resident:
             self.weights.adopt(model.weights, now)
+            self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
             # If it is pinned, tensors that it shares with others take none of their room any more.
             self.loads.retry()
@@ -223,6 +231,7 @@ class DeviceResidency:
                 self._end_requirement(model)
             if not self.loads.on_demand:
                 self.release([model], now, out)
+        self.limit_idleness(model, now)
         self._queues.dirty[model] = None
         self.loads.retry()
 
@@ -298,6 +307,8 @@ class DeviceResidency:
         self.loads.reconfigure(settings)
         if ends_on_demand:
             self._end_on_demand(now, out)
+        # They do not leave by idleness while only commands move them.
+        self.idle_at = now
 
     def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
         """Desire the weights that are present or loading: from now on none load or leave for requests."""
@@ -363,6 +374,7 @@ class DeviceResidency:
                 self.weights.loaded(weights, event.seconds, now)
                 model.totals.load.observe(event.seconds)
                 weights.unserved = model.has_work
+                self.limit_idleness(model, now)
                 model.history.add(now, "weights loaded", event)
                 if not model.draining:
                     self._start_warm_up(model, out)
@@ -484,6 +496,31 @@ class DeviceResidency:
                 self.evict(model, Cause.BUDGET, now, out)
             if overdue:
                 self.loads.retry()
+
+    def limit_idleness(self, model: ModelState, now: float) -> None:
+        """Have weights leave the device when they have been unused for their model's limit."""
+        self.idle_at = min(self.idle_at, now + model.program.idle_seconds)
+
+    def evict_idle(self, now: float, out: list[Instruction]) -> None:
+        """Evict weights that were unused for their model's limit, unless requests wait for them or they are pinned.
+
+        Costs O(models), when the weights that were used the longest ago may be due.
+        """
+        self.idle_at = inf
+        if not self.loads.on_demand:
+            return
+        for model in self._models.values():
+            weights, limit = model.weights, model.program.idle_seconds
+            if limit == inf or weights.state not in ON_DEVICE:
+                continue
+            due = weights.last_used + limit
+            if due > now:
+                self.idle_at = min(self.idle_at, due)
+            elif evictable(model) and not model.queued:
+                self.evict(model, Cause.IDLE, now, out)
+                self.loads.retry()
+            else:
+                self.idle_at = min(self.idle_at, now + max(limit, IDLE_LOOK_S))
 
     def _evict_requested(self, now: float, out: list[Instruction]) -> None:
         """Carry out the requested evictions of models on which nothing executes, or has to execute first."""

@@ -118,7 +118,7 @@ class Scheduler:
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.
         3. Expire: queued requests and waiting runs whose deadline is `now` or earlier end; free places are given to
-           waiting runs; models whose delay has ended become candidates; if the discipline sheds, requests that would be late even if
+           waiting runs; weights that were idle for too long leave; models whose delay has ended become candidates; if the discipline sheds, requests that would be late even if
            they executed next end, too.
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next load, while none
@@ -243,6 +243,8 @@ class Scheduler:
             self._queues.expire(now, out)
         if self._admission.waiting:
             self._admission.proceed(now, out)
+        if self._residency.idle_at <= now:
+            self._residency.evict_idle(now, out)
         delayed = self._delayed
         while delayed and (name := delayed.first()) is not None and delayed[name] <= now:
             del delayed[name]
@@ -386,6 +388,7 @@ class Scheduler:
     def _change_policy(self, event: PolicyChanged, now: float) -> None:
         model = self._models[event.model]
         model.reconfigure(with_policy(model.program, event))
+        self._residency.limit_idleness(model, now)
         model.history.add(now, "policy changed", event)
         self._queues.dirty[model] = None
 
@@ -544,9 +547,9 @@ class Scheduler:
 
         The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
         holding a model back for more requests, or of protecting weights that others wait to replace; the retry of a
-        pinned model's failed load; the time to give the device its next execution, or to have come to rest.
+        pinned model's failed load; the limit of weights that are idle; the time to give the device its next execution, or to have come to rest.
         """
-        soonest = inf
+        soonest = self._residency.idle_at
         if self._queues.deadlines.heap:
             soonest = min(soonest, self._queues.deadlines.next())
         if self._queues.late_checks.heap:

@@ -27,6 +27,8 @@ class Cause(Enum):
     BUDGET = "budget"
     #: a compaction of the device's memory.
     COMPACTION = "compaction"
+    #: they were not used for their model's limit of idleness.
+    IDLE = "idle"
 
 
 class Stage(Enum):

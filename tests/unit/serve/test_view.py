@@ -46,6 +46,19 @@ def said(changes: Changes, update: pb.WatchStateResponse) -> list[str]:
     return list(changes.lines())
 
 
+def test_models_that_no_runtime_has_are_cold() -> None:
+    """Models of the repository without a version count as cold, and one that falls back is not removed."""
+    models = {"a", "b", "c", "d"}
+    changes = Changes({"d": "no manifest"}, lambda: models)
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    assert said(changes, change("b@1", pb.STATE_LOADING)) == []
+    assert changes.counts() == (1, 1, 1)
+    assert said(changes, change("a@1", None)) == ["a is cold"]
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    models.remove("a")
+    assert said(changes, change("a@1", None)) == ["a is removed"]
+
+
 def test_each_change_is_shown_once() -> None:
     """A model becomes ready, gets a new bundle, and goes; updates that change nothing say nothing."""
     changes = Changes({})
@@ -55,9 +68,9 @@ def test_each_change_is_shown_once() -> None:
     assert said(changes, change("a@2", pb.STATE_LOADING)) == []
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a serves its new bundle"]
     assert said(changes, change("a@1", None)) == []
-    assert changes.counts() == (1, 0)
+    assert changes.counts() == (1, 0, 0)
     assert said(changes, change("a@2", None)) == ["a is removed"]
-    assert changes.counts() == (0, 0)
+    assert changes.counts() == (0, 0, 0)
 
 
 def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
@@ -66,7 +79,7 @@ def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
     assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a failed: no memory"]
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a is ready"]
     assert said(changes, failures(b="no\nmanifest")) == ["b failed: no manifest"]
-    assert changes.counts() == (1, 1)
+    assert changes.counts() == (1, 1, 0)
     assert said(changes, failures(a="no manifest", b="no\nmanifest")) == ["a failed: no manifest"]
     assert said(changes, failures(b="no\nmanifest")) == ["a is ready"]
 
@@ -76,7 +89,7 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
     changes = Changes({"b": "no manifest"})
     assert said(changes, snapshot(0)) == []
     assert said(changes, failures(b="no manifest")) == []
-    assert changes.counts() == (0, 1)
+    assert changes.counts() == (0, 1, 0)
     assert said(changes, failures()) == ["b is removed"]
 
 

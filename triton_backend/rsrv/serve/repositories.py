@@ -49,7 +49,13 @@ def check(bundles: Sequence[Path], settings: Settings, known: Known | None = Non
 
 def is_empty(repository: Path) -> bool:
     """Return true if a server would find no model there."""
-    return not any(entry.is_dir() for entry in repository.iterdir())
+    return not model_folders(repository)
+
+
+def model_folders(repository: Path) -> set[str]:
+    """Return the names of the models that a server would find there."""
+    with os.scandir(repository) as entries:
+        return {entry.name for entry in entries if entry.is_dir()}
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:

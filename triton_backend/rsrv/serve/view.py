@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -16,7 +17,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
-from rsrv.serve.repositories import is_empty
+from rsrv.serve.repositories import is_empty, model_folders
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
 #: seconds between two looks, and between attempts to reach the control service
@@ -37,7 +38,9 @@ class Line:
 class Changes:
     """Changes of the models' states, as lines for people. Pure."""
 
-    def __init__(self, broken: Mapping[str, str]) -> None:
+    def __init__(self, broken: Mapping[str, str], models: Callable[[], Collection[str]] = frozenset) -> None:
+        """`models`: returns those of the repository; one that no runtime has is cold."""
+        self._models = models
         #: the last shown state; bundles that were broken before the start are shown then
         self._shown = {name: ("failed", reason) for name, reason in broken.items()}
         #: versions of each model by key, the latest last, and of each by device
@@ -62,13 +65,14 @@ class Changes:
     def lines(self) -> Iterator[str]:
         """Yield a line for each model whose state changed before the last call: by now Triton has it, too."""
         due, self._waiting, self._touched = self._waiting, self._touched, set()
+        models = self._models() if due & self._gone else ()
         for name in sorted(due):
             state, before = self._state(name), self._shown.get(name)
             if state is None:
                 # A model that is loading again keeps its last line: it serves, or its failure was shown.
                 if name in self._gone:
                     self._shown.pop(name, None)
-                    yield f"{name} is removed"
+                    yield f"{name} is {'cold' if name in models else 'removed'}"
                 continue
             self._shown[name] = state
             word, detail = state
@@ -81,10 +85,11 @@ class Changes:
             else:
                 yield f"{name} is ready"
 
-    def counts(self) -> tuple[int, int]:
-        """Return how many models are ready, and how many failed."""
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many models are ready, how many failed, and how many are cold."""
         words = [word for word, _ in self._shown.values()]
-        return words.count("ready"), words.count("failed")
+        cold = set(self._models()) - self._shown.keys() - self._versions.keys()
+        return words.count("ready"), words.count("failed"), len(cold)
 
     def _apply(self, update: pb.WatchStateResponse) -> set[str]:
         """Take an update; return the names of the models that it may change."""
@@ -156,7 +161,8 @@ def local(address: Address) -> str:
 
 async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> AsyncGenerator[Line, None]:
     """Yield a line for each change of a tritonserver's models, and one when it serves; never end."""
-    changes, patience, listening, serves = Changes(broken), CONTROL_S, False, False
+    changes = Changes(broken, partial(model_folders, planned.repository))
+    patience, listening, serves = CONTROL_S, False, False
     watching = asyncio.create_task(_watch(pid, changes))
     try:
         while True:
@@ -172,12 +178,12 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
                     # The models that were ready when it began to listen come before the line.
                     for text in (*changes.lines(), *changes.lines()):
                         yield Line(text)
-                    good, failed = changes.counts()
-                    what = (
-                        f" {good} of {good + failed} models"
-                        if known
-                        else "; which models, only the log shows"
-                    )
+                    good, failed, cold = changes.counts()
+                    what = f" {good + cold} of {good + failed + cold} models"
+                    if not known:
+                        what = "; which models, only the log shows"
+                    elif cold:
+                        what += f", {cold} of them cold until their first request"
                     yield Line(f"Serving{what}", "serves")
             elif not serves:
                 listening = await listens(planned.ports["http"])

@@ -18,6 +18,7 @@ from rsrv.placement.device_choice import by_preference
 from tests.unit.control.peers import Served, entry, served
 from tests.unit.control.test_cli import shell
 from tests.unit.control.test_service import refusal
+from tests.unit.control.test_sleep import drowsy
 from tests.waiting import looped
 
 
@@ -69,6 +70,20 @@ async def test_models_start_by_patterns(tmp_path: Path) -> None:
         (sent, _) = [one for one in server.runtime.commands if one["command"] == "start"]
         bundle = server.repository / "team-a" / "1" / "bundle"
         assert sent["models"] == {"team-a": str(bundle), "team-b": str(bundle.parents[2] / "team-b/1/bundle")}
+
+
+@looped
+async def test_a_start_wakes_a_device_that_sleeps(tmp_path: Path) -> None:
+    """The runtime that wakes is told to start also a model that was warm before the sleep."""
+    async with cold(tmp_path) as server:
+        woken = drowsy(server, answer={"failed": {}})
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        assert server.runtimes.asleep
+
+        await server.control.Start(pb.StartRequest(models=["warm", "other"]))
+
+        assert len(woken) == 1
+        assert sorted(started(server, device=-1)) == ["other", "warm"]
 
 
 @looped

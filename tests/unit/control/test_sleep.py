@@ -19,24 +19,28 @@ from tests.waiting import looped
 SLEEP = {"command": "sleep", "drain_s": 30.0, "force": False}
 
 
-def drowsy(server: Served) -> list[FakeRuntime]:
-    """Have each runtime end at `sleep`, with a note that it sleeps; return those that were started since."""
+def drowsy(server: Served, answer: dict[str, Any] | None = None) -> list[FakeRuntime]:
+    """Have each runtime end at `sleep`, with a note that it sleeps; return those that were started since.
+
+    `answer`: of those to every command.
+    """
     since: list[FakeRuntime] = []
     for runtime in server.all:
         runtime.pid = 0  # no process's
 
-        def answer(command: dict[str, Any], runtime: FakeRuntime = runtime) -> dict[str, Any]:
+        def obey(command: dict[str, Any], runtime: FakeRuntime = runtime) -> dict[str, Any]:
             if command["command"] == "sleep":
                 (runtime._path.parent / ASLEEP).write_text("1000.5")
                 runtime._loop.call_later(0.01, end, runtime)
             return {}
 
-        runtime.answers = answer
+        runtime.answers = obey
 
     def end(runtime: FakeRuntime) -> None:
         runtime.die()
         # The spare listens on, and becomes the runtime with the first connection.
         spare = FakeRuntime(runtime._path, instance="99" * 8)
+        spare.answers = lambda command: answer or {}
         accept = spare._accept
 
         def rise() -> None:
@@ -124,6 +128,18 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
             precondition,
             "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
         )
+
+
+@looped
+async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
+    """Of commands for the runtime, only a start wakes it."""
+    async with served(tmp_path, models=["a"]) as server:
+        woken = drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        asleep = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
+        assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == asleep
+        assert await refusal(server.control.GetStory(pb.GetStoryRequest(model="a"))) == asleep
+        assert not woken
 
 
 @looped

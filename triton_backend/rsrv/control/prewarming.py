@@ -125,6 +125,9 @@ class Prewarming:
 
     async def _start(self, paths: Mapping[str, Path], *, look: bool = False) -> dict[str, str]:
         """Tell runtimes to start models that none of them has; return those that cannot start, with the reasons."""
+        if paths and not look and self._runtimes.asleep:
+            for number in range(len(self._runtimes.links)):
+                await self._runtimes.wake(number)
         states = ("ready", "loading", "failed") if look else ("ready", "loading")
         known = {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
         live, failed = self._runtimes.live, dict[str, str]()

@@ -77,6 +77,13 @@ class RuntimeDown(StatusError):
         )
 
 
+class RuntimeAsleep(RuntimeDown):
+    """The runtime's device sleeps, and a command is no reason to wake it."""
+
+    def __init__(self) -> None:
+        StatusError.__init__(self, "UNAVAILABLE", "the device sleeps: wake it first, with `rsrv wake`")
+
+
 @dataclass(frozen=True, slots=True)
 class StateChange:
     """A change of one version. `entry` None: the version is gone."""
@@ -337,7 +344,7 @@ class RuntimeLink:
         Raises RuntimeDown, StatusError.
         """
         if not self._up:
-            raise RuntimeDown
+            raise self._absence()
         try:
             connection = ControlConnection(self._path, lambda _: None)
         except (OSError, ProtocolError):
@@ -351,12 +358,15 @@ class RuntimeLink:
         finally:
             connection.close()
 
+    def _absence(self) -> RuntimeDown:
+        return RuntimeDown() if self.asleep_since is None else RuntimeAsleep()
+
     async def _ask(
         self, kind: Kind, body: dict[str, Any], answer_kind: Kind, done: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Ask; call `done` if the runtime succeeds, also if the caller has been cancelled by then."""
         if not self._up or self._connection is None:
-            raise RuntimeDown
+            raise self._absence()
         try:
             question = pack_json(kind, body)
         except ProtocolError as error:

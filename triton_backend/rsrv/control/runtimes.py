@@ -193,7 +193,8 @@ class Runtimes:
 
     async def query(self, question: Command) -> Answers:
         """Ask all runtimes with a command that changes nothing. Raises RuntimeDown, StatusError if none answers."""
-        answers, _ = await self._ask(self.live, lambda _, link: link.command(question))
+        asked = self.live or dict(enumerate(self.links))
+        answers, _ = await self._ask(asked, lambda _, link: link.command(question))
         return answers
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
@@ -337,7 +338,8 @@ class Runtimes:
                 answers[number] = one
         if not answers:
             # A runtime that is up says more than that none is.
-            raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), RuntimeDown())
+            down = next(iter(refusals.values()), RuntimeDown())
+            raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), down)
         return answers, refusals
 
     async def load(self, since: LoadPositions) -> Answers:

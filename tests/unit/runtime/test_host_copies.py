@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime import host_copies, host_weights
+from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.host_copies import HostCopy, choose_copies
 from rsrv.runtime.host_memory import MemoryLimit, PrivateMemory, memory_limit
 from rsrv.runtime.host_weights import HostStore
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
-from tests.fakes import FakeError
-from tests.runtime_commands import command
+from rsrv_bundle.weights import WeightsFile
+from tests.fakes import FakeError, Gate
+from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_residency import answered, ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
@@ -301,6 +303,37 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
         else:
             assert refused(ask(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, "failed")
         assert house.ask("b") == 2
+
+
+@pytest.mark.parametrize("house", [f"weight_budget_bytes: {2 * _BYTES}"], indirect=True)
+def test_a_disk_that_stalls_delays_other_loads_until_it_goes_on_and_no_executions(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link takes one load at a time; models on the device, and copies that are being dropped, do not wait."""
+    house.serve("a", "b", "c")
+    set_residency(os.getpid(), "a", "unpinned")
+    house.spread("b", "c")
+    command(os.getpid(), {"command": "evict", "model": "b"})
+    assert house.ask("c") == 3
+    disk, real = Gate(), WeightsFile.read_into
+
+    def read(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
+        disk.enter()
+        real(file, index, out, digest=digest)
+
+    monkeypatch.setattr(WeightsFile, "read_into", read)
+    command(os.getpid(), {"command": "evict", "model": "a"})
+    disk.clear()
+    slow = ask(house.engines["a"])
+    assert disk.waiting.wait(10)
+    behind = ask(house.engines["b"])
+
+    assert house.ask("c") == 3
+    set_residency(os.getpid(), "c", "unpinned")
+    house.spread("b")
+    disk.set()
+
+    assert (answered(slow), answered(behind)) == (1, 2)
 
 
 @two_copies

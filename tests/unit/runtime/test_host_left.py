@@ -241,6 +241,26 @@ def test_a_tensor_that_is_gone_is_read_and_shared_again(shm: Path, bundle: Bundl
     after.close()
 
 
+def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
+    """They count until then; models that have come back keep theirs."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    store.open(bundle_of(tmp_path, {"z": large(9)}, "other"), keep=True)
+    killed(store)
+    after = start(shm)
+    back = after.open(bundle, keep=True)
+    assert after.left == 0  # nothing was looked at yet
+    after.sweep()
+    assert after.left == large(9).nbytes
+
+    after.forget_left()
+
+    assert after.left == 0
+    assert tensors(shm) == 2
+    assert right(back)
+    after.close()
+
+
 def test_two_models_of_one_file_share_its_note(shm: Path, bundle: Bundle) -> None:
     """It goes with the last of them."""
     store = start(shm)

@@ -60,6 +60,16 @@ def test_requests_give_up_while_their_model_starts() -> None:
     assert [one.model for one in record.starts] == ["b"]
 
 
+def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
+    """The first start is not known; at the second one, a request that has less time than that ends at once."""
+    record = run(
+        f"discipline: edf\n{LAZY}"
+        "arrivals: [{t: 0, model: a, deadline_s: 9}, {t: 900, model: a, deadline_s: 2}, {t: 900, model: a, deadline_s: 9}]"
+    )
+
+    assert ends(record) == [(Outcome.ANSWERED, 3.6), (Outcome.SHED, 900), (Outcome.ANSWERED, 903.6)]
+
+
 def test_an_idle_model_falls_back_step_by_step() -> None:
     """Its weights leave the device after 10 s, the host after a minute, and after ten minutes it is cold."""
     record = run(

@@ -4,8 +4,8 @@ A cold model has no entry in the scheduler. Its first request starts it: one thr
 the order of the runtime's `StartQueue`. It reads the weights that host memory lacks, and compiles the model or loads its
 executable. Requests that arrive meanwhile wait, at most until their deadline and for `start_timeout_s`.
 
-Weights without a host copy are read from the disk at each load, until host memory has room for a copy. Beyond
-`host_memory_bytes`, the least recently used models without requests lose theirs.
+Weights without a host copy are read from the disk by each load, which makes a copy if there is room. Beyond
+`host_memory_bytes`, the runtime's `choose_copies` says which models lose theirs for it.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from rsrv.runtime.host_copies import HostCopy, choose_copies
 from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
 from rsrv.scheduler.events import (
     Event,
-    Evict,
     Finish,
     ModelAdded,
     ModelRemoved,
@@ -68,37 +68,40 @@ def _tensors(program: Program) -> Mapping[Any, int]:
 class Catalogue:
     """States of all models of one server. `due` returns the time of the next change, `step` makes it."""
 
-    def __init__(self, record: Record, on_device: Callable[[str], bool]) -> None:
+    def __init__(self, record: Record, loading: Callable[[str], bool]) -> None:
         """Create a catalogue of cold models.
 
         Args:
             record: the record of the device; starts and host memory are noted there.
-            on_device: whether a model's weights are on the device or loading.
+            loading: whether a model's weights are being loaded to the device.
         """
         scenario = record.scenario
         self._programs = scenario.programs
         self._lives = scenario.lives
         self._start_timeout_s = scenario.start_timeout_s
         self._read_rate = scenario.read_bytes_per_s or inf
-        self._room = inf if scenario.host_memory_bytes is None else scenario.host_memory_bytes
+        self._limit = scenario.host_memory_bytes
         self._starts = record.starts
-        self._on_device = on_device
+        self._loading = loading
         #: models that the runtime has: the scheduler knows them.
         self.started: set[str] = set()
         self._queue = StartQueue()
         #: models that start, with the time at which they were asked for.
         self._asked: dict[str, float] = {}
+        #: seconds of each model's shortest start, under edf: requests that it would serve too late end at once.
+        self._start_seconds: dict[str, float] = {}
+        self._edf = scenario.discipline == "edf"
         self._building: StartRecord | None = None
         #: requests for models that start.
         self._waiting: dict[str, dict[int, Request]] = {}
         self._host = TensorMemory(record.host)
-        #: models with a host copy, the least recently used first.
-        self._copies: dict[str, None] = {}
+        #: models with a host copy.
+        self._copies: set[str] = set()
         #: requests of each model that have not ended, and when the last one ended.
         self._unended: Counter[str] = Counter()
         self._used: dict[str, float] = {}
-        #: coming times: (time, sequence, model or request whose time it is).
-        self._times: list[tuple[float, int, str | Request]] = []
+        #: coming times: (time, sequence, model that may fall back, or end of a request that still waits then).
+        self._times: list[tuple[float, int, str | tuple[Request, Outcome]]] = []
         self._sequence = count()
         #: when each model falls back next: entries of `_times` with another time are stale.
         self._looks: dict[str, float] = {}
@@ -109,8 +112,7 @@ class Catalogue:
         """Count a model as started, with a host copy if no other has to leave for it."""
         self.started.add(model)
         self._used[model] = now
-        if not self._lacks_room(self._programs[model]):
-            self._copy(model, now)
+        self._copy(model, now)
         self._watch(model, now)
 
     def arrive(self, requests: tuple[Request, ...], now: float) -> tuple[Request, ...]:
@@ -129,13 +131,6 @@ class Catalogue:
         """Note the end of a request."""
         self._unended[model] -= 1
         self._used[model] = now
-        if model in self._copies:
-            del self._copies[model]
-            self._copies[model] = None
-        self._watch(model, now)
-
-    def evicted(self, model: str, now: float) -> None:
-        """Note that a model's weights left the device: it may become cold from now on."""
         self._watch(model, now)
 
     def read_for_load(self, model: str, now: float) -> int:
@@ -143,6 +138,7 @@ class Catalogue:
         if model in self._copies:
             return 0
         nbytes = self._host.absent_bytes(self._programs[model])
+        self._make_room(model, now)
         self._copy(model, now)
         return nbytes
 
@@ -165,12 +161,12 @@ class Catalogue:
                 return []
             del self._looks[what]
             return self._fall_back(what, now)
-        if self._waiting.get(what.model, {}).pop(what.id, None) is None:
+        request, outcome = what
+        if self._waiting.get(request.model, {}).pop(request.id, None) is None:
             return []
-        if not self._waiting[what.model]:
-            self._drop_start(what.model)
-        late = what.deadline is not None and what.deadline <= now
-        return [Finish(what.id, Outcome.EXPIRED if late else Outcome.FAILED)]
+        if not self._waiting[request.model]:
+            self._drop_start(request.model)
+        return [Finish(request.id, outcome)]
 
     # --- starts ----------------------------------------------------------------------------------------------
 
@@ -178,7 +174,13 @@ class Catalogue:
         model, deadline = request.model, inf if request.deadline is None else request.deadline
         self._want(model, Demand(Urgency.REQUESTED, deadline, self._programs[model].weight), now)
         self._waiting.setdefault(model, {})[request.id] = request
-        self._push(max(now, min(now + self._start_timeout_s, deadline)), request)
+        timeout = now + self._start_timeout_s
+        if now < deadline < now + self._start_seconds.get(model, 0.0):
+            self._push(now, (request, Outcome.SHED))
+        elif deadline <= timeout:
+            self._push(max(now, deadline), (request, Outcome.EXPIRED))
+        else:
+            self._push(timeout, (request, Outcome.FAILED))
 
     def _want(self, model: str, demand: Demand, now: float) -> None:
         if model in self._asked:
@@ -197,7 +199,7 @@ class Catalogue:
             return
         model = step.name
         nbytes = self._host.absent_bytes(self._programs[model])
-        nbytes = nbytes if self._copy(model, now) else 0
+        self._copy(model, now)
         seconds = self._lives[model].start_s + self.read_seconds(nbytes)
         self._building = StartRecord(model, self._asked[model], now, instant(now + seconds), nbytes)
 
@@ -205,6 +207,9 @@ class Catalogue:
         self._building = None
         del self._asked[start.model]
         self._queue.charge(start.model, now - start.began)
+        if self._edf:
+            seconds = now - start.began
+            self._start_seconds[start.model] = min(seconds, self._start_seconds.get(start.model, inf))
         self._starts.append(start)
         self.started.add(start.model)
         self._used[start.model] = now
@@ -218,7 +223,7 @@ class Catalogue:
 
     def _watch(self, model: str, now: float) -> None:
         """Look at an idle model when its next limit is over; `now` if that was before."""
-        limit = min(self._lives[model].idle)
+        limit = min(self._lives[model].idle.host, self._lives[model].idle.executable)
         if limit < inf and not self._unended[model]:
             self._look(model, max(now, instant(self._used[model] + limit)))
 
@@ -232,44 +237,53 @@ class Catalogue:
         if self._unended[model] or model not in self.started:
             return []  # the end of its last request, or its next start, sets the next look
         idle, used = self._lives[model].idle, self._used[model]
-        device, host, executable = (instant(used + limit) <= now for limit in idle)
-        coming = min((at for limit in idle if (at := instant(used + limit)) > now), default=inf)
-        if coming < inf:
-            self._look(model, coming)
-        if host:
+        host, cold = instant(used + idle.host), instant(used + idle.executable)
+        if coming := [at for at in (host, cold) if now < at < inf]:
+            self._look(model, min(coming))
+        if host <= now:
             self._drop_copy(model, now)
-        if device and self._on_device(model):
-            # Its eviction sets a look at once, which makes the model cold if that is due, too.
-            return [Evict((model,))]
-        if executable and not self._on_device(model):
-            self._drop_copy(model, now)
-            self.started.remove(model)
-            return [ModelRemoved(model)]
-        return []
+        if cold > now or self._programs[model].pinned:
+            return []
+        if self._loading(model):
+            self._look(model, instant(now + idle.executable))
+            return []
+        self._drop_copy(model, now)
+        self.started.remove(model)
+        return [ModelRemoved(model)]
 
     # --- host memory ------------------------------------------------------------------------------------------
 
-    def _copy(self, model: str, now: float) -> bool:
-        """Make a host copy of a model's weights; return whether there is room, after others left."""
+    def _copy(self, model: str, now: float) -> None:
+        """Make a host copy of a model's weights if there is room."""
         program = self._programs[model]
-        for other in list(self._copies) if self._lacks_room(program) else ():
-            if not self._unended[other] and not self._programs[other].pinned:
-                self._drop_copy(other, now)
-                if not self._lacks_room(program):
-                    break
-        if self._lacks_room(program):
-            return False
-        self._host.hold(program, now)
-        self._copies[model] = None
-        return True
+        if model not in self._copies and self._excess(program) <= 0:
+            self._host.hold(program, now)
+            self._copies.add(model)
 
-    def _lacks_room(self, program: Program) -> bool:
-        return self._host.nbytes + self._host.absent_bytes(program) > self._room
+    def _make_room(self, model: str, now: float) -> None:
+        """Drop copies of models that were used before this one, if that makes room for a copy of its weights."""
+        program = self._programs[model]
+        if (excess := self._excess(program)) > 0:
+            copies = [
+                HostCopy(other, _tensors(self._programs[other]), self._idle_since(other))
+                for other in self._copies
+            ]
+            victims, lacking = choose_copies(copies, excess, self._idle_since(model))
+            for victim in () if lacking else victims:
+                self._drop_copy(victim, now)
+
+    def _excess(self, program: Program) -> int:
+        return (
+            0 if self._limit is None else self._host.nbytes + self._host.absent_bytes(program) - self._limit
+        )
+
+    def _idle_since(self, model: str) -> float:
+        return inf if self._unended[model] else self._used.get(model, inf)
 
     def _drop_copy(self, model: str, now: float) -> None:
         if model in self._copies:
-            del self._copies[model]
+            self._copies.remove(model)
             self._host.release(self._programs[model], now)
 
-    def _push(self, t: float, what: str | Request) -> None:
+    def _push(self, t: float, what: str | tuple[Request, Outcome]) -> None:
         heappush(self._times, (instant(t), next(self._sequence), what))

@@ -72,8 +72,7 @@ class SimulatedDevice:
         self.resident: set[str] = set()
         self.loading: LoadWeights | None = None
         self.catalogue = Catalogue(
-            self.record,
-            lambda model: model in self.resident or bool(self.loading and self.loading.model == model),
+            self.record, lambda model: self.loading is not None and self.loading.model == model
         )
         #: coming events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
@@ -211,7 +210,6 @@ class SimulatedDevice:
         self.record.evictions.append((evict.model, now))
         self.resident.remove(evict.model)
         self._tensors.release(self.scenario.programs[evict.model], now)
-        self.catalogue.evicted(evict.model, now)
 
     def _abandon(self, abandon: AbandonLoad, now: float) -> None:
         """End the load now; the scheduler ignores the event of its end in the heap."""

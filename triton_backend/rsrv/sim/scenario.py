@@ -312,6 +312,7 @@ def _program(
         load_seconds=0.0 if rate is None else model.weight_bytes / rate,
         weight=model.weight,
         max_delay=model.max_delay_us / 1e6,
+        idle_seconds=_life(model, file).idle.device,
     )
 
 

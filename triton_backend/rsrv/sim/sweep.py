@@ -48,7 +48,11 @@ def _limited(scenario: Scenario, tier: str, seconds: float) -> Scenario:
         name: life._replace(idle=life.idle._replace(**{tier: seconds}))
         for name, life in scenario.lives.items()
     }
-    return replace(scenario, lives=lives)
+    programs = {
+        name: replace(program, idle_seconds=lives[name].idle.device)
+        for name, program in scenario.programs.items()
+    }
+    return replace(scenario, lives=lives, programs=programs)
 
 
 def sweep_rows(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:

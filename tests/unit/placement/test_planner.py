@@ -59,6 +59,21 @@ def test_what_a_request_charges(mode: str, basis: str, charge: float, per_item: 
     assert (routes.batch_input is not None) == looks
 
 
+@pytest.mark.parametrize("mode", ["round_robin", "lpt_packing"])
+def test_requests_go_where_the_model_has_started(mode: str) -> None:
+    """A cold model has no figures; where another server has it warm, that one is preferred, and the others are for a failover."""
+    fleet = Fleet(["v", "w", "x"], {"a": Model()})
+    views = fleet.views()
+    for cold in "vx":
+        views[cold] = replace(views[cold], models={})
+
+    table = Planner(options(mode=mode)).look(views, 0.0).table
+    assert (table["a"].placed, table["a"].ready) == (("w",), ("v", "w", "x"))
+
+    views["w"] = replace(views["w"], models={})
+    assert Planner(options(mode=mode)).look(views, 0.0).table["a"].placed == ()
+
+
 def test_costs_that_hardly_change_leave_the_table_alone() -> None:
     """The table stays the same object until a charge is off by a tenth; unknown costs count as usual ones."""
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})

@@ -13,6 +13,8 @@ class FleetModel:
 
     #: workers where it is ready, by name
     ready: tuple[str, ...]
+    #: workers of `ready` where it is cold, by name, if another runtime has it: requests would wait for its start
+    cold: tuple[str, ...] = ()
     #: workers with its weights on the device, by name
     resident: tuple[str, ...] = ()
     #: device bytes at each worker where it is placed; 0: unknown, or pinned on every worker
@@ -188,10 +190,23 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
         if serving not in same:
             same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))
         model = FleetModel(
-            ready=same[serving], calls=calls.get(name, frozenset()), known=name in shown or name in calls
+            ready=same[serving],
+            cold=_cold(name, same[serving], views) if len(shown.get(name, ())) < len(same[serving]) else (),
+            calls=calls.get(name, frozenset()),
+            known=name in shown or name in calls,
         )
         models[name] = _with_figures(model, shown.get(name, ()), resident.get(name, ()))
     return models
+
+
+def _cold(name: str, ready: tuple[str, ...], views: Mapping[str, WorkerView]) -> tuple[str, ...]:
+    """Return the workers where a model is cold; none if it is cold everywhere, or no worker says where it is."""
+    cold = [
+        worker
+        for worker in ready
+        if (view := views[worker]).instance is not None and name not in view.models and name not in view.calls
+    ]
+    return tuple(cold) if len(cold) < len(ready) else ()
 
 
 def _units(

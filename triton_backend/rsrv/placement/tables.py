@@ -23,6 +23,8 @@ def make_table(
     for name, model in fleet.models.items():
         before = old.get(name)
         here = tuple([worker for worker in placed.get(name, ()) if worker in model.ready])
+        if model.cold and all(worker in model.cold for worker in here):
+            here = tuple([worker for worker in model.ready if worker not in model.cold])
         shared = len(here) > 1
         charge = charges.get(name, 1.0)
         if before is not None and abs(charge - before.charge) <= CHARGE_STEP * before.charge:

@@ -473,6 +473,31 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     control.rsrv("policy", "steady", "--weight", "1")
 
 
+def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Control) -> None:
+    """A limit is the server's within seconds; beside a broken file, a runtime that was killed comes back."""
+    file = control.server.server.model_repository / "rsrv.yaml"
+    text = file.read_text()
+
+    def notes() -> list[str]:
+        return list(control.status().server.settings_notes)
+
+    try:
+        file.write_text(text.replace("max_queue_depth: 1024", "max_queue_depth: 512"))
+        wait_until(lambda: control.model("steady").policy.max_queue_depth == 512, what="the changed limit")
+        assert notes() == []
+
+        file.write_text("scheduler: {depth: many}")
+        wait_until(lambda: len(notes()) == 1, what="the note about the broken file")
+        assert "scheduler.depth: must be a valid integer" in notes()[0]
+        runtime = control.status().devices[0].runtime
+        os.kill(runtime.pid, signal.SIGKILL)
+        wait_until(lambda: control.health() == NOT_SERVING, what="the end of the runtime")
+        wait_until(lambda: control.health() == SERVING, timeout=60, what="the next runtime")
+    finally:
+        file.write_text(text)
+    wait_until(lambda: notes() == [], what="the file as it was")
+
+
 def test_a_restart_under_load_fails_no_request(control: Control) -> None:
     """Of 16 clients' requests none fails and all answers are right; the next runtime has what rsrv.yaml says by now."""
     server, stop = control.server, threading.Event()

@@ -1,13 +1,23 @@
 """Changes of rsrv.yaml while a server runs: when each setting takes effect, and the settings of a running runtime."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from rsrv.explain import explain
-from rsrv.settings import ModelSection, RuntimeSection, SchedulerSection, Settings, SettingsError
+from rsrv.settings import (
+    ModelSection,
+    RuntimeSection,
+    SchedulerSection,
+    Settings,
+    SettingsError,
+    load_settings,
+    read_settings,
+)
+from rsrv.wire.paths import write_whole
 
 #: when a change takes effect. at once; restart: after `rsrv restart`; server: with the next tritonserver (after rsrv-gen,
 #: if the meaning says so); gateway: with the next rsrv-gateway
@@ -81,6 +91,24 @@ class FileLooks:
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def read_or_keep(file: Path, kept: Path) -> tuple[Settings, str]:
+    """Return the settings of a file, whose text is kept for the time when it is broken.
+
+    If it is broken now, the settings are those of the kept text, and the reason comes with them. Raises SettingsError: the
+    file is broken, and there is no kept text.
+    """
+    try:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        settings = load_settings(text, str(file))
+    except (OSError, UnicodeDecodeError, SettingsError) as error:
+        if not kept.exists():
+            raise SettingsError(str(error)) from None
+        return read_settings(kept), str(error)
+    with suppress(OSError):  # a full disk: the next start may do without
+        write_whole(kept, text)
+    return settings, ""
 
 
 # --- in the control process ------------------------------------------------------------------------------

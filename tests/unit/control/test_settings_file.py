@@ -11,8 +11,8 @@ import pytest
 
 from rsrv.control.settings_file import Rereading, SettingsFile
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.settings import load_settings
-from rsrv.settings_changes import CHANGEABLE, differences, effect
+from rsrv.settings import SettingsError, load_settings
+from rsrv.settings_changes import CHANGEABLE, differences, effect, read_or_keep
 from tests.unit.control.peers import Served, served
 from tests.waiting import looped
 
@@ -129,6 +129,22 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
         assert await here.notes() == ["metrics.listen: wait for the next tritonserver"]
         await here.look("runtime: {memory_fraction: 0.5}")
         assert await here.notes() == []
+
+
+def test_a_broken_file_leaves_the_settings_of_the_last_start(tmp_path: Path) -> None:
+    """A process that starts beside a broken file has the settings of the one before; without one, it fails."""
+    file, kept = tmp_path / "rsrv.yaml", tmp_path / "settings.yaml"
+    file.write_text("models: {a: {weight: heavy}}")
+    with pytest.raises(SettingsError, match=r"models\.a\.weight: "):
+        read_or_keep(file, kept)
+    file.write_text("models: {a: {weight: 3}}")
+    assert read_or_keep(file, kept)[1] == ""
+    file.write_text("models: [")
+
+    settings, broken = read_or_keep(file, kept)
+
+    assert settings.for_model("a").weight == 3
+    assert f"{file}: not YAML" in broken
 
 
 @pytest.mark.parametrize(

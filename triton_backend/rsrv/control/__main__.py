@@ -93,10 +93,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.settings_file import Rereading, SettingsFile
     from rsrv.control.stub_health import stub_processes
     from rsrv.control.triton import Triton
-    from rsrv.settings import read_settings
+    from rsrv.settings_changes import read_or_keep
     from rsrv.tokens import read_token
 
-    settings = read_settings(options.settings if options.settings.exists() else None)
+    settings, broken = read_or_keep(options.settings, options.directory / paths.SETTINGS)
     logs.setup(settings.logs.format)
     repository = options.settings.parent
     gone = asyncio.Event()
@@ -122,6 +122,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
+    file.refused = broken
     prewarming = Prewarming(file, runtimes)
     served = ControlledServer(options.server_pid, file, prewarming)
     service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))

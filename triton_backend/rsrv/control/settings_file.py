@@ -108,7 +108,7 @@ class Rereading:
             file.refused = str(error)
             self._say(
                 logging.ERROR,
-                f"rsrv.yaml has changed and is not used: {error}. A runtime that starts now needs it mended",
+                f"rsrv.yaml has changed and is not used: {error}",
             )
             return
         await self._placing.change(settings)

@@ -280,9 +280,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read_settings(options: argparse.Namespace) -> "Settings":
-    from rsrv.settings import read_settings
+    from rsrv.settings_changes import read_or_keep
 
-    return read_settings(options.settings if options.settings.exists() else None)
+    settings, broken = read_or_keep(options.settings, options.directory / paths.SETTINGS)
+    if broken:
+        text = "the settings of the runtime before hold, because the file is broken: %s"
+        logging.getLogger("rsrv.runtime").error(text, broken)
+    return settings
 
 
 def _command(

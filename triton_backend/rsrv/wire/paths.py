@@ -20,6 +20,7 @@ ASLEEP = "asleep"
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
 OVERRIDES = "overrides.json"
+SETTINGS = "settings.yaml"
 #: activity of the runtime, and the crashes of earlier ones
 BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
@@ -144,7 +145,7 @@ def sweep(base: Path) -> None:
 def remove(directory: Path) -> None:
     ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
-    replaced = (NO_DEVICE, ASLEEP, HANDOVER, OVERRIDES, DEATHS, DEVICES, PLACEMENT)
+    replaced = (NO_DEVICE, ASLEEP, HANDOVER, OVERRIDES, SETTINGS, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
     try:

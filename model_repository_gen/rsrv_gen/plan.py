@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -73,8 +74,18 @@ class SourceBundle:
 
     def read(self) -> Bundle:
         """Read the bundle. Raises BundleError."""
-        # No digest: it would read every weight.
-        return read_bundle(self.path, digest=False)
+        return _read(self.path) if self.signature is None else _read_once(self.path, self.signature)
+
+
+def _read(path: Path) -> Bundle:
+    # No digest: it would read every weight.
+    return read_bundle(path, digest=False)
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: Path, _: Signature) -> Bundle:
+    """Read a bundle for its plan and for its verification, which follows."""
+    return _read(path)
 
 
 @dataclass(frozen=True, slots=True)

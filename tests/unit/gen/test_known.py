@@ -56,6 +56,7 @@ class Runs:
     def run(self, *options: str, status: int = 0) -> tuple[dict[str, str], set[str]]:
         """Generate; return each model's verb but the unchanged, and the bundles that were read."""
         self._read.clear()
+        plan._read_once.cache_clear()
         assert main([*options, str(self.bundles), "-o", str(self.gen)]) == status
         said = self._capsys.readouterr()
         self.complaints = said.err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsrv.text import amount, duration, nearest, percent, rate
+from rsrv.text import amount, by_number, duration, nearest, percent, rate
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,9 @@ def test_rates_and_shares_have_three_digits() -> None:
 def test_an_unknown_word_gets_the_nearest_one(word: str, hint: str) -> None:
     """Otherwise all known words; a long word costs no time."""
     assert nearest(word, ["status", "top"]) == hint
+
+
+def test_names_sort_as_people_count() -> None:
+    """Numbers within names are compared as numbers; names without one, and those that begin with one, sort among them."""
+    names = ["m10", "m", "10", "m2", "9", "m2b10", "m2b9", "a"]
+    assert sorted(names, key=by_number) == ["9", "10", "a", "m", "m2", "m2b9", "m2b10", "m10"]

@@ -4,6 +4,7 @@ Every command and page uses these units: bytes in steps of 1000 (kB, MB, GB), ti
 second, all with three digits. A figure that is not known is a dash.
 """
 
+import re
 from collections.abc import Iterable
 
 
@@ -31,6 +32,12 @@ def duration(seconds: float | None) -> str:
         if seconds * scale >= 0.9995:
             return f"{seconds * scale:.3g} {unit}"
     return "0 s"
+
+
+def by_number(name: str) -> list[str | int]:
+    """Return a key by which names sort as people count: `m2` before `m10`."""
+    # Texts and numbers alternate, so equal places hold equal types.
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def rate(per_second: float | None) -> str:

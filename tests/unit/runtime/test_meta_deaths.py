@@ -16,7 +16,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
-from rsrv.stub.resubmission import SUSPECT
+from rsrv.stub.resubmission import EQUAL, SUSPECT
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.blackbox import read_slots
@@ -306,7 +306,7 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
     assert_served(engine)
     executed, again = len(deaths.runtime.device.executed), request(value=0.3)
     assert engine.execute([again]) is None
-    assert_fails(answer_of(again), FakeError.INTERNAL, SUSPECT)
+    assert_fails(answer_of(again), FakeError.INTERNAL, EQUAL)
     assert len(deaths.runtime.device.executed) == executed
 
 

@@ -33,6 +33,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import SettingsError
 from rsrv.settings_changes import CHANGEABLE
+from rsrv.text import by_number
 
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
@@ -111,7 +112,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 
         def wanted(names: Iterable[str]) -> list[str]:
-            return sorted(name for name in names if request.model in ("", name))
+            return sorted((name for name in names if request.model in ("", name)), key=by_number)
 
         def told(kind: str, name: str) -> dict[int, Any]:
             return {number: said[kind][name] for number, said in statuses.items() if name in said[kind]}

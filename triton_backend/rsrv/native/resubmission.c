@@ -15,8 +15,8 @@
 #define CANCELLED_EACH_NS (50 * 1000000ll)
 
 static const char SUSPECT[] =
-    "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
-    "inputs; the server's log has the stacks of the crash, or says that the execution hung";
+    "two runtimes ended while they executed this request, so it is not tried again. Send other inputs; the server's log has "
+    "the stacks of the crash, or says that the execution hung";
 
 static const char TOO_LONG[] =
     "the model is starting; this request has waited %.1f s for it, and requests wait %g s at most. Send it again later, with "

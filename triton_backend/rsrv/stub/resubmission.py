@@ -32,10 +32,11 @@ _SUSPECT_TICK_S, TICK_S = 0.005, 0.02
 #: digests of inputs that are kept at most, and for how many seconds: as long as a crash counts against a model
 _MAX_DIGESTS, _DIGEST_COUNTS_S = 64, 3600.0
 
+_CRASH = "inputs; the server's log has the stacks of the crash, or says that the execution hung"
 SUSPECT = (
-    "two runtimes ended while they executed this request, or one with equal inputs, so it is not tried again. Send other "
-    "inputs; the server's log has the stacks of the crash, or says that the execution hung"
+    f"two runtimes ended while they executed this request, so it is not tried again. Send other {_CRASH}"
 )
+EQUAL = f"two runtimes ended while they executed a request with equal inputs, so this one is not tried. Send other {_CRASH}"
 TOO_SOON = (
     "the model is starting, which takes {:.1f} s more, and this request's deadline is before that. The start goes on: send it "
     "again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
@@ -167,7 +168,7 @@ class Resubmission:
         if not self._hostile or (now := self._clock()) >= self._hostile_until:
             return
         if now < self._hostile.get(_digest(arrays), 0.0):
-            raise RequestFailure(Status.INTERNAL, SUSPECT)
+            raise RequestFailure(Status.INTERNAL, EQUAL)
 
     def look(self) -> None:
         """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""

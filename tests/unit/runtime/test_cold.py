@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import read_status
 from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
-from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.metas import FakeCallees
 from tests.unit.runtime.watchers import Watcher
 from tests.waiting import wait_until
 
@@ -440,3 +442,21 @@ def test_an_eager_meta_model_starts_lazy_callees(
     callee = start_stub(runtime, doublings["a"])
     assert isinstance(callee.model, Replicas)
     assert is_answered(callee.ask())
+
+
+def test_a_call_through_triton_starts_a_cold_callee(
+    start_runtime: StartRuntime, start_stub: StartStub, start_meta: StartMeta, doublings: dict[str, Path]
+) -> None:
+    """The callee's stub is cold while the run has its model in the runtime: it joins that, and the run has its answer."""
+    settings = load_settings(LAZY + "\nmeta: {transport: bls}\nmodels: {meta: {start: eager}}")
+    runtime = start_runtime(settings)
+    callee = start_stub(runtime, doublings["a"])
+    assert isinstance(callee.model, ColdModel)
+    triton = FakeCallees(engines={"a": cast(Engine, callee.model)})
+
+    engine = start_meta(runtime, lambda inputs, call: call("a", inputs), "a", triton=triton)
+
+    request = FakeRequest({"x": np.full((1, 3), 3, np.float32)})
+    (answer,) = engine.execute([request]) or (request.answers.get(timeout=20),)
+    assert is_answered(answer, 3.0)
+    assert callee.model._replicas is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from threading import Event
@@ -14,9 +15,9 @@ from typing import Any, cast
 import pytest
 
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
-from rsrv.placement.device_choice import PINNED
+from rsrv.placement.device_choice import PINNED, by_preference
 from rsrv.stub import replicas as under_test
-from rsrv.stub.connection import LaunchError, Rejected
+from rsrv.stub.connection import Cold, LaunchError, Rejected
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
@@ -460,3 +461,63 @@ def test_all_replicas_end_with_their_model() -> None:
     replicas, fakes = made(3)
     replicas.close()
     assert all(one.closed for one in fakes)
+
+
+# --- cold models
+
+
+def made_cold(
+    devices: int, reader: PlacementReader | None = None
+) -> tuple[StubProcess, dict[int, FakeReplica], Callable[..., Replicas]]:
+    """Return a stub's process, the replicas that it starts by device, and what makes all replicas of a cold model."""
+    process, fakes = StubProcess(Responses(FakePbUtils)), dict[int, FakeReplica]()
+
+    def make(device: int) -> ModelReplica:
+        if device not in process.wanted:
+            raise Cold(60.0)
+        fakes[device] = FakeReplica(device, devices)
+        return fakes[device]
+
+    return process, fakes, partial(Replicas, make, "m", process, reader, lambda: devices)
+
+
+def test_a_cold_model_starts_on_its_home_alone() -> None:
+    """Nothing starts with the server; the start is on one device, and the others stay cold."""
+    _, fakes, begin = made_cold(3)
+    with pytest.raises(Cold):
+        begin()
+    assert fakes == {}
+
+    replicas = begin(start=True)
+
+    assert [*fakes] == [by_preference("m", 3)[0]]
+    assert home_of(replicas) == by_preference("m", 3)[0]
+    assert replicas._cold == {*range(3)} - fakes.keys()
+
+
+def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it(
+    table: PlacementWriter, reader: PlacementReader
+) -> None:
+    """It starts on the first of its devices that it prefers; a table that names another device starts it there, too."""
+    home, second, third = by_preference("m", 3)
+    table.write({"m": 1 << third})
+    _, fakes, begin = made_cold(3, reader)
+    replicas = begin(start=True)
+    assert [*fakes] == [third]
+
+    table.write({"m": 1 << third | 1 << second})
+    wait_until(lambda: replicas.execute([object()]) and second in fakes)
+
+    wait_until(lambda: second in replicas._replicas)
+    assert replicas._cold == {home}
+
+
+def test_a_model_that_fell_back_starts_again_where_its_requests_go() -> None:
+    """One that waits starts the home's session, and no other."""
+    process, fakes, begin = made_cold(2)
+    begin(start=True)
+    (home,) = fakes.values()
+
+    process.resubmission.wake()
+
+    assert home.started == 1

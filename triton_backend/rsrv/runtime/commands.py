@@ -534,15 +534,18 @@ class Commands:
             settings = change_settings(before, changes)
         except SettingsError as error:
             raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
-        for name in changes.get("models", {}):
-            residency = settings.for_model(name).residency
-            if residency != self._policy.residency(name):
-                self._weights.set_residency([name], residency)
+        # A catalogue has thousands of sections, and few of them differ from what holds.
+        moved = {name: settings.for_model(name).residency for name in changes.get("models", {})}
+        moved = {name: wanted for name, wanted in moved.items() if wanted != self._policy.residency(name)}
+        for name, residency in moved.items():
+            self._weights.set_residency([name], residency)
         self._policy.settings = settings
-        self._weights.update_budget()
+        if "scheduler" in changes:
+            self._weights.update_budget()
         general = settings.scheduler.max_queue_depth != before.scheduler.max_queue_depth
         self._policy_changed(None if general else changes.get("models", {}))
-        self._registry.tell_all()
+        if moved:
+            self._registry.tell_all()
 
     def _start(self, models: Mapping[str, Any], *, look: bool) -> Answer:
         """Start models without stubs, unless the command only looks; return which of them could not be started, and why.

@@ -64,7 +64,7 @@ def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doublin
     engine = make_engine(runtime, doubling)
     changes = {
         "scheduler": {"eviction": "cost"},
-        "runtime": {"idle": {"host": 3600}},
+        "runtime": {"idle": {"device": 600, "host": 3600, "server": 7200}, "host_memory_bytes": 5000},
         "models": {"doubling": {"weight": 3, "residency": "device"}, "later": {"start": "lazy"}},
     }
 
@@ -74,6 +74,12 @@ def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doublin
     assert configure(os.getpid(), {})["eviction"] == "cost"
     assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (3, "device")
     assert (policy.settings.for_model("later").start, policy.settings.runtime.idle.host) == ("lazy", 3600)
+    (key,) = runtime.loop._catalog.compiled(None)
+    assert runtime.loop._scheduler._models[key].program.idle_seconds == 600
+    mover = runtime.loop._weights.mover
+    assert mover is not None
+    assert mover.host.limit is not None
+    assert (runtime.loop._sleeps_after, mover.host.limit.copies) == (7200, 5000)
     command(os.getpid(), {"command": "settings", "models": {"doubling": {}}})
     assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (1, "system")
     assert policy.settings.for_model("later").start == "lazy"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rsrv.runtime.device import Device
+from rsrv.runtime.host_memory import memory_limit
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
@@ -542,7 +543,13 @@ class Commands:
         self._policy.settings = settings
         if "scheduler" in changes:
             self._weights.update_budget()
-        general = settings.scheduler.max_queue_depth != before.scheduler.max_queue_depth
+        bytes_before, now = before.runtime.host_memory_bytes, settings.runtime.host_memory_bytes
+        if now != bytes_before and self._weights.mover is not None:
+            self._weights.mover.host.limit = memory_limit(now)
+        general = (settings.scheduler.max_queue_depth, settings.runtime.idle) != (
+            before.scheduler.max_queue_depth,
+            before.runtime.idle,
+        )
         self._policy_changed(None if general else changes.get("models", {}))
         if moved:
             self._registry.tell_all()

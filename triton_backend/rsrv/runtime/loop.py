@@ -84,7 +84,7 @@ class Loop:
         self._clock = time.monotonic
         self._started = self._clock()
         #: when the last request ended, and seconds after which the device sleeps
-        self._used, self._idle_s = self._started, settings.runtime.idle.server
+        self._used = self._started
         self._handover = Handover()
         #: when the note for the next runtime is written; inf: nothing has changed
         self._handover_at = inf
@@ -156,6 +156,11 @@ class Loop:
         self._commands.successor = successor
 
     @property
+    def _sleeps_after(self) -> float:
+        """Seconds without requests after which the device sleeps."""
+        return self._catalog.policy.settings.runtime.idle.server
+
+    @property
     def sleeps(self) -> bool:
         """True if the runtime has ended so that the device sleeps."""
         return self._commands.sleeps
@@ -192,7 +197,7 @@ class Loop:
         else:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
-            due = min(self._used + self._idle_s, self._handover_at, self._weights.copies.review_at)
+            due = min(self._used + self._sleeps_after, self._handover_at, self._weights.copies.review_at)
             due = min(due, self._look_at, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
@@ -232,7 +237,7 @@ class Loop:
             self._handover.write(self._hand_over(whole=False))
         if now >= self._look_at:
             self._look_at = self._registry.dismiss_idle(now)
-        if now - self._used >= self._idle_s:
+        if now - self._used >= self._sleeps_after:
             self._used = now
             if not (requests.pending or self.building):
                 self._commands.fall_asleep()

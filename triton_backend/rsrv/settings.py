@@ -281,7 +281,7 @@ class LifecycleSection(Section):
         le=3600,
         allow_inf_nan=False,
         description="Pause between two looks at bundles that have changed. A change counts when two looks agree. While the "
-        "file system reports no change, the pause is five times as long.",
+        "file system reports no change, the pause is five times as long, and longer with many bundles (30 s with 1,000).",
     )
 
     @property

@@ -131,9 +131,10 @@ def compile_model(
 ) -> CompiledModel:
     """Compile every module, and read the weights to identify them by content; none is on the device yet.
 
-    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. A module is compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs
-    of executions are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError,
-    DeviceError, and the compiler's errors.
+    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. A module is
+    compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs of executions
+    are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError, DeviceError, and the
+    compiler's errors.
     """
     started = time.perf_counter()
     slot = slot or ActivitySlot()

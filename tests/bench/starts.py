@@ -1,0 +1,141 @@
+"""Cold starts on a real server: the first answer, and what they cost the requests for a warm model.
+
+    python -m tests.bench.starts                       # 20 models of 25 MB with the Python front
+    python -m tests.bench.starts --front native --rounds 5
+
+In each round all models but one are cold. One of them is asked alone, then all others at once, while requests for the
+warm one are timed. The executables are in the compilation cache, and this server has started each model before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc
+
+import native_front
+from rsrv.wire.socket import read_status
+from tests.bench.deaths import ensure_bundles
+from tests.bench.phases import say
+from tests.bench.places import WORK
+from tests.bench.report import table
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
+
+#: seconds between two requests for the warm model
+_PERIOD_S = 0.004
+#: seconds for all models to answer, or to be cold again
+_PATIENCE_S = 120.0
+
+
+class Client:
+    """Asks models that have one input of this width."""
+
+    def __init__(self, server: RunningTriton, width: int) -> None:
+        self._server = server
+        x = np.ones((1, width), np.float32)
+        self._sent = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+        self._sent.set_data_from_numpy(x)
+
+    def ask(self, model: str) -> float:
+        """Return the seconds to an answer."""
+        started = time.perf_counter()
+        self._server.grpc.infer(model, [self._sent])
+        return time.perf_counter() - started
+
+    def ask_all(self, models: list[str]) -> float:
+        """Ask all models at once; return the seconds to the last answer."""
+        started, errors, answered = time.perf_counter(), list[object](), threading.Semaphore(0)
+
+        def note(result: object, error: object) -> None:
+            if error is not None:
+                errors.append(error)
+            answered.release()
+
+        for model in models:
+            self._server.grpc.async_infer(model, [self._sent], note)
+        for _ in models:
+            assert answered.acquire(timeout=_PATIENCE_S), "a model does not answer"
+        assert not errors, errors
+        return time.perf_counter() - started
+
+    def time_until(self, model: str, over: Callable[[], bool]) -> list[float]:
+        """Ask a model at regular times until it is over; return the seconds to each answer from when it was due."""
+        seconds, due = [], time.perf_counter()
+        while not over():
+            due = max(due + _PERIOD_S, time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+            self.ask(model)
+            seconds.append(time.perf_counter() - due)
+        return seconds
+
+
+def wait_until_cold(server: RunningTriton) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while len(read_status(server.pid)["models"]) > 1:
+        assert time.monotonic() < until, "the models do not fall back"
+        time.sleep(0.5)
+
+
+def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[float, float, float, float]:
+    """Return the first model's seconds, those of all others at once, and the warm model's p99 without and beside starts."""
+    warm, alone, *others = names
+    cold, client = Client(server, width), Client(server, width)
+    wait_until_cold(server)
+    first = cold.ask(alone)
+    until = time.perf_counter() + 5.0
+    without = client.time_until(warm, lambda: time.perf_counter() > until)
+    ended: list[float] = []
+    thread = threading.Thread(target=lambda: ended.append(cold.ask_all(others)))
+    thread.start()
+    beside = client.time_until(warm, lambda: not thread.is_alive())
+    thread.join()
+    p99, p99_beside = (float(np.percentile(seconds, 99)) for seconds in (without, beside))
+    say(
+        f"first answer {first:.3f} s; {len(others)} at once {ended[0]:.2f} s; warm model: p50 "
+        f"{statistics.median(without) * 1e3:.1f} and {statistics.median(beside) * 1e3:.1f} ms, "
+        f"p99 {p99 * 1e3:.1f} and {p99_beside * 1e3:.1f} ms"
+    )
+    return first, ended[0], p99, p99_beside
+
+
+def main() -> None:
+    """Measure some rounds."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.starts", description=__doc__)
+    parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--front", choices=("native", "python"), default="python")
+    parser.add_argument("--width", type=int, default=2504, help="weights take 4 * width ** 2 bytes")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.front == "native":
+        native_front.ensure()
+    paths = ensure_bundles(options.models + 2, options.width)
+    names = [path.name for path in paths]
+    settings = (
+        f"stub: {{front: {options.front}}}\n"
+        "runtime: {start: lazy, idle: {executable: 8s}}\n"
+        f"models: {{{names[0]}: {{start: eager, idle: {{executable: never}}}}}}\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="rsrv-starts-") as home:
+        repository = make_repository(Path(home), *paths, settings=settings)
+        with running_triton(repository, WORK / "starts.log", timeout=300) as server:
+            say(
+                f"{len(os.sched_getaffinity(0))} processors; the first starts take {Client(server, options.width).ask_all(names):.1f} s"
+            )
+            rounds = [one_round(server, names, options.width) for _ in range(options.rounds)]
+    middle = [statistics.median(one[at] for one in rounds) for at in range(4)]
+    heads = ["first answer s", "all s", "p99 without ms", "p99 beside ms"]
+    print(
+        table(heads, [[f"{middle[0]:.3f}", f"{middle[1]:.2f}", *(f"{one * 1e3:.1f}" for one in middle[2:])]])
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -104,6 +104,8 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     """Start a runtime at the same socket, where `rsrv.wire.socket` finds it; every one is stopped at the end."""
     started: list[Runtime] = []
     monkeypatch.setattr("rsrv.wire.socket.runtime_directory", lambda server_pid, gpu: tmp_path)
+    # What a runtime leaves there ends with the test.
+    monkeypatch.setattr("rsrv.runtime.host_memory._SHM", tmp_path)
 
     def start(
         settings: Settings | None = None,

@@ -474,7 +474,7 @@ def test_shared_memory_by_default_is_private_if_its_directory_is_not_safe(
 ) -> None:
     """A setting that asks for it fails instead."""
 
-    def refuse(*, owner: str, modest: bool) -> SharedMemory:
+    def refuse(parent: Path, *, owner: str, modest: bool) -> SharedMemory:
         raise HostMemoryError("remove it")
 
     monkeypatch.setattr(host_memory, "SharedMemory", refuse)

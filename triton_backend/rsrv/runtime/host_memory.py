@@ -176,7 +176,7 @@ class SharedMemory:
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """
 
-    def __init__(self, parent: Path = _SHM, *, owner: str = "", modest: bool = False) -> None:
+    def __init__(self, parent: Path, *, owner: str = "", modest: bool = False) -> None:
         """Create or open the directory. Raises HostMemoryError if other users own it or may enter it.
 
         `owner`: name of the directory of the server's device (`paths.runtime_directory`); without one, nothing is noted.
@@ -454,7 +454,7 @@ def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
         remove_left(owner)
         return PrivateMemory()
     try:
-        return SharedMemory(owner=owner, modest=shared is None)
+        return SharedMemory(_SHM, owner=owner, modest=shared is None)
     except HostMemoryError as error:
         if shared:
             raise

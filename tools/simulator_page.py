@@ -1,19 +1,24 @@
-"""Make the table and the picture of docs/tuning.md about several devices.
+"""Make the tables and the pictures of docs/tuning.md about idle limits and about several devices.
 
-python tools/simulator_page.py     # rewrites the table in the page, and docs/images/simulator-fleet.png
+python tools/simulator_page.py     # rewrites the tables in the page, docs/images/idle.png and simulator-fleet.png
 """
+
+from math import inf
 
 from rsrv.sim.fleet import MODES, rows, summarize_fleet, with_mode
 from rsrv.sim.fleet_plots import picture, save
+from rsrv.sim.plots import write_sweep_plot
 from rsrv.sim.record import FleetRecord
 from rsrv.sim.scenario import load_scenario
 from rsrv.sim.simulate import simulate_fleet
+from rsrv.sim.sweep import IdleSweep, run_sweep, sweep_rows
 from scheduler_page import DOCS, IMAGES, rewrite, table
 
 PAGE = DOCS / "tuning.md"
 PICTURE = IMAGES / "simulator-fleet.png"
 #: columns of `rsrv-sim`'s table that the page leaves out
 _OMITTED = ("missed", "loads", "rows", "fill", "max / mean")
+_OMITTED_IDLE = ("in time", "waited for one", "device memory")
 
 
 class Comparison:
@@ -36,15 +41,31 @@ class Comparison:
         return table(iter([head, *((f"`{mode}`", *cells) for mode, *cells in rest)]))
 
 
-def rewritten(page: str, fleet: Comparison) -> str:
-    """Return the page with its table."""
-    return rewrite(page, {"fleet": fleet.table})
+class Idleness:
+    """Play a scenario under several limits of idleness of host copies."""
+
+    sweep = IdleSweep("host", {"1m": 60.0, "10m": 600.0, "30m": 1800.0, "1h": 3600.0, "never": inf})
+
+    def __init__(self, name: str) -> None:
+        self.runs = run_sweep(load_scenario(DOCS / "scenarios" / f"{name}.yaml"), self.sweep)
+
+    @property
+    def table(self) -> str:
+        every = sweep_rows(self.sweep, self.runs)
+        shown = [column for column, title in enumerate(every[0]) if title not in _OMITTED_IDLE]
+        return table(iter([[row[column] for column in shown] for row in every]))
+
+
+def rewritten(page: str, fleet: Comparison, idle: Idleness) -> str:
+    """Return the page with its tables."""
+    return rewrite(page, {"fleet": fleet.table, "idle": idle.table})
 
 
 def main() -> None:
-    """Rewrite the page and its picture."""
-    fleet = Comparison("fleet")
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), fleet), encoding="utf-8")
+    """Rewrite the page and its pictures."""
+    fleet, idle = Comparison("fleet"), Idleness("catalogue")
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), fleet, idle), encoding="utf-8")
+    write_sweep_plot(idle.sweep, idle.runs, IMAGES)
     save(picture(fleet.records, fleet.summaries), PICTURE)
 
 

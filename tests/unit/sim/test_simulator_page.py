@@ -1,4 +1,4 @@
-"""The table about several devices in docs/tuning.md shows what the present code does."""
+"""The simulator's tables in docs/tuning.md show what the present code does."""
 
 import pytest
 
@@ -8,12 +8,13 @@ TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_the_table_is_current() -> None:
+def test_the_tables_are_current() -> None:
     """If not, run make pages, and read whether the text beside it still holds."""
-    assert tool.rewritten(TEXT, tool.Comparison("fleet")) == TEXT
+    assert tool.rewritten(TEXT, tool.Comparison("fleet"), tool.Idleness("catalogue")) == TEXT
 
 
-def test_the_picture_exists_and_is_small() -> None:
-    """The page shows the picture that the tool makes, of at most 150 kB."""
-    assert f"(images/{tool.PICTURE.name})" in TEXT
-    assert 0 < tool.PICTURE.stat().st_size <= 150_000
+@pytest.mark.parametrize("name", [tool.PICTURE.name, "idle.png"])
+def test_the_pictures_exist_and_are_small(name: str) -> None:
+    """The page shows the pictures that the tool makes, of at most 150 kB each."""
+    assert f"(images/{name})" in TEXT
+    assert 0 < (tool.PICTURE.parent / name).stat().st_size <= 150_000

@@ -32,12 +32,14 @@ from tests.e2e.calls import (
     outcome,
     random_u32,
 )
-from tests.e2e.harness import EXPLICIT, RunningTriton, make_repository, running_triton
+from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
 #: Models with both fronts; the one with the native front has this in front of its name.
-MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes")
+MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes", "elastic")
 NATIVE = "native_"
+#: of these, it is cold when the server is ready, and cannot be started
+BROKEN = "elastic"
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +55,13 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         source = made / name if (made / name).exists() else example_bundles / name
         (folder / "bundles" / name).symlink_to(source)
         (folder / "bundles" / f"{NATIVE}{name}").symlink_to(source)
-        depth = ", max_queue_depth: 2" if name == "short_queue" else ""
-        settings.append(f"  {name}: {{front: python{depth}}}")
-        settings.append(f"  {NATIVE}{name}: {{front: native{depth}}}")
+        more = {"short_queue": ", max_queue_depth: 2", BROKEN: ", start: lazy"}.get(name, "")
+        settings.append(f"  {name}: {{front: python{more}}}")
+        settings.append(f"  {NATIVE}{name}: {{front: native{more}}}")
     repository = make_repository(folder, settings="\n".join(settings))
+    for module in repository.glob(f"*{BROKEN}/1/bundle/*.mlir"):
+        module.unlink()  # it may be a link
+        module.write_bytes(b"nonsense")
     with running_triton(repository, folder / "server.log", extra_args=EXPLICIT, spare=True) as running:
         yield running
 
@@ -142,6 +147,49 @@ def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
 
     (python,) = refusals("short_queue")
     assert refusals(f"{NATIVE}short_queue") == {python}
+
+
+def test_cold_models_refuse_alike(both: RunningTriton) -> None:
+    """A deadline that a start cannot meet, a start that fails, and the pause after it have the same texts."""
+    inputs = {"x": random_u32(np.random.default_rng(1), 1), "steps": np.ones((1, 1), np.int32)}
+    with caller(both) as call:
+        for options in ({"timeout": 1}, {}, {}):
+            python = told(call, BROKEN, inputs, options)
+            assert isinstance(python, str)
+            assert (
+                "the model is starting" in python if options else "the model could not be started" in python
+            )
+            assert told(call, f"{NATIVE}{BROKEN}", inputs, options) == python
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_hundred_cold_models_start_and_fall_back(
+    start_triton: StartTriton, tmp_path: Path, rounds: int
+) -> None:
+    """A cold model is a thread of Triton's and nothing else; requests that come at once share one start."""
+    native_front.ensure()
+    (tmp_path / "bundles").mkdir()
+    for number in range(100):
+        (tmp_path / f"bundles/m{number}").symlink_to(bundles.ensure() / "exact")
+    lazy = "stub: {front: native}\nruntime: {start: lazy, idle: {executable: 1s}}"
+    server = start_triton(make_repository(tmp_path, settings=lazy))
+    process = psutil.Process(server.pid)
+    assert process.num_threads() < 100 + 100
+
+    def is_cold() -> bool:
+        return not read_status(server.pid)["models"] and process.num_fds() < 100
+
+    def ask_for_ten(call: Caller, client: int) -> None:
+        for number in range(10):
+            x = X + client
+            assert_same(call(f"m{number}", {"x": x}), {"y": x @ bundles.exact_kernel()})
+
+    assert is_cold()
+    at_once(server, 4, ask_for_ten)
+    for _ in range(1, rounds):
+        # The runtime looks for idle models once a minute.
+        wait_until(is_cold, timeout=100, what="the models' return to cold")
+        at_once(server, 4, ask_for_ten)
 
 
 def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> None:

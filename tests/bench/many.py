@@ -2,6 +2,7 @@
 
     python -m tests.bench.many                              # 1,000 models with the native front
     python -m tests.bench.many --models 50 --front python
+    python -m tests.bench.many --start lazy                 # cold but for those that are measured
 
 The models are copies of one bundle, so that their module is compiled once, by the first run, and their weights exist once:
 the figures are those of rsrv's own state for each model. Memory is unique memory (USS).
@@ -51,19 +52,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.many", description=__doc__)
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--front", choices=("native", "python"), default="native")
+    parser.add_argument("--start", choices=("eager", "lazy"), default="eager")
     parser.add_argument("--window", type=float, default=1.0, help="seconds of one of three windows")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds without a request")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    repository = make_repository(options.models, options.front)
+    repository = make_repository(options.models, options.front, options.start)
     started = time.monotonic()
     with served(f"many-{options.front}", repository, has_runtime=True) as side:
         say(f"{options.models} models ready in {time.monotonic() - started:.1f} s")
         show(side, options.models, options.window, options.idle)
 
 
-def make_repository(count: int, front: str) -> Path:
-    """Make a repository of `count` models with a front, from links to one bundle."""
+def make_repository(count: int, front: str, start: str) -> Path:
+    """Make a repository of `count` models with a front, from links to one bundle; `start`: eager or lazy."""
     if front == "native":
         native_front.ensure()
     bundle = models.ensure_bundle(
@@ -75,7 +77,7 @@ def make_repository(count: int, front: str) -> Path:
     paths = [links / name for name in models.mlp_names(count)]
     for path in paths:
         path.symlink_to(bundle)
-    return models.generate(f"many-{front}", paths, f"stub: {{front: {front}}}")
+    return models.generate(f"many-{front}", paths, f"stub: {{front: {front}}}\nruntime: {{start: {start}}}")
 
 
 def show(side: Side, count: int, window_s: float, idle_s: float) -> None:

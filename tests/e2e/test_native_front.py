@@ -67,11 +67,11 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -> Arrays | str:
-    """Return an answer, or an error with the model's plain name, and without the time to retry after."""
+    """Return an answer, or an error with the model's plain name, and without the times that it waited or is to wait."""
     found = outcome(lambda: call(model, inputs, **options))
     if not isinstance(found, Refused):
         return found
-    return re.sub(r"after \d+ ms", "after N ms", str(found).replace(NATIVE, ""))
+    return re.sub(r"(after|waited) [\d.]+ (m?s)", r"\1 N \2", str(found).replace(NATIVE, ""))
 
 
 X = np.arange(192, dtype=np.float32).reshape(3, 64)

@@ -1,6 +1,8 @@
 """Times of a week: when they come, and when a missed one still counts."""
 
-from datetime import datetime
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
@@ -41,3 +43,27 @@ def test_a_missed_time_counts_for_ten_minutes() -> None:
 def test_midnight_and_the_week_before_are_found() -> None:
     """A time of Sunday night is due on Monday just after midnight."""
     assert due(["Sun 23:58"], at("01 23:00"), at("02 00:03"))
+
+
+@pytest.fixture
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be in a time zone with daylight saving time."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize(("night", "comes_at"), [("2026-03-29", "03:30"), ("2026-10-25", "02:30")])
+def test_a_time_of_the_night_when_the_clock_is_changed_is_due_once(night: str, comes_at: str) -> None:
+    """A time that the clock skips comes as much later, and one that it repeats comes once."""
+    last = datetime.fromisoformat(f"{night}T00:00").astimezone(UTC).timestamp()
+    found = []
+    for now in range(int(last) + 30, int(last) + 6 * 3600, 30):
+        if due(["2:30"], last, now):
+            found.append(f"{datetime.fromtimestamp(now):%H:%M}")
+        last = now
+
+    assert found == [comes_at]

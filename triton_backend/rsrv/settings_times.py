@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
-from math import inf, isnan
+from math import inf
 from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 #: seconds after a time of the week in which it still counts, if the server was down
 MISSED_S: Final = 600.0
 
+#: seconds; a longer duration never ends
+_FOREVER_S: Final = 1e12
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -23,9 +25,10 @@ def _as_seconds(value: Any) -> float:
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", value)
         value = float(found[1]) * _UNITS[found[2]] if found else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or isnan(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError("must be a time above 0 as 600, 90s, 10m, 1h or 2d, or never")
-    return float(value)
+    # A whole number may be larger than any float.
+    return float(value) if value < _FOREVER_S else inf
 
 
 #: seconds; `never` is infinity
@@ -60,9 +63,9 @@ class WeekTimes:
         """Return the last of these times that is not after `now`, in Unix time. Days are the machine's time zone's."""
         here = datetime.fromtimestamp(now)
         moments = (datetime.combine(here - timedelta(days=back), self.at) for back in range(8))
-        return next(
-            moment.timestamp() for moment in moments if moment <= here and moment.weekday() in self.days
-        )
+        # In Unix time: a time that the clock skips in spring comes as much later, and one that it repeats in autumn once.
+        times = (moment.timestamp() for moment in moments if moment.weekday() in self.days)
+        return next(one for one in times if one <= now)
 
 
 def _days(text: str) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime import host_copies, host_weights
+from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.host_copies import HostCopy, choose_copies
 from rsrv.runtime.host_memory import MemoryLimit, PrivateMemory, memory_limit
@@ -264,13 +265,13 @@ def test_copies_leave_when_memory_is_scarce_and_come_back_later(
     house.serve("a", "b")
     house.spread("a", "b")
 
-    for module in (host_copies, host_weights):
+    for module in (weight_mover, host_weights):
         monkeypatch.setattr(module, "spare_memory", lambda: 0)
     house.spread()
     assert [house.ask(name) for name in "aba"] == [1, 2, 1]
     assert house.kept() == set()
 
-    for module in (host_copies, host_weights):
+    for module in (weight_mover, host_weights):
         monkeypatch.setattr(module, "spare_memory", lambda: 1 << 60)
     assert [house.ask(name) for name in "bab"] == [2, 1, 2]
     house.spread("a", "b")
@@ -334,6 +335,24 @@ def test_a_disk_that_stalls_delays_other_loads_until_it_goes_on_and_no_execution
     disk.set()
 
     assert (answered(slow), answered(behind)) == (1, 2)
+
+
+@two_copies
+def test_the_loop_does_not_read_the_kernels_figures(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take milliseconds, in which requests would wait."""
+    threads = set[str]()
+
+    def spare() -> int:
+        threads.add(threading.current_thread().name)
+        return 1 << 60
+
+    for module in (weight_mover, host_weights):
+        monkeypatch.setattr(module, "spare_memory", spare)
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    house.serve("a", "b", "c")
+    house.spread("b", "c")
+
+    wait_until(lambda: threads == {"build", "host copies", "host memory"})
 
 
 @two_copies

@@ -7,14 +7,14 @@ without one stays ready: its loads read the file.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
-from rsrv.limits import spare_memory
 from rsrv.runtime.catalog import Catalog
-from rsrv.runtime.models import CompiledModel, about
-from rsrv.runtime.weight_mover import WeightMover
+from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, HostMemoryMeasured, WeightMover
 from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.host")
@@ -42,8 +42,10 @@ def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) 
     Only copies that were last used `before` a time leave. A tensor is freed with the last copy that has it; copies that
     would free nothing stay.
     """
+    if excess <= 0:
+        return [], 0
     every = sorted(copies, key=lambda one: (one.used, one.model))
-    users = Counter(tensor for one in every for tensor in one.tensors)
+    users = Counter(chain.from_iterable(one.tensors for one in every))
     chosen: list[HostCopy] = []
     for one in every:
         if excess <= 0 or one.used >= before:
@@ -71,7 +73,9 @@ class HostCopies:
         self._wanting: dict[str, None] = {}
         #: whether copies are being dropped, and whether one is being made: one decision at a time
         self._drops = self._makes = False
-        #: when to look again
+        #: whether the next measurement is for a look at all copies
+        self._reviews = False
+        #: when to measure again
         self.review_at = inf
 
     def begin(self, mover: WeightMover) -> None:
@@ -81,36 +85,47 @@ class HostCopies:
         """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
         if model.residency == "system" and not model.host.kept:
             self._wanting[model.key] = None
-            self._make()
+            if self._mover is not None and not (self._drops or self._makes):
+                self._mover.measure()
 
-    def dropped(self) -> None:
-        """Take in that copies were dropped."""
-        self._drops = False
-        self._make()
+    def measured(self, message: HostMemoryMeasured, now: float) -> None:
+        """Take in the free memory, after copies were dropped, or one was made or could not be, or `measure`."""
+        self._drops = self._drops and not isinstance(message, CopiesDropped)
+        self._makes = self._makes and not isinstance(message, CopyMade)
+        if self._reviews:
+            self._reviews = False
+            self._review(message.spare, now)
+        self._make(message.spare)
 
-    def made(self) -> None:
-        """Take in that a copy was made, or could not be."""
-        self._makes = False
-        self._make()
-
-    def review(self, now: float) -> None:
-        """Drop copies that have not been used for too long, or whose memory is needed for something else."""
+    def measure(self, now: float) -> None:
+        """Have the memory measured, if there are copies to drop."""
         self.review_at = now + REVIEW_S
         mover = self._mover
-        if mover is None or self._drops or not (mover.host.taken or mover.host.left):
+        if mover is not None and (mover.host.taken or mover.host.left):
+            self._reviews = True
+            mover.measure()
+
+    def _review(self, spare: int, now: float) -> None:
+        """Drop copies that have not been used for too long, or whose memory is needed for something else."""
+        mover = self._mover
+        if mover is None or self._drops:
             return
         limit, taken, left = mover.host.limit, mover.host.taken, mover.host.left
-        excess = 0 if limit is None else limit.excess(taken + left, spare_memory())
+        excess = 0 if limit is None else limit.excess(taken + left, spare)
         if excess > 0 and left:
             # No front has asked for their models since the last runtime.
             mover.forget_left()
             excess -= left
         copies = self._copies()
-        reasons = {one.model: "unused for idle.host" for one in copies if one.expires <= now}
-        chosen, _ = choose_copies((one for one in copies if one.model not in reasons), excess)
-        self._drop(reasons | dict.fromkeys(chosen, "memory is short"))
+        idle = [one.model for one in copies if one.expires <= now]
+        chosen, _ = choose_copies([one for one in copies if one.expires > now], excess)
+        if idle:
+            log.info("host copies dropped, unused for idle.host: %s", ", ".join(idle))
+        if chosen:
+            log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
+        self._drop([*idle, *chosen])
 
-    def _make(self) -> None:
+    def _make(self, spare: int) -> None:
         """Give a copy to the first model that wants one, in place of less recently used ones."""
         while self._wanting and self._mover is not None and not (self._drops or self._makes):
             key = next(iter(self._wanting))
@@ -119,26 +134,24 @@ class HostCopies:
             victims, lacking = list[str](), 0
             host = self._mover.host
             if model is not None and host.limit is not None:
-                excess = host.limit.excess(host.taken, spare_memory(), model.host.missing_bytes)
-                victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
+                excess = host.limit.excess(host.taken, spare, model.host.missing_bytes)
+                if excess > 0:
+                    victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
             if victims and not lacking:
-                self._drop(dict.fromkeys(victims, f"{key} needs the room"))
+                # As often as loads that find no copy: no line for operators.
+                log.debug("host copies dropped for that of %s: %s", key, ", ".join(victims))
+                self._drop(victims)
                 return
             del self._wanting[key]
             if model is not None and not lacking:
                 self._makes = True
                 self._mover.make_copy(model)
 
-    def _drop(self, reasons: Mapping[str, str]) -> None:
-        """Drop the copies of models, each for a reason."""
+    def _drop(self, models: Sequence[str]) -> None:
         assert self._mover is not None
-        for key, why in reasons.items():
-            log.info(
-                "%s: host copy of its weights dropped: %s", key, why, extra=about(self._catalog.get(key))
-            )
-        if reasons:
+        if models:
             self._drops = True
-            self._mover.drop_copies([self._catalog.get(key).host for key in reasons])
+            self._mover.drop_copies([self._catalog.get(key).host for key in models])
 
     def _copies(self) -> list[HostCopy]:
         """Return the copies of models that are there to stay."""
@@ -148,6 +161,7 @@ class HostCopies:
             model = entry.model
             if model is not None and not entry.ending and model.host.kept:
                 used = self._scheduler.idle_since(key)
-                tensors = {tensor.digest: nbytes for tensor, nbytes in model.host.distinct.items()}
-                found.append(HostCopy(key, tensors, used, used + settings.for_model(entry.name).idle.host))
+                found.append(
+                    HostCopy(key, model.host.copied, used, used + settings.idle_limits(entry.name).host)
+                )
         return found

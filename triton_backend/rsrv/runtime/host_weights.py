@@ -272,6 +272,8 @@ class HostWeights:
         #: each tensor once -> its bytes; and their sum, the device bytes of a load that finds none of them resident
         self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
         self.device_bytes = sum(self.distinct.values())
+        #: digest of each tensor once -> its bytes: what a host copy takes
+        self.copied = {key.digest: nbytes for key, nbytes in self.distinct.items()}
 
     @property
     def kept(self) -> bool:
@@ -282,9 +284,7 @@ class HostWeights:
     def missing_bytes(self) -> int:
         """Bytes that a host copy would add to those of other models."""
         held = self._store._held
-        return sum(
-            {key.digest: nbytes for key, nbytes in self.distinct.items() if key.digest not in held}.values()
-        )
+        return sum(nbytes for digest, nbytes in self.copied.items() if digest not in held)
 
     def keep(self) -> None:
         """Keep a host copy, if there is room; of tensors that it keeps for other models, the store only adds a reference.

@@ -40,7 +40,7 @@ from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
-from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, LoadEnded, MemoryFreed
+from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, MemoryFreed
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
@@ -223,7 +223,7 @@ class Loop:
             else:
                 self._ended = ended
         if now >= self._weights.copies.review_at:
-            self._weights.copies.review(now)
+            self._weights.copies.measure(now)
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
         if self._catalog.moves:
@@ -273,10 +273,8 @@ class Loop:
                 self._weights.load_ended(message)
             case MemoryFreed(instruction):
                 self._start(instruction)
-            case CopiesDropped():
-                self._weights.copies.dropped()
-            case CopyMade():
-                self._weights.copies.made()
+            case HostMemoryMeasured():
+                self._weights.copies.measured(message, self._clock())
             case DeviceReady():
                 self._weights.device_ready(message)
             case BundlesRead():

@@ -148,7 +148,7 @@ class Registry:
         found = {group.key: (group.name, group.models) for group in self._groups().values()}
         found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
         for key, (name, models) in found.items():
-            limit = policy.settings.for_model(name).idle.executable
+            limit = policy.settings.idle_limits(name).executable
             entries = [
                 entry
                 for one in models
@@ -158,8 +158,9 @@ class Registry:
                 continue
             if any(policy.residency(entry.name) == "device" for entry in entries):
                 continue
-            due = min(now, max(map(self._scheduler.idle_since, models))) + limit
-            if due <= now:
+            used = max(map(self._scheduler.idle_since, models))
+            due = min(now, used) + limit
+            if used < inf and due <= now:
                 log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
                 self.dismiss(key)
                 due = now + limit

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rsrv.limits import spare_memory
 from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.allocation import give_back
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
@@ -117,12 +118,19 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiesDropped:
+class HostMemoryMeasured:
+    """The host has this much memory to spare now."""
+
+    spare: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesDropped(HostMemoryMeasured):
     """Host copies were dropped, and their memory is free."""
 
 
 @dataclass(frozen=True, slots=True)
-class CopyMade:
+class CopyMade(HostMemoryMeasured):
     """A host copy was made, or could not be."""
 
 
@@ -239,14 +247,22 @@ class WeightMover:
     def make_copy(self, model: CompiledModel) -> None:
         """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
         self.follow_residency(model)
-        self._reader.put(partial(self._inbox.post, CopyMade()))
+        self._reader.put(partial(self._measure, CopyMade))
 
     def drop_copies(self, several: Sequence[HostWeights]) -> None:
         """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
         for weights in several:
             self._dropper.put(weights.drop)
         self._dropper.put(give_back)
-        self._dropper.put(partial(self._inbox.post, CopiesDropped()))
+        self._dropper.put(partial(self._measure, CopiesDropped))
+
+    def measure(self) -> None:
+        """Look how much memory the host can spare. Ends in `HostMemoryMeasured`."""
+        self._dropper.put(partial(self._measure, HostMemoryMeasured))
+
+    def _measure(self, message: type[HostMemoryMeasured]) -> None:
+        # Reading the kernel's files takes milliseconds: never on the loop.
+        self._inbox.post(message(spare_memory()))
 
     def forget_left(self) -> None:
         """Remove what an earlier runtime left for models that have not come back."""

@@ -182,6 +182,26 @@ def test_memory_that_others_take_counts_before_it_is_read(
     assert not store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True).kept
 
 
+def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there already, and those that are still to come: other copies stay if there is room for all."""
+    arrays = {name: large(index) for index, name in enumerate("abc")}
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    weights = store.open(bundle_of(tmp_path, arrays, "bundle"), keep=False)
+    taken = list[int]()
+    real = WeightsFile.read_into
+
+    def read(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
+        taken.append(store.taken)
+        real(file, index, out, digest=digest)
+
+    monkeypatch.setattr(WeightsFile, "read_into", read)
+    weights.keep()
+    store.open(bundle_of(tmp_path, {"d": large(4), "e": large(5)}, "more"), keep=True)
+
+    assert taken == [3 * large(0).nbytes] * 3 + [5 * large(0).nbytes] * 2
+    assert store.taken == 5 * large(0).nbytes
+
+
 # --- a runtime --------------------------------------------------------------------------------------------
 
 

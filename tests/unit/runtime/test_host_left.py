@@ -253,11 +253,58 @@ def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp
     after.sweep()
     assert after.left == large(9).nbytes
 
-    after.forget_left()
+    after.forget_left(1)
 
     assert after.left == 0
     assert tensors(shm) == 2
     assert right(back)
+    after.close()
+
+
+def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path) -> None:
+    """The oldest note first, and no more than needed: the other models need not be read again."""
+    store = start(shm)
+    bundles = [bundle_of(tmp_path, {"a": large(value)}, f"bundle{value}") for value in range(3)]
+    for age, one in enumerate(bundles):
+        store.open(one, keep=True)
+        (note,) = (note for note in shm.glob("*/*/*") if str(one.weights_file) in note.read_text())
+        os.utime(note, ns=(age, age))
+    killed(store)
+    after = start(shm)
+    after.sweep()
+
+    after.forget_left(large(0).nbytes + 1)
+
+    assert after.left == large(0).nbytes
+    assert tensors(shm) == 1
+    assert [after.open(one, keep=True).kept for one in bundles] == [True] * 3
+    after.close()
+
+
+def test_what_another_device_left_does_not_count(shm: Path, bundle: Bundle) -> None:
+    """This runtime cannot remove it: as long as it counted, no copy of this one would leave for want of memory."""
+    other = start(shm, f"{LIVE[:-1]}1")
+    other.open(bundle, keep=True)
+    killed(other)
+    store = start(shm)
+
+    assert store.sweep() == 0
+
+    assert store.left == 0
+
+
+def test_a_left_tensor_counts_once_when_its_model_comes_back(shm: Path, bundle: Bundle) -> None:
+    """As one of the copies: counted twice, it would exceed the limit."""
+    store = start(shm)
+    store.open(bundle, keep=True)
+    killed(store)
+    after = start(shm)
+    after.sweep()
+    assert after.left == large(1).nbytes + large(3).nbytes
+
+    after.open(bundle, keep=True)
+
+    assert after.left == 0
     after.close()
 
 

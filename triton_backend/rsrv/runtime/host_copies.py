@@ -114,7 +114,7 @@ class HostCopies:
         excess = 0 if limit is None else limit.excess(taken + left, spare)
         if excess > 0 and left:
             # No front has asked for their models since the last runtime.
-            mover.forget_left()
+            mover.forget_left(excess)
             excess -= left
         copies = self._copies()
         idle = [one.model for one in copies if one.expires <= now]

@@ -88,10 +88,10 @@ class HostMemory(Protocol):
 
     @property
     def left(self) -> int:
-        """Bytes of tensors that an earlier runtime left and this one does not use, as of the last sweep."""
+        """Bytes of tensors that an earlier runtime of this device left, found by the last sweep, and not used since."""
 
-    def forget_left(self, but: Collection[str | None]) -> None:
-        """Remove this server's notes, but those of files with these versions."""
+    def forget_left(self, but: Collection[str | None], excess: int) -> None:
+        """Remove so many bytes of the left tensors, the oldest first, but none of files with these versions."""
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
@@ -136,7 +136,7 @@ class PrivateMemory:
     def left(self) -> int:
         return 0
 
-    def forget_left(self, but: Collection[str | None]) -> None:
+    def forget_left(self, but: Collection[str | None], excess: int) -> None:
         pass
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
@@ -190,7 +190,8 @@ class SharedMemory:
         self._most = min(soft // _MODEST_SHARE, _MAX_MODEST)
         #: tensors that this process shares -> how many models' stores have them
         self._users: Counter[str] = Counter()
-        self.left = 0
+        #: tensors that the last sweep left for this device, and that are not used since -> bytes
+        self._left: dict[str, int] = {}
         #: whether a tensor that cannot be shared was logged
         self._said_private = False
         self.path = parent / f"rsrv-weights-u{self._uid}"
@@ -261,6 +262,7 @@ class SharedMemory:
             raise
         with self._lock:
             self._users[digest] += 1
+            self._left.pop(digest, None)
 
         def release() -> None:
             with self._lock:
@@ -307,24 +309,42 @@ class SharedMemory:
     def _note_of(self, file: WeightsFile) -> Path | None:
         return None if self._notes is None or file.version is None else self._notes / file.version
 
-    def forget_left(self, but: Collection[str | None]) -> None:
-        if self._notes is not None:
-            with suppress(OSError):
-                for path in self._notes.iterdir():
-                    if path.name not in but:
-                        path.unlink()
+    @property
+    def left(self) -> int:
+        with self._lock:
+            return sum(self._left.values())
+
+    def forget_left(self, but: Collection[str | None], excess: int) -> None:
+        if self._notes is None:
+            return
+        left = self._left.copy()
+        with suppress(OSError):
+            for path in sorted(self._notes.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+                if excess > 0 and path.name not in but:
+                    with suppress(ValueError, LookupError, TypeError):
+                        excess -= sum(left.pop(name, 0) for name in json.loads(path.read_text())["digests"])
+                    path.unlink()
+        self.sweep()
 
     def sweep(self) -> int:
         unused = [name for name in self._names() if name not in self._users and self._is_unused(name)]
-        noted = self._noted() if unused else set()
+        noted = self._noted() if unused else {}
         removed = sum(self._remove(name) for name in unused if name not in noted)
-        with suppress(OSError):
-            self.left = sum(os.stat(name, dir_fd=self._directory).st_size for name in unused if name in noted)
+        left = {}
+        for name in unused:
+            if noted.get(name):
+                with suppress(OSError):
+                    left[name] = os.stat(name, dir_fd=self._directory).st_size
+        with self._lock:
+            self._left = {name: nbytes for name, nbytes in left.items() if name not in self._users}
         return removed
 
-    def _noted(self) -> set[str]:
-        """Return the tensors in the notes of live servers; remove what others have noted, and what is out of date."""
-        noted: set[str] = set()
+    def _noted(self) -> dict[str, bool]:
+        """Return the tensors in the notes of live servers, and whether this server's device noted them.
+
+        Notes of servers that have ended, or that are out of date, are removed.
+        """
+        noted: dict[str, bool] = {}
         with suppress(OSError):
             for directory in self.path.glob("*-*-gpu*"):
                 if paths.is_stale(directory.name):
@@ -334,7 +354,8 @@ class SharedMemory:
                     with suppress(OSError, ValueError, LookupError, TypeError):
                         found = json.loads(path.read_text())
                         if WeightsFile.version_of(found["file"]) == path.name:
-                            noted.update(found["digests"])
+                            own = directory == self._notes
+                            noted |= {name: own or noted.get(name, False) for name in found["digests"]}
                         else:
                             path.unlink()  # the bundle was replaced or removed while no runtime had it
         return noted

@@ -38,6 +38,14 @@ class HostCounts:
 
 
 @dataclass(slots=True, eq=False)
+class _Room:
+    """Room for a copy that is being made."""
+
+    #: bytes that are still to come
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
 class _Held:
     block: TensorBytes
     #: references of models with a host copy
@@ -65,7 +73,7 @@ class HostStore:
         self._kept: set[HostWeights] = set()
         self._logical = 0
         self._physical = 0
-        #: bytes of weights that are being read into copies
+        #: bytes that copies will take that are being made
         self._reading = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
@@ -80,7 +88,7 @@ class HostStore:
             digests = self._memory.recall(file)
             if digests is None or len(digests) != len(bundle.weights):
                 with self._room(sum(weight.nbytes for weight in bundle.weights) if keep else 0) as room:
-                    weights = self._read(bundle, file, keep=keep and room)
+                    weights = self._read(bundle, file, room if keep else None)
                 self._memory.note(file, [tensor.key.digest for tensor in weights.tensors])
             else:
                 weights = HostWeights(self, file, map(_identified, bundle.weights, digests))
@@ -94,20 +102,21 @@ class HostStore:
             self._open.add(weights)
         return weights
 
-    def _read(self, bundle: Bundle, file: WeightsFile, *, keep: bool) -> "HostWeights":
+    def _read(self, bundle: Bundle, file: WeightsFile, room: _Room | None) -> "HostWeights":
+        """Identify the weights, and keep a copy if there is room for it."""
         tensors: dict[int, HostTensor] = {}
         try:
             for index, filled in file.read_all(fresh):
                 digest = content_digest(filled)
-                if keep and not self._take(digest):
-                    self._put(digest, self._memory.place(digest, filled))
+                if room is not None and not self._take(digest):
+                    self._put(digest, self._memory.place(digest, filled), room)
                 tensors[index] = _identified(bundle.weights[index], digest)
         except BaseException:
-            if keep:
+            if room is not None:
                 self._give(tensors.values())
             raise
         weights = HostWeights(self, file, (tensors[index] for index in range(len(tensors))))
-        if keep:
+        if room is not None:
             self._keeps(weights)
         return weights
 
@@ -123,32 +132,32 @@ class HostStore:
 
     @property
     def left(self) -> int:
-        """Bytes of tensors that an earlier runtime left for models that have not come back, as of the last `sweep`."""
+        """Bytes of tensors that an earlier runtime left for models that have not come back, found by the last `sweep`."""
         return self._memory.left
 
     def sweep(self) -> int:
         """Remove shared tensors that no runtime uses or wants; return how many."""
         return self._memory.sweep()
 
-    def forget_left(self) -> None:
-        """Remove what an earlier runtime left for models that have not come back."""
+    def forget_left(self, excess: int) -> None:
+        """Remove so many bytes of what an earlier runtime left for models that have not come back."""
         with self._lock:
             versions = {weights._file.version for weights in self._open}
-        self._memory.forget_left(versions)
-        self._memory.sweep()
+        self._memory.forget_left(versions, excess)
 
     @contextmanager
-    def _room(self, nbytes: int) -> Iterator[bool]:
-        """Count bytes as taken while they are read, if there is room; yield whether there is."""
+    def _room(self, nbytes: int) -> Iterator[_Room | None]:
+        """Count bytes as taken while they are read; None: there is no room."""
         spare = 0 if self.limit is None else spare_memory()
         with self._lock:
-            room = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
-            self._reading += nbytes if room else 0
+            fits = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
+            room = _Room(nbytes if fits else 0)
+            self._reading += room.nbytes
         try:
-            yield room
+            yield room if fits else None
         finally:
             with self._lock:
-                self._reading -= nbytes if room else 0
+                self._reading -= room.nbytes
 
     def leave(self) -> None:
         """End, and leave the shared tensors to the next runtime of the server, which reads nothing that it finds there.
@@ -197,8 +206,8 @@ class HostStore:
                 held.count += 1
             return held is not None
 
-    def _put(self, digest: str, block: TensorBytes) -> None:
-        """Store a tensor, with its first reference. Raises HostMemoryError."""
+    def _put(self, digest: str, block: TensorBytes, room: _Room) -> None:
+        """Store a tensor, with its first reference, in the room for it. Raises HostMemoryError."""
         if self._page_lock is not None:
             self._locks.add(block.bytes, self._page_lock)
         with self._lock:
@@ -206,6 +215,8 @@ class HostStore:
             if held is None and not self._closed:
                 held = self._held[digest] = _Held(block)
                 self._physical += block.bytes.nbytes
+                self._reading -= block.bytes.nbytes
+                room.nbytes -= block.bytes.nbytes
             if held is not None:
                 held.count += 1
         if held is None:
@@ -295,15 +306,15 @@ class HostWeights:
         if self.kept or self._closed:
             return
         with self._store._room(self.missing_bytes) as room:
-            if room:
-                self._keep()
+            if room is not None:
+                self._keep(room)
 
-    def _keep(self) -> None:
+    def _keep(self, room: _Room) -> None:
         taken: list[HostTensor] = []
         try:
             for index, tensor in enumerate(self.tensors):
                 if not self._store._take(tensor.key.digest):
-                    self._store._put(tensor.key.digest, self._find(index))
+                    self._store._put(tensor.key.digest, self._find(index), room)
                 taken.append(tensor)
         except BaseException:
             self._store._give(taken)

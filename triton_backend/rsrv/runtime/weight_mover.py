@@ -264,9 +264,9 @@ class WeightMover:
         # Reading the kernel's files takes milliseconds: never on the loop.
         self._inbox.post(message(spare_memory()))
 
-    def forget_left(self) -> None:
-        """Remove what an earlier runtime left for models that have not come back."""
-        self._dropper.put(self.host.forget_left)
+    def forget_left(self, excess: int) -> None:
+        """Remove so many bytes of what an earlier runtime left for models that have not come back."""
+        self._dropper.put(partial(self.host.forget_left, excess))
 
     def close(self, weights: HostWeights) -> None:
         """Close a model's weights on the host, after earlier orders to free or to keep them."""

@@ -59,16 +59,27 @@ def _section(name: str, title: str, section: type[BaseModel]) -> str:
         if isinstance(inner, type) and issubclass(inner, BaseModel) and name != "models"
         if inner is not WorkerPorts
     ]
-    return "\n\n".join([title, f"{section.__doc__}{more}", table(_rows(name, section)), *entries])
+    subject = f"{section.__doc__}{more}{_changes(name, section)}"
+    return "\n\n".join([title, subject, table(_rows(section)), *entries])
 
 
-def _rows(name: str, section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a section; the keys of entries change as their section's key does."""
-    changes = ("a change",) if name and name != "gateway" else ()
-    yield "key", "values", "default", *changes, "meaning"
+def _changes(name: str, section: type[BaseModel]) -> str:
+    """Return which keys of a section need a restart; the keys of entries change as their section's key does."""
+    by_effect: dict[str, list[str]] = {}
+    for key in section.model_fields if name and name != "gateway" else ():
+        by_effect.setdefault(effect(name, key), []).append(f"`{key}`")
+    by_effect.pop("at once", None)
+    return "".join(
+        f" Needs {what}: {'all' if len(keys) == len(section.model_fields) else ', '.join(keys)}."
+        for effect_, keys in by_effect.items()
+        for what in [{"restart": "`rsrv restart`", "server": "a new tritonserver"}[effect_]]
+    )
+
+
+def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    yield "key", "values", "default", "meaning"
     for key, field in section.model_fields.items():
-        when = (effect(name, key),) if changes else ()
-        yield f"`{key}`", _values(field), _default(field), *when, field.description or ""
+        yield f"`{key}`", _values(field), _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:

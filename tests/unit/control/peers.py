@@ -112,6 +112,7 @@ class FakeRuntime:
         self.entries: dict[str, ModelVersion] = {}
         self.models: dict[str, dict[str, Any]] = {}
         self.metas: dict[str, dict[str, Any]] = {}
+        self.starting: dict[str, str] = {}
         self.section: dict[str, Any] = dict(SECTION)
         self.commands: list[dict[str, Any]] = []
         self.configured: list[dict[str, Any]] = []
@@ -249,6 +250,7 @@ class FakeRuntime:
             },
             "models": self.models,
             "metas": self.metas,
+            "starting": self.starting,
         }
 
     def _document(self, sock: socket.socket, kind: Kind, value: dict[str, Any]) -> None:

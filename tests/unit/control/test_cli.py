@@ -103,12 +103,40 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             head = next(line for line in lines if line.startswith("MODEL"))
             row = next(line for line in lines if line.startswith("a "))
             assert row.split() == [
-                *("a", "ready", "evicting", "1", "kB", "1", "2"),
+                *("a", "resident", "1", "kB", "1", "2"),
                 *("7", "1", "3", "250", "ms", "system", "1"),
             ]
-            assert head.index("STATE") == row.index("ready")
+            assert head.index("STATE") == row.index("resident")
             assert any(line.startswith("m ") for line in lines)
             assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
+
+    run()
+
+
+def test_cold_models_are_counted_and_listed_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thousand cold models are one line; those that a pattern names have a line each, with what their start waits for."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtimes.show_cold({f"cold-{number}" for number in range(1000)})
+            rsrv.server.runtime.starting = {"cold-7": "waits for its turn"}
+
+            said = await rsrv("status")
+
+            lines = said.out.splitlines()
+            models = next(line for line in lines if line.startswith("models "))
+            assert "999 cold, 2 resident, 1 starting (" in models, models
+            assert [line[:22] for line in lines if line.startswith("cold-")] == ["cold-7  starting, wait"]
+
+            said = await rsrv("status", "cold-77?")
+            assert [line.split()[1] for line in said.out.splitlines()[2:]] == ["cold"] * 10
+
+            said = await rsrv("status", "dog*")
+            assert (said.status, said.out) == (2, "")
+            assert "no model matches 'dog*'" in said.err
 
     run()
 
@@ -124,7 +152,7 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert said.status == 0
             assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
             rows = [line.split() for line in said.out.splitlines()]
-            assert ["a@1", "ready", "resident", "100"] in rows
+            assert ["a@1", "resident", "100"] in rows
             assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
 
             assert await rsrv("status", "x") == Said(
@@ -217,7 +245,16 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert set(model) == {
                 *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
                 *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
-                *("misses", "loads", "evictions", "loadSeconds", "executables", "policy", "weightsState"),
+                *(
+                    "misses",
+                    "loads",
+                    "evictions",
+                    "loadSeconds",
+                    "executables",
+                    "policy",
+                    "weightsState",
+                    "starting",
+                ),
                 "devices",
             }
             assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
@@ -431,14 +468,14 @@ def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag
             else:
                 assert await watch.stdout.readline() == b"runtime 1111111111111111, revision 5\n"
                 line = await watch.stdout.readline()
-                assert line == b"5 a@1 ready, resident, residency system, 1 stubs\n"
+                assert line == b"5 a@1 resident, residency system, 1 stubs\n"
 
             server.runtime.change("a@1", entry("a", paused="hold"))
             line = await watch.stdout.readline()
             if flag:
                 assert json.loads(line)["change"]["entry"]["version"]["paused"] == "PAUSE_HOLD"
             else:
-                assert line == b"6 a@1 ready, resident, residency system, 1 stubs, paused (hold)\n"
+                assert line == b"6 a@1 resident, residency system, 1 stubs, paused (hold)\n"
 
             watch.send_signal(signal.SIGINT)
             assert await watch.communicate() == (b"", b"")
@@ -759,7 +796,7 @@ def test_health_names_each_model_that_does_not_serve_and_why() -> None:
     assert reasons(status) == [
         "e failed: no manifest",
         "a failed: no room",
-        "b is loading",
+        "b is starting",
         "c has no stub; it is loaded again",
     ]
     assert reasons(pb.GetStatusResponse()) == [

@@ -109,6 +109,19 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
 
 
 @looped
+async def test_a_model_is_on_the_disk_of_one_device_and_in_memory_for_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status has the nearest place of its weights."""
+    async with served(tmp_path, models=["a"], devices=2) as server:
+        for one, place in zip(server.all, ("on disk", "absent"), strict=True):
+            one.models["a"]["weights_state"] = place
+        status_page(await server.control.GetStatus(pb.GetStatusRequest()))
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
+        assert row.split()[:3] == ["a", "warm", "0"]
+
+
+@looped
 async def test_pages_name_devices_where_there_are_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,11 +135,11 @@ async def test_pages_name_devices_where_there_are_several(
         status = await server.control.GetStatus(pb.GetStatusRequest())
         status_page(status)
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
-        assert row.split()[:5] == ["a", "ready", "evicting", "0", "1"]
+        assert row.split()[:5] == ["a", "resident", "0", "1", "kB"]
         model_page(status)
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["weights", "evicting,", "1", "kB", "on", "device", "0"] in rows
-        assert ["1", "ready", "evicting", "1", "2", "4", "250", "ms", "3", "2"] in rows
+        assert ["weights", "1", "kB", "on", "device", "0"] in rows
+        assert ["1", "resident", "1", "2", "4", "250", "ms", "3", "2"] in rows
         story_page(await server.control.GetStory(pb.GetStoryRequest(model="a")))
         assert capsys.readouterr().out.splitlines() == [
             *("a@1 on device 0:", "loaded", "a@1 on device 1:", "loaded")
@@ -271,7 +284,7 @@ async def test_a_watcher_sees_the_states_of_each_device(
         for update in (change, down):
             print_update(update)
         assert capsys.readouterr().out.splitlines() == [
-            "6 of device 1 a@1 ready, resident, residency system, 1 stubs",
+            "6 of device 1 a@1 resident, residency system, 1 stubs",
             "the runtime of device 1 does not answer",
         ]
 

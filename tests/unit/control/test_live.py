@@ -105,7 +105,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert len((await find(events, "spans"))["spans"]) == 2
             assert len((await find(events, "spans"))["spans"]) == 2
             server.runtime.change("a@1", entry("a", weights="absent"))
-            assert (await find(events, "log", "absent")) == {"t": 1000.0, "text": "a: weights absent"}
+            assert (await find(events, "log", "warm")) == {"t": 1000.0, "text": "a: warm"}
 
 
 @looped
@@ -117,12 +117,12 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
             server.runtime.change("a@1", entry("a", weights=("absent", "resident")[number % 2]))
         server.runtime.change("a@1", entry("a", paused="hold"))
         told = [(await find(events, "log"))["text"] for _ in range(6)]
-        assert told[:5] == ["a: weights absent", "a: weights resident"] * 2 + ["a: weights absent"]
+        assert told[:5] == ["a: warm", "a: resident"] * 2 + ["a: warm"]
         assert told[5] == "a: paused (hold)"
         server.now[0] += 1
         server.runtime.change("a@1", entry("a", paused="hold", weights="absent"))
         told = [(await find(events, "log"))["text"] for _ in range(2)]
-        assert told == ["weights moved 7 times more", "a: weights absent"]
+        assert told == ["weights moved 7 times more", "a: warm"]
 
 
 @looped

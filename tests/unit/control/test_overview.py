@@ -137,19 +137,19 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        (None, entry("a"), "a: ready"),
-        (None, entry("a", state="loading", weights="absent"), "a: loading"),
+        (None, entry("a"), "a: resident"),
+        (None, entry("a", state="loading", weights="absent"), "a: starting"),
         (entry("a"), None, "a: gone"),
         (None, None, None),
         (entry("a"), entry("a", stubs=[1, 2]), None),
-        (entry("a"), entry("a", weights="absent"), "a: weights absent"),
+        (entry("a"), entry("a", weights="absent"), "a: warm"),
         (entry("a"), entry("a", residency="device"), "a: residency device"),
         (entry("a"), entry("a", paused="hold"), "a: paused (hold)"),
         (entry("a", paused="hold"), entry("a"), "a: not paused"),
         (
             entry("a", state="loading"),
             entry("a", state="failed", error="no room", weights="absent"),
-            "a: failed: no room, weights absent",
+            "a: failed: no room",
         ),
     ],
 )

@@ -592,7 +592,7 @@ async def test_a_watcher_of_the_page_gets_every_change(tmp_path: Path) -> None:
             assert event.event == "log"
         assert "no figures" in event.json
         server.runtime.change("a@1", entry("a", weights="absent"))
-        while "weights absent" not in event.json:
+        while "a: warm" not in event.json:
             event = await page.read()
         assert event.event == "log"
         page.cancel()

@@ -129,13 +129,13 @@ def test_each_of_several_devices_has_a_line() -> None:
     ("differs", "cell"),
     [
         ({"residency": "device"}, "pinned, resident"),
-        ({"state": "loading"}, "loading"),
+        ({"state": "loading", "weights": "starting"}, "starting"),
         ({"paused": "hold"}, "paused (hold)"),
-        ({"kind": "meta", "weights": None, "residency": None, "bytes": None}, "meta"),
+        ({"kind": "meta", "weights": "ready", "residency": None, "bytes": None}, "ready"),
     ],
 )
-def test_where_weights_are_is_one_word_or_two(differs: dict[str, Any], cell: str) -> None:
-    """The column of weights has the most important state in one or two words."""
+def test_where_a_model_is_takes_one_word_or_two(differs: dict[str, Any], cell: str) -> None:
+    """The column of states has the most important one in one or two words."""
     top = Top()
     top.take("state", state(0.0, shown("a", **differs)))
     assert top.rows[0].cells()[1] == cell
@@ -157,7 +157,7 @@ def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.Cap
     assert len(figures) == len(lines[2::2]) == 2
     assert all("10/s" in line for line in figures)
     assert set(lines[2::2]) == {
-        "  a: weights resident, size 1 kB, queued 0, running 0, requests 10/s, device 10%, p99 4 ms, loads 1, errors 0"
+        "  a: state resident, size 1 kB, queued 0, running 0, requests 10/s, device 10%, p99 4 ms, loads 1, errors 0"
     }
 
 
@@ -185,7 +185,7 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert "\x1b[?1049h" in said
         server.runtime.change("alpha@1", entry("alpha", weights="absent"))
-        while "absent" not in said:
+        while "warm" not in said:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert "DEVICE▼" in said
         os.write(ours, b"s")

@@ -110,7 +110,9 @@ def parser() -> CommandParser:
         return added
 
     status = command("status", "the server and its models, or the details of one model", "ls")
-    status.add_argument("model", nargs="?", default="", metavar="MODEL")
+    status.add_argument(
+        "model", nargs="?", default="", metavar="MODEL", help="name, or a pattern with * and ?"
+    )
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
     command("load", "the requests that wait, and the time that they will take")

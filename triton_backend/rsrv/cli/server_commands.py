@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import Any
 
 from rsrv.cli import server_pages as pages
@@ -39,6 +40,18 @@ def _target_name(options: argparse.Namespace) -> str:
 
 def _status(server: Server) -> int:
     model = server.options.model
+    if any(one in model for one in "*?["):
+        answer = server.ask("GetStatus", pb.GetStatusRequest())
+        found = [one for one in answer.models if fnmatchcase(one.name, model)]
+        metas = [one for one in answer.metas if fnmatchcase(one.name, model)]
+        if not found and not metas:
+            raise CommandLineError(f"no model matches {model!r}")
+        for shown in (answer.models, answer.metas, answer.failures):
+            del shown[:]
+        answer.models.extend(found)
+        answer.metas.extend(metas)
+        server.show(answer, lambda said: pages.models_table(said, found))
+        return 0
     answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
     server.show(answer, pages.model_page if model else pages.status_page)
     if server.options.bare and not server.json:

@@ -1,26 +1,33 @@
 """Prints the control service's answers for people."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rsrv.cli.output import print_table
+from rsrv.control.overview import life
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, percent, printable
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
-    """Print the server, a line for each model and meta model, and the failures."""
+    """Print the server, a line for each model that is not cold and each meta model, and the failures."""
     _print_server(answer)
+    models_table(answer, [model for model in answer.models if _life(model) != "cold"])
+    _print_failures(answer)
+
+
+def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
+    """Print a line for each of these models, and for each meta model."""
     several = len(answer.devices) > 1
-    if answer.models:
+    if models:
         print()
         print_table(
             (
                 "MODEL",
                 "STATE",
                 "PAUSED",
-                "WEIGHTS",
                 *(("ON",) if several else ()),
                 "SIZE",
                 "QUEUED",
@@ -32,7 +39,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
                 "RESIDENCY",
                 "STUBS",
             ),
-            (_model_row(model, several=several) for model in answer.models),
+            (_model_row(model, several=several) for model in models),
         )
     if answer.metas:
         print()
@@ -51,7 +58,6 @@ def status_page(answer: pb.GetStatusResponse) -> None:
             ),
             (_meta_row(meta) for meta in answer.metas),
         )
-    _print_failures(answer)
 
 
 def model_page(answer: pb.GetStatusResponse) -> None:
@@ -60,7 +66,8 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         policy = model.policy
         pairs = [
             ("model", model.name),
-            ("weights", f"{_weights(model)}, {amount(model.device_bytes)}{_places(model)}"),
+            ("state", _life(model)),
+            ("weights", f"{amount(model.device_bytes)}{_places(model)}"),
             ("residency", _word(pb.Residency, model.residency)),
             ("paused", _word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
@@ -94,7 +101,6 @@ def model_page(answer: pb.GetStatusResponse) -> None:
                 (
                     "DEVICE",
                     "STATE",
-                    "WEIGHTS",
                     "QUEUED",
                     "RUNNING",
                     "EXECUTIONS",
@@ -106,8 +112,7 @@ def model_page(answer: pb.GetStatusResponse) -> None:
                 (
                     (
                         str(one.number),
-                        _word(pb.State, one.state),
-                        one.weights_state or _word(pb.Weights, one.weights),
+                        life(_word(pb.State, one.state), one.weights_state or _word(pb.Weights, one.weights)),
                         str(one.queued),
                         str(one.executing),
                         str(one.dispatches),
@@ -154,7 +159,8 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
     found = [f"{one.name} failed: {one_line(one.text)}" for one in answer.failures]
     named = {one.name for one in answer.failures}
     for model in (*answer.models, *answer.metas):
-        state, version = _state(model.versions), model.versions[-1] if model.versions else None
+        version = model.versions[-1] if model.versions else None
+        state = life(_state(model.versions), "")
         if model.name in named or state == "cold":
             continue
         if version is None:
@@ -254,8 +260,7 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
         return
     version = entry.version
     said = [
-        _word(pb.State, version.state),
-        _word(pb.Weights, version.weights),
+        life(_word(pb.State, version.state), _word(pb.Weights, version.weights)),
         _word(pb.Residency, entry.residency) and f"residency {_word(pb.Residency, entry.residency)}",
         f"{len(version.stubs)} stubs",
         _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
@@ -282,6 +287,8 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
             ("numerics", _word(pb.Numerics, runtime.numerics) + computes),
             ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
         ]
+    if answer.models:
+        pairs.append(("models", _count(answer.models)))
     pairs += [("rsrv.yaml", note) for note in server.settings_notes]
     _print_pairs(pairs)
 
@@ -354,12 +361,11 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
     if versions:
         print()
         print_table(
-            ("VERSION", "STATE", "WEIGHTS", "STUBS", "ERROR"),
+            ("VERSION", "STATE", "STUBS", "ERROR"),
             (
                 (
                     one.key,
-                    _word(pb.State, one.state),
-                    _word(pb.Weights, one.weights),
+                    life(_word(pb.State, one.state), _word(pb.Weights, one.weights)),
                     " ".join(map(str, one.stubs)),
                     one_line(one.error),
                 )
@@ -375,18 +381,26 @@ def _precision(precision: pb.Precision) -> str:
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
-def _weights(model: pb.ModelStatus) -> str:
-    """Return the state of a model's weights by its own name; a model that is not built has a coarser one."""
-    return model.weights_state or _word(pb.Weights, model.weights)
+def _life(model: pb.ModelStatus) -> str:
+    """Return where a model is, for people."""
+    # A model that is not built has only the coarser state of its weights.
+    weights = model.weights_state or _word(pb.Weights, model.weights)
+    return life(_state(model.versions), weights, model.starting)
+
+
+def _count(models: Sequence[pb.ModelStatus]) -> str:
+    """Return how many models are in each state, without its details."""
+    counts = Counter(_life(model).partition(",")[0] for model in models)
+    text = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    return text + (" (`rsrv status '*'` lists them)" if counts["cold"] else "")
 
 
 def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
     on = " ".join(str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT)
     return (
         model.name,
-        _state(model.versions),
+        _life(model),
         _word(pb.Pause, model.paused),
-        _weights(model),
         *((on,) if several else ()),
         amount(model.device_bytes),
         str(model.queued),
@@ -403,7 +417,7 @@ def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
 def _meta_row(meta: pb.MetaStatus) -> tuple[str, ...]:
     return (
         meta.name,
-        _state(meta.versions),
+        life(_state(meta.versions), ""),
         str(len({pid for version in meta.versions for pid in version.stubs})),
         str(meta.waiting),
         str(meta.running),

@@ -21,7 +21,7 @@ _BLOCK_INTERVAL_S = 5.0
 _MAX_MODELS, _MAX_EVENTS = 10, 6
 #: Cells of the bar of a full device.
 _BAR = 10
-_HEAD = ("MODEL", "WEIGHTS", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
+_HEAD = ("MODEL", "STATE", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
 _SHARE = _HEAD.index("DEVICE")
 #: columns of a terminal with at least this many characters a line
 _WIDE = 110
@@ -50,12 +50,10 @@ class ModelRow(NamedTuple):
         return bool(model["queued"] or model["executing"] or self.rate or model["error"])
 
     def cells(self) -> tuple[str, ...]:
-        model, weights = self.model, self.model["weights"] or "meta"
+        model, weights = self.model, self.model["weights"]
         if model["paused"]:
             weights = f"paused ({model['paused']})"
-        elif model["state"] != "ready":
-            weights = model["state"]
-        elif model["residency"] == "device":
+        elif model["state"] == "ready" and model["residency"] == "device":
             weights = f"pinned, {weights}"
         if self.several and model["on"]:
             weights += f" on {' '.join(map(str, model['on']))}"

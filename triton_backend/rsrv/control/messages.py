@@ -38,7 +38,7 @@ _SUMS = frozenset(
 )
 _COUNTS = frozenset({"outcomes", "sizes"})
 #: Precedence among the states of a model's weights on several devices.
-_WEIGHT_STATES = ("resident", "evicting", "reserved", "loading", "queued", "backoff", "absent")
+_WEIGHT_STATES = ("resident", "evicting", "reserved", "loading", "queued", "backoff", "absent", "on disk")
 #: Fields with the same name and another form in both.
 _TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
@@ -77,7 +77,7 @@ def _entry(key: str, entry: ModelVersion) -> pb.Entry:
 
 
 def model_status(
-    name: str, statuses: Mapping[int, Json], devices: Mapping[int, Versions], policy: pb.Policy
+    name: str, statuses: Mapping[int, Json], devices: Mapping[int, Versions], policy: pb.Policy, starting: str
 ) -> pb.ModelStatus:
     """Return the status of a model over all devices.
 
@@ -86,14 +86,17 @@ def model_status(
         statuses: the model's part of each runtime's status; none of a runtime where it is not built.
         devices: its versions on each device that answers; none where it is not known. Without either, it is cold.
         policy: as in `policy`.
+        starting: what its start waits for; empty: it does not start.
     """
     status = _sum(list(statuses.values()))
     versions = merge(list(devices.values()))
     served = _served(versions)
     costs, precisions = status.get("costs", {}), status.get("precisions", {})
+    unknown = pb.STATE_LOADING if starting else pb.STATE_COLD
     return pb.ModelStatus(
         name=name,
-        versions=version_list(versions) if versions or statuses else [pb.Version(state=pb.STATE_COLD)],
+        versions=version_list(versions) if versions or statuses else [pb.Version(state=unknown)],
+        starting=starting,
         residency=member(pb.Residency, served["residency"] if served else status.get("residency")),
         weights=member(pb.Weights, served["weights"] if served else status.get("weights")),
         paused=member(pb.Pause, served["paused"] if served else None),

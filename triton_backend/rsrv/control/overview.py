@@ -119,7 +119,25 @@ def _served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
 
 
 def _state(entry: ModelVersion) -> dict[str, Any]:
-    return {key: entry[key] for key in ("name", "kind", "state", "residency", "weights", "paused")}
+    kept = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
+    return {**kept, "weights": life(entry["state"], entry["weights"] or "")}
+
+
+def life(state: str, weights: str, step: str = "") -> str:
+    """Return where a model is, in the words of docs/large-catalogue.md.
+
+    Args:
+        state: of its version.
+        weights: their state; empty of a meta model.
+        step: what its start waits for, if that is known.
+    """
+    if state == "loading":
+        return f"starting, {step}" if step else "starting"
+    if state != "ready" or not weights:
+        return state
+    if weights in ("resident", "reserved", "evicting"):
+        return "resident"
+    return "warm" if weights == "absent" else f"warm, weights {weights}"
 
 
 def _shown(model: _Figures) -> dict[str, Any]:
@@ -146,10 +164,9 @@ def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | N
         return None if before is None else f"{before['name']}: gone"
     said = []
     old: Mapping[str, Any] = before or {}
-    if after["state"] != old.get("state"):
-        said.append(f"failed: {after['error']}" if after["state"] == "failed" else after["state"])
-    if before is not None and after["weights"] != before["weights"]:
-        said.append(f"weights {after['weights']}")
+    now = life(after["state"], after["weights"] or "")
+    if before is None or now != life(before["state"], before["weights"] or ""):
+        said.append(f"failed: {after['error']}" if after["state"] == "failed" else now)
     if before is not None and after["residency"] != before["residency"]:
         said.append(f"residency {after['residency']}")
     if after["paused"] != old.get("paused"):

@@ -107,7 +107,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             for kind in ("model", "meta")
         }
         # A meta model that is cold is told from others when it has started.
-        names["model"] |= runtimes.cold - names["meta"]
+        starting = {name: step for said in statuses.values() for name, step in said["starting"].items()}
+        names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
         if request.model and not any(request.model in known for known in (*names.values(), failures)):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 
@@ -138,6 +139,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     told("models", name),
                     {number: found[name] for number, found in by_device.items() if name in found},
                     messages.policy(self._server.file.settings, name, runtimes.overrides.policy(name)),
+                    starting.get(name, ""),
                 )
                 for name in wanted(names["model"])
             ],

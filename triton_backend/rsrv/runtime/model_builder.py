@@ -143,6 +143,10 @@ class ModelBuilder:
         id = f"read {path}" if connection is None else connection.id
         self._put(BuildStep(id, name, demand, action, reads=True))
 
+    def waiting(self) -> set[str]:
+        """Return the models whose next step waits for the build thread."""
+        return self._queue.names()
+
     def forget(self, connection: PeerConnection) -> None:
         """Read no bundle for a connection that is gone, unless that has begun."""
         self._queue.drop(connection.id)

@@ -78,6 +78,12 @@ class Registry:
             raise LookupError(f"there is no model {name!r:.200}")
         return [callee for calls in called for callee in calls]
 
+    def starting(self) -> dict[str, str]:
+        """Return what the start of each model waits for."""
+        building = (self.catalog.entries[key] for key in self.catalog.building)
+        steps = {entry.name: entry.state.value for entry in building}
+        return {**steps, **dict.fromkeys(self._builder.waiting(), "waits for its turn")}
+
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""
         return [group for group in self._groups().values() if group.counts is not None]

@@ -212,6 +212,7 @@ class Reports:
                 if entry.key in snapshot.models
             },
             "metas": {group.name: self._meta_status(group, snapshot) for group in self._registry.metas()},
+            "starting": self._registry.starting(),
         }
 
     def load(self, since: int) -> dict[str, Any]:

@@ -79,6 +79,10 @@ class StartQueue:
     def __contains__(self, id: Hashable) -> bool:
         return id in self._steps
 
+    def names(self) -> set[str]:
+        """Return the models that have a step here."""
+        return {step.name for step in self._steps.values() if step.name}
+
     def put(self, step: BuildStep, now: float) -> None:
         """Add a step; it takes the place of one with its id."""
         self._steps[step.id] = step

@@ -249,7 +249,7 @@ class Scheduler(_message.Message):
     def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices")
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +279,7 @@ class ModelStatus(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     residency: Residency
@@ -301,7 +302,8 @@ class ModelStatus(_message.Message):
     policy: Policy
     weights_state: str
     devices: _containers.RepeatedCompositeFieldContainer[ModelOnDevice]
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ...) -> None: ...
+    starting: str
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ...) -> None: ...
 
 class ModelOnDevice(_message.Message):
     __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")

@@ -229,7 +229,7 @@ function hint(name, number, canvas, event) {
 const COLUMNS = [
   { id: "name", title: "model" },
   { id: "server", title: "server", hidden: () => servers.size < 2 },
-  { id: "weights", title: "weights", show: (row) => (row.state !== "ready" ? row.state : row.paused ? `paused (${row.paused})` : row.kind === "meta" ? "meta" : row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
+  { id: "weights", title: "state", show: (row) => (row.state === "ready" && row.paused ? `paused (${row.paused})` : row.state === "ready" && row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
   { id: "on", title: "on", hidden: () => !several() },
   { id: "bytes", title: "size", number: true, show: (row) => (row.kind === "meta" ? "" : bytes(row.bytes)) },
   { id: "queued", title: "waiting", number: true, show: (row) => String(row.queued) },
@@ -308,7 +308,8 @@ function fill(row) {
 function drawTotals() {
   const sum = (name) => [...rows.values()].reduce((total, row) => total + (row[name] ?? 0), 0);
   const cold = [...servers.values()].reduce((sum, { state }) => sum + (state?.cold ?? 0), 0);
-  say($("total-models"), cold ? `${rows.size}, and ${cold} cold` : String(rows.size));
+  const resident = [...rows.values()].filter((row) => row.weights === "resident").length;
+  say($("total-models"), cold ? `${rows.size + cold}: ${resident} resident, ${cold} cold` : String(rows.size));
   say($("total-rate"), rate(sum("rate")));
   say($("total-queued"), String(sum("queued")));
   say($("total-loads"), rate(sum("loading")));

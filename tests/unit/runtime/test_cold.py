@@ -377,6 +377,24 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
     assert is_answered(stub.ask(2.0), 2.0)
 
 
+def test_what_the_runtime_has_told_of_a_start_ends_with_it(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """The next start, or the next runtime after a death, may need far less time than the first one was told to."""
+    stub = start_stub(lazy, doubling)
+    stub.process.resubmission.starting(1000.0)
+    stub.ask()
+    key = stub.attachment.key
+    wait_until(lambda: stub.engine._deferred.idle)
+    dismiss(lazy, key)
+    wait_until(lambda: models() == {})
+
+    request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=20_000_000)
+    assert stub.model.execute([request]) is None
+
+    assert is_answered(request.answers.get(timeout=20))
+
+
 def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:

@@ -258,6 +258,7 @@ class Session(Startable):
             self.on_attach(attachment)
             self.attachment, self.started, self.wanted = attachment, True, False
             self._start_pause_s = _FIRST_START_PAUSE_S
+        self.starting(0.0)
         self.on_change()
         return attachment
 

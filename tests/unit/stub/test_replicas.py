@@ -521,3 +521,19 @@ def test_a_model_that_fell_back_starts_again_where_its_requests_go() -> None:
     process.resubmission.wake()
 
     assert home.started == 1
+
+
+def test_a_request_that_waits_for_the_start_is_taken_by_whole_replicas() -> None:
+    """The thread that resubmits may look at each moment of the start, also as soon as there is a replica to give it to."""
+    request = ClientRequest(FakeRequest({}), ArrivalTime.now())
+
+    class Looking(StubProcess):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "live":
+                self.resubmission.place(request)
+
+    process = Looking(Responses(FakePbUtils))
+    _, (only,) = made(1, process=process)
+
+    assert request in only.taken

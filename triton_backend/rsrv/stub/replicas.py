@@ -167,8 +167,6 @@ class Replicas:
         self._first = first
         attachment = first.session.attachment
         count = devices() if attachment is None else attachment.direct.devices
-        process.devices, process.live, process.stages = count, self._live, self._stages
-        process.resubmission.wake = self._wake
         self._preference = by_preference(name, count)
         #: by device, the home first
         self._replicas: dict[int, ModelReplica] = {number: first}
@@ -187,6 +185,9 @@ class Replicas:
         if count > 1:
             through_triton = attachment is None or attachment.settings["meta"]["transport"] == "bls"
             self.execute = self._follow_runs if through_triton else self._spread
+        # Last: requests that wait for the start of a cold model are submitted from here on.
+        process.devices, process.live, process.stages = count, self._live, self._stages
+        process.resubmission.wake = self._wake
         attempts = {device: threading.Event() for device in range(count) if device != number}
         for device, attempted in attempts.items():
             threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()

@@ -21,7 +21,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import Attachment, Session
+from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import read_status
 from tests.builders import broken_bundle, write_meta
@@ -460,6 +460,19 @@ def test_an_eager_meta_model_starts_lazy_callees(
     callee = start_stub(runtime, doublings["a"])
     assert isinstance(callee.model, Replicas)
     assert is_answered(callee.ask())
+
+
+def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
+    lazy: Runtime, start_stub: StartStub, doubling: Path
+) -> None:
+    """The model started where its home is, and the runtime there does not know the run; nor does it later."""
+    stub = start_stub(lazy, doubling)
+    parameters = '{"rsrv_run": "7", "rsrv_device": "1"}'
+    for _ in range(2):
+        request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, parameters=parameters)
+        for answer in stub.model.execute([request]) or ():
+            request.answers.put(answer)
+        assert error_of(request.answers.get(timeout=20)) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
 
 
 def test_a_call_through_triton_starts_a_cold_callee(

@@ -52,7 +52,15 @@ class FakeReplica:
         )
         self.started = 0
         self.session = cast(
-            Session, SimpleNamespace(attachment=attachment, device=self.device, start=self._start)
+            Session,
+            SimpleNamespace(
+                attachment=attachment,
+                device=self.device,
+                start=self._start,
+                cold=False,
+                started=True,
+                lost_at=inf,
+            ),
         )
 
     def _start(self) -> None:
@@ -467,7 +475,7 @@ def test_all_replicas_end_with_their_model() -> None:
 
 
 def made_cold(
-    devices: int, reader: PlacementReader | None = None
+    devices: int, reader: PlacementReader | None = None, transport: str = "direct"
 ) -> tuple[StubProcess, dict[int, FakeReplica], Callable[..., Replicas]]:
     """Return a stub's process, the replicas that it starts by device, and what makes all replicas of a cold model."""
     process, fakes = StubProcess(Responses(FakePbUtils)), dict[int, FakeReplica]()
@@ -475,7 +483,7 @@ def made_cold(
     def make(device: int) -> ModelReplica:
         if device not in process.wanted:
             raise Cold(60.0)
-        fakes[device] = FakeReplica(device, devices)
+        fakes[device] = FakeReplica(device, devices, transport=transport)
         return fakes[device]
 
     return process, fakes, partial(Replicas, make, "m", process, reader, lambda: devices)
@@ -521,6 +529,21 @@ def test_a_model_that_fell_back_starts_again_where_its_requests_go() -> None:
     process.resubmission.wake()
 
     assert home.started == 1
+
+
+def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
+    """Only the runtime there knows the run: other replicas have the meta model repeat the call until then."""
+    _, fakes, begin = made_cold(2, transport="bls")
+    replicas = begin(start=True)
+    home, other = by_preference("m", 2)
+    call = FakeRequest({}, parameters=json.dumps({"rsrv_run": "77", "rsrv_device": str(other)}))
+
+    assert replicas.execute([call]) == [home]
+
+    wait_until(lambda: replicas.execute([call]) == [other])
+    fakes[other].session.cold = True
+    assert replicas.execute([call]) == [other]
+    assert fakes[other].started > 0
 
 
 def test_a_request_that_waits_for_the_start_is_taken_by_whole_replicas() -> None:

@@ -36,7 +36,7 @@ from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.resubmission import MAX_DEATHS
-from rsrv.stub.session import Attachment, Session
+from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
@@ -86,7 +86,7 @@ class ModelRequest:
         if plan.output_bytes:
             slab.segment[self.outputs_at] = 0
         self.inputs = ()
-        deadline_ns, priority, run = self.request.params
+        deadline_ns, priority, run, _ = self.request.params
         return Submission(
             self.id,
             deadline_ns,
@@ -449,6 +449,9 @@ class Engine:
         for id, request in zip(connection.next_ids(len(requests)), requests, strict=True):
             if self._internal and request.failure is None and not request.params.run:
                 request.failure = RequestFailure(Status.NOT_FOUND, _INTERNAL)
+            elif request.params.run and request.params.device != self.session.device:
+                # The meta model repeats the call, which starts this model on the run's device.
+                request.failure = request.failure or RequestFailure(Status.RUNTIME_DOWN, DOWN)
             batch.append(ModelRequest(id, request, connection))
         return batch
 

@@ -407,7 +407,7 @@ class MetaEngine:
     ) -> tuple[DirectRun, Mapping[str, Callee]]:
         """Add this device to a run's place. Raises RequestFailure."""
         connection, callees = self._take_connection(one)
-        request, (deadline_ns, priority, _) = one.request, one.request.params
+        request, (deadline_ns, priority, *_) = one.request, one.request.params
         run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
         run.entered, run.device, run.alone = one.admitted, self.session.device, request.deaths > 0
         place.add(run, partial(self._release, one, connection, run))

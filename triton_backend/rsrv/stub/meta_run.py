@@ -57,7 +57,7 @@ class MetaRequest:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
-        deadline_ns, priority, _ = self.request.params
+        deadline_ns, priority, *_ = self.request.params
         return Entrance(self.id, self.token, deadline_ns, priority, tag=self.request.tag)
 
     def finish(self, done: Completion) -> None:

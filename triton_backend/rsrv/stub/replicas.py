@@ -263,14 +263,18 @@ class Replicas:
         if not self._mask or all(one.session.attachment is None for one in self._replicas.values()):
             return
         for device in [one for one in self._preference if self._mask >> one & 1]:
-            if device in self._replicas:
-                self._replicas[device].session.start()
-            elif device in self._cold:
-                self._cold.discard(device)
-                self._process.wanted.add(device)
-                threading.Thread(
-                    target=self._join, args=(device, threading.Event()), name="replica", daemon=True
-                ).start()
+            self._start_on(device)
+
+    def _start_on(self, device: int) -> None:
+        """Start the model on a device where it is cold, under the lock."""
+        if device in self._replicas:
+            self._replicas[device].session.start()
+        elif device in self._cold:
+            self._cold.discard(device)
+            self._process.wanted.add(device)
+            threading.Thread(
+                target=self._join, args=(device, threading.Event()), name="replica", daemon=True
+            ).start()
 
     def _allow(self) -> None:
         """Follow the table and the replicas."""
@@ -338,7 +342,11 @@ class Replicas:
             parts.setdefault(_device_of_run(request), []).append(request)
         if parts.keys() == {None}:
             return self._spread(requests)
-        # A device without a replica cannot have the run any more: any other says so.
+        with self._lock:
+            for device in parts:
+                if device is not None:
+                    self._start_on(device)
+        # Without a replica on the run's device, any other one has the meta model repeat the call.
         shares = [
             (self._replicas.get(-1 if device is None else device, self._allowed[0]), part)
             for device, part in parts.items()

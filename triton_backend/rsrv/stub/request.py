@@ -55,6 +55,8 @@ class RequestParams(NamedTuple):
     priority: int = 0
     #: token of the meta model's run that the request is a sub-call of; 0: none
     run: int = 0
+    #: number of the run's device
+    device: int = 0
 
 
 _NO_PARAMS = RequestParams(0)
@@ -161,10 +163,16 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
     # As text: a reader that takes JSON numbers for floating-point ones would change it.
-    run = str(parameters.get(RUN, "0"))
-    if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
-        raise RequestFailure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
-    return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, int(run))
+    run = _decimal(parameters, RUN)
+    device = _decimal(parameters, RUN_DEVICE) if run else 0
+    return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, run, device)
+
+
+def _decimal(parameters: Mapping[str, Any], name: str) -> int:
+    number = str(parameters.get(name, "0"))
+    if not (number.isascii() and number.isdecimal() and len(number) <= 20 and int(number) < 1 << 64):
+        raise RequestFailure(Status.INVALID, f"parameter {name} is for sub-calls of meta models")
+    return int(number)
 
 
 def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -> int:

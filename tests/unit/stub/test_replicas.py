@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -529,6 +530,24 @@ def test_a_model_that_fell_back_starts_again_where_its_requests_go() -> None:
     process.resubmission.wake()
 
     assert home.started == 1
+
+
+def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
+    """The next runtime gets a few seconds; then requests that wait start the model on one device where it is cold."""
+    process, fakes, begin = made_cold(3)
+    replicas = begin(start=True)
+    home, second, third = by_preference("m", 3)
+    session = fakes[home].session
+    session.attachment, fakes[home].seconds, session.lost_at = None, inf, time.monotonic()
+    process.resubmission.wake()
+    assert [*fakes] == [home]
+
+    session.lost_at -= 3.0
+    process.resubmission.wake()
+
+    wait_until(lambda: home_of(replicas) == second)
+    process.resubmission.wake()
+    assert replicas._cold == {third}
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:

@@ -28,6 +28,8 @@ _ANSWERS_IN_S = methodcaller("answers_in_s")
 _JOIN_S = 10.0
 #: seconds between a further device's attempts to serve the model, doubling
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+#: seconds that a runtime is down before a model starts on another device; the next runtime takes less as a rule
+_ELSEWHERE_S = 3.0
 
 
 class StubProcess:
@@ -255,8 +257,23 @@ class Replicas:
         replica.close()
 
     def _wake(self) -> None:
-        """Start a cold model where its requests go; `Resubmission.wake`."""
-        self._choose().session.start()
+        """Start a cold model where its requests go, or elsewhere if the runtime there stays down; `Resubmission.wake`."""
+        session = self._choose().session
+        session.start()
+        if not session.started or time.monotonic() - session.lost_at < _ELSEWHERE_S or self._process.wanted:
+            return
+        with self._lock:
+            sessions = {device: one.session for device, one in self._replicas.items()}
+            if any(not one.cold and not one.started for one in sessions.values()):
+                return  # it starts on one already
+            cold = self._cold | {device for device, one in sessions.items() if one.cold}
+            for device in allowed([one for one in self._preference if one in cold], self._mask)[:1]:
+                log.warning(
+                    "the runtime of device %d stays down: the model starts on device %d",
+                    session.device,
+                    device,
+                )
+                self._start_on(device)
 
     def _spread_warm(self) -> None:
         """Start a model that serves on the devices of a new table where it is cold, under the lock."""

@@ -144,6 +144,8 @@ class Startable:
         self.cold = False
         #: a runtime has had it ready, and it has not fallen back to cold since
         self.started = False
+        #: time.monotonic of the latest death of its runtime
+        self.lost_at = 0.0
         self._start_pause_s = _FIRST_START_PAUSE_S
 
     def start(self) -> None:
@@ -293,7 +295,7 @@ class Session(Startable):
         with self._lock:
             if self.attachment is not attachment:
                 return
-            self.attachment, self.down = None, DOWN
+            self.attachment, self.down, self.lost_at = None, DOWN, time.monotonic()
         self.on_change()
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")

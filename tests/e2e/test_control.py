@@ -559,6 +559,7 @@ def test_a_device_sleeps_until_a_request_or_a_command(control: Control) -> None:
             wait_until(lambda: {"exact", "steady", "changing"} <= ready(control), what="the other models")
 
 
+@pytest.mark.long
 def test_sleeps_under_load_fail_no_request(control: Control) -> None:
     """Of four clients' requests none fails and all answers are right, although each sleep ends at once."""
     server, stop = control.server, threading.Event()

@@ -22,6 +22,8 @@ from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, rando
 from tests.e2e.harness import RunningTriton, StartTriton, is_alive, make_repository
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 ONES = np.ones((1, 64), np.float32)
 
 
@@ -56,7 +58,7 @@ def works(check: Callable[[], None]) -> bool:
     return not isinstance(outcome(check), Refused)
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("depth", [1, 2])
 def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], depth: int
 ) -> None:
@@ -89,7 +91,6 @@ def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     assert not is_alive(old)
 
 
-@pytest.mark.long
 def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
     start: Callable[..., RunningTriton], made: Mapping[str, Path]
 ) -> None:
@@ -115,7 +116,6 @@ def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
     assert read_status(server.pid)["pid"] == pid
 
 
-@pytest.mark.long
 def test_a_runtime_killed_while_it_compiles_comes_back(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -157,7 +157,6 @@ def test_a_runtime_killed_while_it_compiles_comes_back(
     wait_until(lambda: json.loads((directory / paths.DEATHS).read_text()) == {}, what="no model to be blamed")
 
 
-@pytest.mark.long
 def test_a_version_with_other_weights_compiles_nothing(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
 ) -> None:

@@ -319,7 +319,7 @@ def test_a_hook_that_forks_and_returns_twice_answers_once(server: RunningTriton)
     wait_until(lambda: server.stub_pids("forks") == [pid])
 
 
-@pytest.mark.parametrize("model", ["leaves", "closes"])
+@pytest.mark.parametrize("model", ["leaves", pytest.param("closes", marks=pytest.mark.long)])
 def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(
     living: Callable[[], RunningTriton], model: str
 ) -> None:

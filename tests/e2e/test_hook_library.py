@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import pytest
 
 from rsrv.hooks.text import as_text, from_text
 from rsrv_bundle.export import export_bundle
 from tests.e2e.calls import PROTOCOLS, Array, Caller, at_once, caller, refusal
 from tests.e2e.harness import StartTriton, make_repository
+
+pytestmark = pytest.mark.long
 
 COLOURS = {"red": (200, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 200)}
 KINDS = ("JPEG", "PNG", "WEBP")

@@ -369,6 +369,7 @@ def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living)
     wait_until(lambda: life.serves, what="the server not to miss it")
 
 
+@pytest.mark.long
 def test_a_killed_stub_comes_back(living: Callable[[], RunningTriton]) -> None:
     """A killed stub is replaced soon, without a request."""
 

@@ -100,7 +100,12 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param("SIGKILL", marks=pytest.mark.long), "SIGTERM", "SIGKILL under load"]
+    "way",
+    [
+        pytest.param("SIGKILL", marks=pytest.mark.long),
+        pytest.param("SIGTERM", marks=pytest.mark.long),
+        "SIGKILL under load",
+    ],
 )
 def test_nothing_is_left_of_a_server_that_ended(
     start: Callable[..., RunningTriton], home: Path, way: str
@@ -308,6 +313,7 @@ def test_a_frozen_runtime_does_not_hang_the_server(triton: RunningTriton) -> Non
 # --- a stub's end -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
     """The models beside it answer as before, and the runtime, which it may have started, lives on."""
     despite(aborted_by_a_lock, lambda: start("exact", "hooked", "elastic"), kill_stubs)

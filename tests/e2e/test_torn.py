@@ -18,6 +18,8 @@ from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, r
 from tests.e2e.lives import COLUMNS, Living, place, version, write_version
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 WEIGHTS = "weights.safetensors"
 TORN = f"{WEIGHTS} does not match the manifest: it is being written"
 #: The versions of an answer: in the weights, and in the code.
@@ -81,7 +83,6 @@ def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
         asking.result()
 
 
-@pytest.mark.timeout(300)
 def test_a_torn_file_leaves_the_old_version_serving(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
@@ -108,8 +109,6 @@ def test_a_torn_file_leaves_the_old_version_serving(
             assert set(found) == {TWO}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
     versions: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:

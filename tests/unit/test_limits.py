@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
-from rsrv.limits import raise_limit
+import pytest
+
+from rsrv.limits import raise_limit, spare_memory, total_memory
 
 
 def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
@@ -16,3 +19,30 @@ def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        (None, {}),
+        ("", {}),
+        ("odd\n0::\n:\n", {}),
+        ("0::/x\n", {"x/memory.max": b"max\n"}),
+        ("0::/x\n", {"x/memory.max": b"\xff"}),
+        ("9:memory:/x\n", {"memory/x/memory.limit_in_bytes": b"9223372036854771712\n"}),
+    ],
+)
+def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine(
+    tmp_path: Path, groups: str | None, files: dict[str, bytes]
+) -> None:
+    """Kernels without control groups, and files that cannot be understood, end no runtime."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 400 kB\n")
+    if groups is not None:
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, content in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+
+    assert (total_memory(tmp_path), spare_memory(tmp_path)) == (1000 << 10, 400 << 10)

@@ -78,13 +78,14 @@ def _meminfo(root: Path, name: str) -> int:
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the control groups that limit this process's memory, each with its limit in bytes.
 
-    Inside a container the path that the kernel names may be the one outside: then the group is at the root.
+    Inside a container the path that the kernel names may be the one outside: then the group is at the root. A kernel
+    may have no control groups.
     """
     mounts = {"": root / "sys" / "fs" / "cgroup", "memory": root / "sys" / "fs" / "cgroup" / "memory"}
-    for line in (root / "proc" / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
         mount = mounts.get(controllers)
-        if mount is None:
+        if mount is None or not path:
             continue
         group = mount / path.strip("/")
         for one in {mount, group, *group.parents}:
@@ -96,17 +97,19 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 def _number(file: Path) -> int | None:
     """Return the number in a file; None for "max", and for a file that does not exist."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(file: Path) -> dict[str, int]:
     """Return the numbers in a file of the kernel, by the first word of their lines; none if there is no such file."""
-    try:
-        lines = (line.split() for line in file.read_text().splitlines())
-    except OSError:
-        return {}
+    lines = (line.split() for line in _text(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file of the kernel; empty if there is no such file."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -164,9 +164,8 @@ class Registry:
                 continue
             if any(policy.residency(entry.name) == "device" for entry in entries):
                 continue
-            used = max(map(self._scheduler.idle_since, models))
-            due = min(now, used) + limit
-            if used < inf and due <= now:
+            due = min(now, max(map(self._scheduler.idle_since, models))) + limit
+            if due <= now:
                 log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
                 self.dismiss(key)
                 due = now + limit

@@ -193,7 +193,9 @@ def test_a_file_that_was_written_a_moment_ago_is_not_noted(
     store.close()
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"digests": ["../../etc/passwd"]}', '{"digests": 3}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '["a", "b", ["../../etc/passwd"]]', '["a", "b", 3]', "[" * 200_000]
+)
 def test_a_damaged_note_costs_a_read(shm: Path, bundle: Bundle, damage: str) -> None:
     """A disk that was full, or an operator: the weights are read, and noted again."""
     store = start(shm)
@@ -204,6 +206,7 @@ def test_a_damaged_note_costs_a_read(shm: Path, bundle: Bundle, damage: str) -> 
     note.write_text(damage)
 
     after = start(shm)
+    after.sweep()
     assert right(after.open(bundle, keep=True))
 
     assert note.read_text() == intact

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,6 +54,27 @@ class TensorBytes:
     bytes: Bytes
     #: releases the store's claim to them; called once
     release: Callable[[], object]
+
+
+class _Note(NamedTuple):
+    """Content of a weights file, for the server's next runtime."""
+
+    file: str
+    form: str
+    #: of its tensors, in argument order
+    digests: Sequence[str]
+
+
+def _read_note(path: Path) -> _Note:
+    """Read a note. Raises OSError and ValueError."""
+    with suppress(RecursionError):
+        match json.loads(path.read_text()):
+            # A digest is a name in the directory of the tensors.
+            case [str(file), str(form), [*digests]] if all(
+                isinstance(one, str) and _NAME.fullmatch(one) for one in digests
+            ):
+                return _Note(file, form, digests)
+    raise ValueError("it is no note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +301,11 @@ class SharedMemory:
         if path is None:
             return None
         try:
-            found = json.loads(path.read_text())
-            digests: list[str] = found["digests"]
-            # A digest is a name in this directory.
-            return digests if found["form"] == file.form and all(map(_NAME.fullmatch, digests)) else None
+            note = _read_note(path)
+            return note.digests if note.form == file.form else None
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError) as error:
             log.warning("%s cannot be read, so the weights are: %s", path, error)
             return None
 
@@ -295,8 +314,7 @@ class SharedMemory:
         if path is None:
             return
         try:
-            noted = {"file": str(file.path), "form": file.form, "digests": list(digests)}
-            paths.write_whole(path, json.dumps(noted))
+            paths.write_whole(path, json.dumps([str(file.path), file.form, list(digests)]))
         except OSError as error:
             log.warning("%s cannot be written, so the next runtime reads the weights again: %s", path, error)
 
@@ -321,8 +339,8 @@ class SharedMemory:
         with suppress(OSError):
             for path in sorted(self._notes.iterdir(), key=lambda path: path.stat().st_mtime_ns):
                 if excess > 0 and path.name not in but:
-                    with suppress(ValueError, LookupError, TypeError):
-                        excess -= sum(left.pop(name, 0) for name in json.loads(path.read_text())["digests"])
+                    with suppress(ValueError):
+                        excess -= sum(left.pop(digest, 0) for digest in _read_note(path).digests)
                     path.unlink()
         self.sweep()
 
@@ -351,11 +369,11 @@ class SharedMemory:
                     shutil.rmtree(directory, ignore_errors=True)
                     continue
                 for path in filter(lambda path: _NAME.fullmatch(path.name), directory.iterdir()):
-                    with suppress(OSError, ValueError, LookupError, TypeError):
-                        found = json.loads(path.read_text())
-                        if WeightsFile.version_of(found["file"]) == path.name:
+                    with suppress(OSError, ValueError):
+                        note = _read_note(path)
+                        if WeightsFile.version_of(note.file) == path.name:
                             own = directory == self._notes
-                            noted |= {name: own or noted.get(name, False) for name in found["digests"]}
+                            noted |= {name: own or noted.get(name, False) for name in note.digests}
                         else:
                             path.unlink()  # the bundle was replaced or removed while no runtime had it
         return noted

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from tests.bench.report import table
+from tests.chaos.catalogue import CATALOGUE, ComesAndGoes
 from tests.chaos.endurance import ENDURANCE
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import HEADERS, Row, cells, remarks, together
@@ -34,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
     options = parser.parse_args(argv)
-    known = (*FAULTS, *ENDURANCE)
+    known: Sequence[type[Fault]] = (*FAULTS, *CATALOGUE, *ENDURANCE, ComesAndGoes)
     wanted = (
         [kind for kind in known if any(word in kind.name for word in options.only)]
         if options.only
-        else FAULTS
+        else (*FAULTS, *CATALOGUE)
     )
     if not wanted:
         parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in known))
@@ -70,7 +71,7 @@ def _turns(
 ) -> Iterator[type[Fault]]:
     """Yield each fault once, and those that take seconds again until the time is over."""
     yield from wanted
-    again = [kind for kind in wanted if kind in FAULTS]
+    again = [kind for kind in wanted if kind in FAULTS or kind in CATALOGUE]
     while time.monotonic() < until and (possible := [kind for kind in again if kind not in set(impossible)]):
         for kind in possible:
             if time.monotonic() >= until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from tests.chaos.questions import (
     BULKY_STEP,
     HEAVY,
     HEAVY_FACTORS,
+    ITEM,
     LIGHT,
     LIGHT_FACTORS,
     MOODS,
+    item_factor,
+    item_name,
     mixing,
     mood,
 )
@@ -119,6 +123,22 @@ def _lookup(out_dir: Path, elements: int, factor: int) -> None:
     )
 
 
+def _item(out_dir: Path) -> None:
+    """i32 [n, 4] -> the weights there; `put_item` makes the models of a catalogue from it."""
+    _lookup(out_dir, ITEM, item_factor(0))
+
+
+def put_item(folder: Path, number: int, *, factor_of: int | None = None) -> Path:
+    """Put a model of the catalogue among others, with its weights or another's, in the place of an earlier one."""
+    name = item_name(number)
+    weights = np.arange(ITEM, dtype=np.uint32) * np.uint32(
+        item_factor(number if factor_of is None else factor_of)
+    )
+    made = bundles.with_weights(OUTPUT / "item", folder.with_name("made") / name, {"table": weights})
+    shutil.rmtree(folder / name, ignore_errors=True)
+    return made.rename(folder / name)
+
+
 def _bulky(out_dir: Path) -> None:
     """f32 [n, BULKY] -> every BULKY_STEP-th element."""
     export_bundle(
@@ -165,6 +185,7 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
     "heavy_a": _heavy,
     "heavy_b": _heavy,
     "bulky": _bulky,
+    "item": _item,
     "compiling": _compiling,
     "double": _double,
     "triple": _triple,

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,6 @@ from tests.chaos.faults import Fault
 from tests.chaos.figures import RIGHT, Expected, Record
 from tests.chaos.house import CROWD, House
 from tests.chaos.load import Load, clients
-from tests.e2e.harness import ROOT
 from tests.waiting import wait_until
 
 #: Seconds for all models to answer again, and for a spare to come: 30 s after its predecessor's end, if it is quiet.
@@ -136,9 +133,7 @@ def _kill_spare(house: House) -> None:
 
 def _restart(house: House) -> None:
     house.runtime_pid()  # Without a runtime there is nothing to restart.
-    command = [sys.executable, "-m", "rsrv.cli.main", "restart", "--server", f"unix:{house.control_socket()}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, f"rsrv restart: {ended.stdout}{ended.stderr}"
+    house.rsrv("restart")
 
 
 _WAYS: Mapping[str, Callable[[House], None]] = {

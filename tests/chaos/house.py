@@ -28,13 +28,13 @@ from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
-from tests.chaos.questions import LIGHT_FACTORS, Question
-from tests.e2e.harness import EXPLICIT, RunningTriton, running_triton
+from tests.chaos.questions import ITEMS, LIGHT_FACTORS, SPARE_ITEMS, Question
+from tests.e2e.harness import EXPLICIT, ROOT, RunningTriton, running_triton
 from tests.waiting import wait_until
 
 #: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`; one with twenty
-#: models that clients call.
-Kind = Literal["plain", "devices", "clock", "serve", "crowded"]
+#: models that clients call; one with a catalogue of lazy models.
+Kind = Literal["plain", "devices", "clock", "serve", "crowded", "catalogue"]
 #: The models that are served from the start.
 SERVED = (
     "exact",
@@ -50,23 +50,42 @@ SERVED = (
 )
 #: The models of the server with twenty.
 CROWD = ("exact", "only_rows", "elastic", "sudden", "fragile", "moody", "chain", *LIGHT_FACTORS)
+#: The models beside a catalogue.
+BESIDE = ("exact", "only_rows", "chain")
 #: The callees of `chain`.
 INTERNAL = ("double", "triple")
 #: MiB of /dev/shm and of the disk for compiled models.
 _SHM, _DISK = 192, 64
+#: MiB of /dev/shm for a catalogue, where each stub of Python has one.
+_CATALOGUE_SHM = 512
 #: Seconds after which a hook, or an execution, hangs.
 HOOK_TIMEOUT, WATCHDOG = 3.0, 3.0
 #: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
-_SETTINGS = """
-runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}
+_OF_ALL = """
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
 lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
 """
+_SETTINGS = (
+    "runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}" + _OF_ALL
+)
+#: Settings of lazy models: 40 items fit on the device, and 80 in host memory.
+LAZY = (
+    """
+runtime:
+  watchdog_s: {watchdog}
+  start: lazy
+  start_timeout_s: 200
+  idle: {{device: 2s, host: 4s, executable: 8s}}
+  weight_budget_bytes: 11000000
+  host_memory_bytes: 22000000
+"""
+    + _OF_ALL
+)
 #: The first actions of the house's shell: $0 is the disk's path, the rest the server's command.
 _MOUNTS = (
-    f"mount -t tmpfs -o size={_SHM}m,mode=1777 tmpfs /dev/shm && "
-    f'mount -t tmpfs -o size={_DISK}m,mode=0700 tmpfs "$0" && exec "$@"'
+    "mount -t tmpfs -o size={shm}m,mode=1777 tmpfs /dev/shm && "
+    'mount -t tmpfs -o size={disk}m,mode=0700 tmpfs "$0" && exec "$@"'
 )
 
 
@@ -144,6 +163,7 @@ class House:
         self._server = _SupervisedServer if kind == "serve" else _HousedServer
         self.bundles = folder / "bundles"
         self.gen = folder / "gen"
+        self._config = folder / "settings.yaml"
         self._disk = folder / "cache"
         self._clock = folder / "clock"
         self._ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
@@ -175,21 +195,28 @@ class House:
         self.set_clock(0)
         crowded = self._kind == "crowded"
         self._made = bundles.ensure(many=crowded)
-        for name in (*(CROWD if crowded else SERVED), *INTERNAL):
+        served = {"crowded": CROWD, "catalogue": BESIDE}.get(self._kind, SERVED)
+        for name in (*served, *INTERNAL):
             shutil.copytree(self._made[name], self.bundles / name)
-        config = self._folder / "settings.yaml"
-        config.write_text(
-            _SETTINGS.format(
-                weights=WEIGHT_BYTES,
-                watchdog=WATCHDOG,
-                hook=HOOK_TIMEOUT,
-                stub=STUB_BYTES,
-                bundles=self.bundles,
-                devices=self._devices,
-            )
-        )
-        self._config = config
+        if self._kind == "catalogue":
+            for number in range(ITEMS + SPARE_ITEMS):
+                bundles.put_item(self.bundles, number)
+        self.configure(LAZY if self._kind == "catalogue" else _SETTINGS)
         self._generate(self.bundles)
+
+    def configure(self, settings: str) -> None:
+        """Write rsrv.yaml."""
+        text = settings.format(
+            weights=WEIGHT_BYTES,
+            watchdog=WATCHDOG,
+            hook=HOOK_TIMEOUT,
+            stub=STUB_BYTES,
+            bundles=self.bundles,
+            devices=self._devices,
+        )
+        fresh = self._config.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.rename(self._config)
 
     def _generate(self, bundles: Path) -> None:
         """Add models to the repository."""
@@ -213,7 +240,9 @@ class House:
 
     def start(self) -> None:
         self._starts += 1
-        inside = [*self._unshare, "sh", "-c", _MOUNTS, str(self._disk)] if self._unshare else []
+        shm = _CATALOGUE_SHM if self._kind == "catalogue" else _SHM
+        mounts = _MOUNTS.format(shm=shm, disk=_DISK)
+        inside = [*self._unshare, "sh", "-c", mounts, str(self._disk)] if self._unshare else []
         self._running = self._stack.enter_context(
             running_triton(
                 self.gen,
@@ -321,6 +350,19 @@ class House:
     def _need_mounts(self, what: str) -> None:
         if not self._unshare:
             raise NotPossible(f"{what} cannot be filled: no mount namespaces here, for root nor for users")
+
+    def rsrv(self, *arguments: str) -> None:
+        """Run a command of `rsrv` on the server."""
+        command = [
+            sys.executable,
+            "-m",
+            "rsrv.cli.main",
+            *arguments,
+            "--server",
+            f"unix:{self.control_socket()}",
+        ]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 0, f"rsrv {' '.join(arguments)}: {ended.stdout}{ended.stderr}"
 
     def set_clock(self, seconds: float) -> None:
         """Set the runtime's wall clock so far from the real one, from the next second on."""

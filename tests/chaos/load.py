@@ -21,7 +21,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.chaos.figures import RIGHT, UNANSWERED, WRONG, Record
+from tests.chaos.figures import RIGHT, STRIKE, UNANSWERED, WRONG, Record
 from tests.chaos.questions import QUESTIONS, Question
 from tests.e2e.calls import Array, output_names, tensors
 from tests.e2e.harness import ROOT
@@ -75,10 +75,10 @@ class Connection:
             names = output_names(answer)
             return _compared({name: answer.as_numpy(name) for name in names}, question.wanted), ""
         except InferenceServerException as error:
-            outcome = _code(str(error.status()), str(error.message()))
+            outcome, said = _refused(error)
             if outcome in (UNANSWERED, BROKEN):
                 self.close()
-            return outcome, str(error.message())
+            return outcome, said
         except TimeoutError as error:
             self.close()
             return UNANSWERED, repr(error)
@@ -91,6 +91,40 @@ class Connection:
         if client is not None:
             with contextlib.suppress(Exception):
                 client.close()
+
+
+def ask_at_once(
+    url: str, model: str, questions: Sequence[Question], patience: float = PATIENCE
+) -> list[Record]:
+    """Send all questions by gRPC without waiting for answers; return the records, which name this model."""
+    records: list[Record] = []
+    answered = threading.Semaphore(0)
+    with tritonclient.grpc.InferenceServerClient(url) as client:
+        for question in questions:
+
+            def note(
+                result: Any, error: Any, question: Question = question, sent: float = time.monotonic()
+            ) -> None:
+                if error is None:
+                    names = output_names(result)
+                    outcome, said = _compared({n: result.as_numpy(n) for n in names}, question.wanted), ""
+                else:
+                    outcome, said = _refused(error)
+                said = f"{question.model}: {said}"[:200]
+                records.append(Record(model, STRIKE, sent, time.monotonic(), outcome, said))
+                answered.release()
+
+            inputs = tensors(tritonclient.grpc, question.inputs)
+            client.async_infer(question.model, inputs, note, client_timeout=patience)
+        for _ in questions:
+            assert answered.acquire(timeout=patience + PATIENCE), (
+                "a request got neither an answer nor its deadline's error"
+            )
+    return records
+
+
+def _refused(error: InferenceServerException) -> tuple[str, str]:
+    return _code(str(error.status()), str(error.message())), str(error.message())
 
 
 #: The connection broke, or none could be made.
@@ -133,7 +167,9 @@ def main(arguments: Sequence[str]) -> None:
         while not stop.wait(client.pause):
             question = QUESTIONS[client.model](rng)
             sent = time.monotonic()
-            outcome, said = connection.ask(client.model, question)
+            outcome, said = connection.ask(question.model or client.model, question)
+            if question.model and outcome != RIGHT:
+                said = f"{question.model}: {said}"
             record = Record(client.model, client.protocol, sent, time.monotonic(), outcome, said[:200])
             with lock:
                 print(json.dumps(record), flush=True)

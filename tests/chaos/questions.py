@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ class Question(NamedTuple):
     inputs: Arrays
     #: Empty if there is no right answer, so that any answer except an error is wrong.
     wanted: Arrays
+    #: The model, if a client asks several.
+    model: str = ""
 
 
 # --- the models' functions ----------------------------------------------------------------------------------------
@@ -29,6 +32,12 @@ HEAVY, LIGHT = 2**25, 2**18
 #: These models: element i of their weights is i times this, in 32 bits.
 HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
 LIGHT_FACTORS = {f"light{number:02}": 2654435761 + 2 * number for number in range(13)}
+#: Elements of the weights of a catalogue's models, 256 KiB, which are like these.
+ITEM = 2**16
+#: Models that clients of `catalogue` ask, by Zipf's law: the first one the most. With the Python front each is a process.
+ITEMS = 1000 if os.environ.get("RSRV_STUB__FRONT") == "native" else 50
+#: Further models of it, which only strikes ask.
+SPARE_ITEMS = 4
 #: Elements in a row of `bulky`, 4 MiB of f32, and the step of those in its answer.
 BULKY, BULKY_STEP = 2**20, 2**12
 #: Rounds of `compiling`, each of which is compiled by itself.
@@ -133,6 +142,26 @@ def _compiling(rng: np.random.Generator) -> Question:
     return Question({"x": x}, {"y": h})
 
 
+def item_name(number: int) -> str:
+    return f"item{number:04}"
+
+
+def item_factor(number: int) -> int:
+    return 2654435761 + 2 * number
+
+
+def item(rng: np.random.Generator, number: int) -> Question:
+    """Return a request of one model of the catalogue."""
+    return _lookup(ITEM, item_factor(number))(rng)._replace(model=item_name(number))
+
+
+_SHARES = np.cumsum(1 / np.arange(1, ITEMS + 1))
+
+
+def _catalogue(rng: np.random.Generator) -> Question:
+    return item(rng, int(np.searchsorted(_SHARES, rng.uniform(0, _SHARES[-1]))))
+
+
 def _chain(rng: np.random.Generator) -> Question:
     x = _whole(rng, _rows(rng), 8)
     return Question({"x": x}, {"y": 6 * x})
@@ -148,6 +177,7 @@ QUESTIONS: Mapping[str, Callable[[np.random.Generator], Question]] = {
     "bulky": lambda rng: bulky(rng, 1),
     "compiling": _compiling,
     "chain": _chain,
+    "catalogue": _catalogue,
     **{name: _lookup(HEAVY, factor) for name, factor in HEAVY_FACTORS.items()},
     **{name: _lookup(LIGHT, factor) for name, factor in LIGHT_FACTORS.items()},
 }

@@ -135,6 +135,7 @@ class BundlesChange(_Catalogue):
 
 
 class FirstRequestsAtOnce(_Catalogue):
+    expected = Expected({"catalogue"}, excuse="a client gave up before the turn of its model's start")
     name = "a catalogue: 1,000 requests at once, most for cold models"
 
     def strike(self, house: House, load: Load) -> float:
@@ -147,6 +148,7 @@ class FirstRequestsAtOnce(_Catalogue):
 
 
 class ClientsGiveUp(_Catalogue):
+    expected = FirstRequestsAtOnce.expected
     name = f"a catalogue: 1,000 clients that give up after {_HASTE_S * 1e3:.0f} ms"
 
     def strike(self, house: House, load: Load) -> float:

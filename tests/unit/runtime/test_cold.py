@@ -356,6 +356,26 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
     assert stubs["a"].ask(2.0).error is None
 
 
+def test_of_many_idle_models_some_fall_back_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+    start_runtime: StartRuntime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+) -> None:
+    """So the loop serves others between the unloads; the next look is soon, until all are cold."""
+    monkeypatch.setattr("rsrv.runtime.registry._FALLS", 3)
+    runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 10m}}"))
+    stubs = [start_stub(runtime, doublings[name]) for name in "abcd"]
+    for stub in stubs:
+        stub.ask()
+    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs))
+
+    assert look_for_idle(runtime, 700.0) < 1
+    wait_until(lambda: len(models()) == 1)
+    assert look_for_idle(runtime, 700.0) >= 1
+    wait_until(lambda: models() == {})
+
+
 def test_a_model_with_a_request_in_flight_does_not_fall_back(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:

@@ -304,7 +304,8 @@ class Catalog:
         """Note that the stubs of a model or meta model are asked to leave until a request comes."""
         self._dismissed[key] = self._clock()
 
-    def _is_dismissed(self, key: str) -> bool:
+    def is_dismissed(self, key: str) -> bool:
+        """Return whether the stubs of a model or meta model may still be about to leave."""
         return self._clock() - self._dismissed.get(key, -_LEAVE_S) < _LEAVE_S
 
     def tell(self, key: str) -> None:
@@ -318,7 +319,7 @@ class Catalog:
             entry.name,
             "model",
             entry.digest,
-            "cold" if draining and self._is_dismissed(entry.key) else WATCHED_STATES[entry.state],
+            "cold" if draining and self.is_dismissed(entry.key) else WATCHED_STATES[entry.state],
             entry.error,
             self.policy.residency(entry.name),
             entry.weights,
@@ -332,7 +333,7 @@ class Catalog:
         """Update the feed's entry of a meta model that these connections serve; `error`: why it cannot be served."""
         stubs = _pids(connections)
         if error is None and not stubs:
-            if self._is_dismissed(group.key):
+            if self.is_dismissed(group.key):
                 self.feed.put(
                     group.key, FeedEntry(group.name, "meta", group.digest, "cold", models=group.models)
                 )

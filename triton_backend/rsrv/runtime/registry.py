@@ -34,6 +34,8 @@ _MAX_NAME = 255
 _MAX_REASON = 4000
 #: seconds between two looks for idle models
 _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
+#: models that fall back at one look, and seconds until the next one: each unload holds up the loop for milliseconds
+_FALLS, _NEXT_FALLS_S = 16, 0.25
 #: for a native front; a meta model's file is one of hooks, too
 _HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
 
@@ -148,9 +150,9 @@ class Registry:
     def dismiss_idle(self, now: float) -> float:
         """Dismiss the models that no request has used for `idle.executable`; return when to look again.
 
-        A pinned model stays, and a meta model is as idle as the models that it calls.
+        A pinned model stays, and a meta model is as idle as the models that it calls. If many are idle, some fall back.
         """
-        policy, again = self.catalog.policy, now + _MAX_LOOK_S
+        policy, again, falls = self.catalog.policy, now + _MAX_LOOK_S, 0
         found = {group.key: (group.name, group.models) for group in self._groups().values()}
         found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
         for key, (name, models) in found.items():
@@ -166,8 +168,12 @@ class Registry:
                 continue
             due = min(now, max(map(self._scheduler.idle_since, models))) + limit
             if due <= now:
-                log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
-                self.dismiss(key)
+                if not self.catalog.is_dismissed(key):
+                    if falls == _FALLS:
+                        return now + _NEXT_FALLS_S
+                    falls += 1
+                    log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
+                    self.dismiss(key)
                 due = now + limit
             again = min(again, due)
         return max(again, now + _MIN_LOOK_S)

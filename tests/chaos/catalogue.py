@@ -71,7 +71,7 @@ class KillStarting(_CompilingStarts):
     def strike(self, house: House, load: Load) -> float:
         mark = house.log_mark()
         house.strike(load, "compiling", self._question)
-        house.wait_log("compiling: compiled 1/", mark)
+        house.wait_log("compiling: compiled 1/", mark, timeout=90)
         return kill(house.runtime_pid(), signal.SIGKILL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.paths import ASLEEP
 from tests.unit.control.peers import FakeRuntime, Served, served, until
@@ -77,6 +79,25 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: 
 
 
 @looped
+async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_cold_models(
+    tmp_path: Path,
+) -> None:
+    """No runtime has told it any: those that Triton has loaded are cold, so they serve, and nothing is woken."""
+    async with served(tmp_path, models=["a"]) as server:
+        woken = drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        second = Runtimes([tmp_path])
+        running = asyncio.create_task(second.run())
+        await until(second, lambda: second.asleep)
+
+        second.show_cold({"a"})
+
+        assert second.cold == {"a"}
+        assert not woken
+        running.cancel()
+
+
+@looped
 async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> None:
     """The answer has the seconds that it took; a device that is awake needs none."""
     async with served(tmp_path, models=["a"], devices=2) as server:
@@ -91,6 +112,21 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         assert [link.lives for link in server.runtimes.links] == [1, 1]
         # The stub has no connection to the new runtime until a request comes.
         assert server.runtimes.links[1].dismissed == {"a"}
+
+
+@looped
+async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
+    """When the device wakes, a look at Triton's loaded models comes before the stub's request: the model stays cold."""
+    async with served(tmp_path, models=["a"]) as server:
+        drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        server.link._dismissed["a"] -= 3600
+        await server.control.Wake(pb.WakeRequest())
+
+        server.runtimes.show_cold({"a"})
+
+        assert server.runtimes.cold == {"a"}
+        assert server.health.serving("a")
 
 
 @looped

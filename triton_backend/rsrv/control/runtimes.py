@@ -177,11 +177,11 @@ class Runtimes:
 
     def show_cold(self, names: Collection[str]) -> None:
         """Note the models whose stubs live without a connection: they are cold, unless a runtime is about to have them."""
-        if not self.up:
+        if not (self.up or self.asleep):
             return
         found = frozenset(names).difference(*(link.returning() for link in self.links))
         for link in self.live.values():
-            link.check_dismissed(found)
+            link.check_dismissed(names)
         if found != self._unconnected:
             self._unconnected = found
             self._changes.note()

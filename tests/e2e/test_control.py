@@ -605,6 +605,16 @@ def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
     control.rsrv("policy", "steady", "--weight", "1")
 
 
+def test_the_control_process_is_replaced_while_the_device_sleeps(control: Control) -> None:
+    """The spare looks after it: all is shown as serving, the device sleeps on, and a command wakes it."""
+    control.rsrv("sleep")
+    os.kill(control.status().server.control_pid, signal.SIGKILL)
+    wait_until(lambda: control.health() is None, what="the end of the control process")
+    wait_until(lambda: control.health() == SERVING, what="another control process")
+    assert control.status().devices[0].HasField("asleep_since_unix_s")
+    assert control.rsrv("wake").startswith("device 0: awake after")
+
+
 def _until(condition: Callable[[], bool]) -> float:
     """Return the seconds until the condition became true."""
     started = time.monotonic()

@@ -21,7 +21,7 @@ import pytest
 from rsrv.runtime.spare import SpareKeeper, wait_for_call
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import PROTOCOL_VERSION
-from rsrv.wire.paths import ASLEEP, SOCKET, asleep_since
+from rsrv.wire.paths import SOCKET, asleep_since
 from rsrv.wire.socket import connect, listen, read_status
 from tests.waiting import wait_until
 
@@ -165,33 +165,29 @@ class Machine(NamedTuple):
 
     server: subprocess.Popen[bytes]
     listener: socket.socket
-    directory: Path
 
     def waits(self) -> Future[bool]:
         pool = ThreadPoolExecutor(1)
         server = os.pidfd_open(self.server.pid)
-        answer = pool.submit(wait_for_call, server, self.listener.fileno(), self.directory)
+        answer = pool.submit(wait_for_call, server, self.listener.fileno())
         answer.add_done_callback(lambda _: os.close(server))
         pool.shutdown(wait=False)
         return answer
 
 
 @pytest.fixture
-def sleeping(server: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Machine]:
+def sleeping(server: subprocess.Popen[bytes]) -> Iterator[Machine]:
     with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home, listen(Path(home) / SOCKET) as listener:
-        (tmp_path / ASLEEP).write_text("1000.0")
-        yield Machine(server, listener, tmp_path)
+        yield Machine(server, listener)
 
 
 def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Machine) -> None:
-    """A connection that came before its turn counts as well; without the note it waits for none."""
+    """A connection that came before its turn counts as well."""
     answer = sleeping.waits()
     assert not answer.done()
     with connect(Path(sleeping.listener.getsockname())):
         assert answer.result(20)
         assert sleeping.waits().result(20)
-    (sleeping.directory / ASLEEP).unlink()
-    assert sleeping.waits().result(20)
 
 
 def test_the_spare_of_a_device_that_sleeps_ends_with_the_server(sleeping: Machine) -> None:

@@ -80,11 +80,15 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         server = os.pidfd_open(options.server_pid)
+        supervises = False
         if spare:
-            if not (
-                wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon)
-                and wait_for_call(server, options.listener_fd, options.directory)
-            ):
+            turn = wait_for_turn(server, options.runtime_fd, check=get_ready, soon=options.soon)
+            if turn and paths.asleep_since(options.directory) is not None:
+                # Schedules and `rsrv wake` need the control process, and the runtime that looked after it has ended.
+                supervises = True
+                _supervise_control(options, _read_settings(options))
+                turn = wait_for_call(server, options.listener_fd)
+            if not turn:
                 # There may be no runtime that would do so. The interpreter's own exit would wait for imports.
                 from rsrv.runtime.host_memory import remove_left
 
@@ -94,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             os.close(options.runtime_fd)
         # Import the heavy modules only here: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
-        from rsrv.runtime.child_processes import control_command, end_orphans, start_supervisor
+        from rsrv.runtime.child_processes import end_orphans
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.device import DeviceError
         from rsrv.runtime.handover import Handover
@@ -255,11 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     loop.inherit(Handover(options.directory / paths.HANDOVER), slept=slept)
     if settings.runtime.spare:
         threading.Thread(target=keeper.keep, name="spare", daemon=True).start()
-    # One control process suffices for a server.
-    if settings.control.enabled and options.device == 0:
-        start_supervisor(
-            control_command(options.directory, options.server_pid, options.settings), options.directory
-        )
+    if not supervises:
+        _supervise_control(options, settings)
     # A batch makes hundreds of short-lived objects: collect garbage after many batches, not after each.
     gc.set_threshold(20_000, 20, 20)
     status = 0
@@ -287,6 +288,15 @@ def _read_settings(options: argparse.Namespace) -> "Settings":
         text = "the settings of the runtime before hold, because the file is broken: %s"
         logging.getLogger("rsrv.runtime").error(text, broken)
     return settings
+
+
+def _supervise_control(options: argparse.Namespace, settings: "Settings") -> None:
+    # One control process suffices for a server.
+    if settings.control.enabled and options.device == 0:
+        from rsrv.runtime.child_processes import control_command, start_supervisor
+
+        command = control_command(options.directory, options.server_pid, options.settings)
+        start_supervisor(command, options.directory)
 
 
 def _command(

@@ -232,10 +232,8 @@ def wait_for_turn(
         os.close(prepared)
 
 
-def wait_for_call(server: int, listener: int, directory: Path) -> bool:
-    """In the spare, when its turn has come: if the device sleeps, wait for a connection. False: the server ends."""
-    if paths.asleep_since(directory) is None:
-        return True
+def wait_for_call(server: int, listener: int) -> bool:
+    """In the spare of a device that sleeps, when its turn has come: wait for a connection. False: the server ends."""
     return server not in select.select([server, listener], [], [])[0]
 
 

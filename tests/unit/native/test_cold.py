@@ -141,6 +141,44 @@ def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> 
         assert front.ask("open", "close") == ["closed - ok 0 0", "opened - ok 0 0"]
 
 
+def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> None:
+    """What its runtime says of the start until the connection ends finds no model any more, and no crash."""
+
+    def never_ready(connection: Connection) -> None:
+        connection.greet()
+        while True:
+            send(connection.sock, pack_starting(50.0, flat=True))
+
+    rounds = 10
+    with Front(program, tmp_path, [Lazy().cold, never_ready] * rounds) as front:
+        for number in range(rounds):
+            front.ask("open")
+            (refused,) = front.ask(f"send {number} 1 reactant_timeout_ns=100000000")
+            assert refused.startswith(f"answer {number} 4 [rsrv:DEADLINE] ")
+            assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) -> None:
+    """A later request starts the model again, also if its deadline is before the end of the start that failed."""
+    lazy = Lazy()
+    lazy.may_start.set()
+
+    def fail(connection: Connection) -> None:
+        connection.greet()
+        send(connection.sock, pack_starting(50.0, flat=True))
+        send(connection.sock, pack_rejected("its weights are cursed", ""))
+
+    with Front(driver("undefined"), tmp_path, [lazy.cold, fail, lazy.start]) as front:
+        front.ask("open")
+        text = "the model could not be started: its weights are cursed"
+        assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {text}"]
+        number = 2
+        while (said := front.ask(f"send {number} 1 reactant_timeout_ns=40000000000")) != [doubled(number)]:
+            assert said == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {text}"]
+            number += 1
+        front.ask("close")
+
+
 def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path: Path) -> None:
     """A deadline ends a request alone; `start_timeout_s` is for those that have none."""
     lazy = Lazy(0.5)

@@ -192,6 +192,7 @@ static bool attach(struct link* link, struct text* why, bool* final) {
         link->word_at_send = UINT64_MAX;
         link->devices = greeted.devices;
         link->stuck = false;
+        link->ready_at_ns = 0;
         link->state = REGISTERING;
         link_hold(link);
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {
@@ -283,6 +284,13 @@ static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     return !leaves;
 }
 
+static void take_starting(struct link* link, int64_t start_ns) {
+    pthread_mutex_lock(&link->lock);
+    link->ready_at_ns = now_ns() + start_ns;
+    pthread_mutex_unlock(&link->lock);
+    resubmission_wake();
+}
+
 static void take_done(struct link* link, const struct frame* frame) {
     pthread_mutex_lock(&link->lock);
     struct pending* list = waiting_take_done(link, frame);
@@ -318,10 +326,9 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
     } else if (frame.kind == COLD && nanoseconds_read(&frame, &ns)) {
         if (frame.fd >= 0) close(frame.fd);
         return take_cold(link, ns);
-    } else if (frame.kind == STARTING && !ready && nanoseconds_read(&frame, &ns)) {
-        atomic_store(&link->owner->ready_at_ns, now_ns() + ns);
-        resubmission_wake();
-    } else
+    } else if (frame.kind == STARTING && !ready && nanoseconds_read(&frame, &ns))
+        take_starting(link, ns);
+    else
         right = frame.kind == REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
     // A description that is wrong once is wrong again: the model counts as rejected.

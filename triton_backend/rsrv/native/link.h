@@ -44,6 +44,7 @@ struct link {
     bool rejected, dangerous;  // the runtime does not load the model; because it ended runtimes
     bool started;  // a runtime had the model when the link last had one: the next one shall have it, too
     bool asked;    // requests wait for the model, or the placement table wants it here, although it may be cold
+    int64_t ready_at_ns;  // a model that starts does not serve before; 0: not known
     uint32_t waiting;          // requests, when they were last counted
     int64_t first_deadline_ns;  // of these; 0: none
     int64_t backoff_ns, due_ns;
@@ -66,7 +67,6 @@ struct replicas {
     uint32_t count, home;
     struct link* links[MAX_DEVICES];
     _Atomic int64_t retry_ns, start_timeout_ns;  // the second is 0 until a runtime says that the model is cold
-    _Atomic int64_t ready_at_ns;  // a model that starts does not serve before; 0: not known
     // Requests that wait for a runtime, under the lock of resubmission.c.
     struct queue waiting;
     uint32_t waiting_count;
@@ -78,8 +78,9 @@ struct replicas {
 // The link that gets a batch, by the placement table and by when its device answers. NULL: no runtime reads.
 struct link* replicas_soonest(struct replicas*);
 // False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon, and `starts` says
-// that the model was cold, not that its runtime died.
-bool replicas_down(struct replicas*, struct text* why, bool* starts);
+// that the model was cold, not that its runtime died. If a runtime starts it, and has said how long that takes at least,
+// `ready_at_ns` is not 0.
+bool replicas_down(struct replicas*, struct text* why, bool* starts, int64_t* ready_at_ns);
 // Has runtimes know that requests wait, the earliest deadline (0: none) included. Starts a cold model on one device.
 void replicas_ask(struct replicas*, uint32_t waiting, int64_t first_deadline_ns);
 

@@ -163,11 +163,12 @@ void replicas_ask(struct replicas* all, uint32_t waiting, int64_t first_deadline
     }
 }
 
-bool replicas_down(struct replicas* all, struct text* why, bool* starts) {
+bool replicas_down(struct replicas* all, struct text* why, bool* starts, int64_t* ready_at_ns) {
     bool is_down = true, is_soon = false;
     int64_t now = now_ns();
     text_clear(why);
     *starts = true;
+    *ready_at_ns = INT64_MAX;
     for (uint32_t device = 0; device < all->count && is_down; device++) {
         struct link* link = all->links[device];
         if (!link) continue;
@@ -175,12 +176,14 @@ bool replicas_down(struct replicas* all, struct text* why, bool* starts) {
         bool is_cold = link->state == IS_COLD;
         is_down = link->state != READY;
         *starts = *starts && !link->started;
+        if (link->state == REGISTERING && link->ready_at_ns < *ready_at_ns) *ready_at_ns = link->ready_at_ns;
         // A device that has never served the model is not expected to; a cold model waits after a start that failed.
         bool serves = is_cold ? link->due_ns > now : link->interface || link->asked;
         if (serves && link->down && !why->length) text_add(why, "%s", link->down);
         is_soon |= serves && !is_cold && !link->down;
         pthread_mutex_unlock(&link->lock);
     }
+    if (*ready_at_ns == INT64_MAX) *ready_at_ns = 0;
     if (is_soon) text_clear(why);
     return is_down;
 }

@@ -47,9 +47,8 @@ struct outage {
 };
 
 static void read_outage(struct replicas* all, struct outage* outage) {
-    outage->is_down = replicas_down(all, &outage->why, &outage->starts);
+    outage->is_down = replicas_down(all, &outage->why, &outage->starts, &outage->ready_at_ns);
     outage->start_timeout_ns = atomic_load(&all->start_timeout_ns);
-    outage->ready_at_ns = atomic_load(&all->ready_at_ns);
 }
 
 // Fails a request that cannot wait longer.

@@ -21,7 +21,11 @@ from rsrv.wire.memory import create_sealed
 Random = random.Random
 
 #: Kinds for stubs; the others are for runtimes.
-_TO_STUB = frozenset({*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD})
+_TO_STUB = frozenset(
+    {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING}
+)
+#: Seconds that a start takes or may take; 0 is none.
+_START_S = (1e-9, 0.01, 1.0, 1e9, 0.0)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
 #: Fields of a frame's entries: good values, and wild ones.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
@@ -98,6 +102,9 @@ class Speaker:
                 return frames.pack_ids(kind, [self._one(range(200), _WILD_IDS) for _ in many])
             case Kind.DONE:
                 return frames.pack_completions([_completion(rng)])[0]
+            case Kind.COLD | Kind.STARTING:
+                pack = frames.pack_cold if kind is Kind.COLD else frames.pack_starting
+                return pack(rng.choice(_START_S), flat=not self.is_wild())
         return HEADER.pack(kind, 0, 0) + json.dumps(self._object()).encode()
 
     def _one(self, good: Sequence[int], wild: Sequence[int]) -> int:

@@ -22,7 +22,6 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 TABLES: Mapping[str, str] = {
     "weights": "rsrv.scheduler.weight_states",
     "models": "rsrv.runtime.model_states",
-    "bundles": "rsrv.control.bundle_states",
 }
 
 

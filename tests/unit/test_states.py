@@ -18,7 +18,7 @@ def test_the_page_is_current() -> None:
     assert tool.rewrite(page) == page
 
 
-@pytest.mark.parametrize("module", tool.TABLES.values())
+@pytest.mark.parametrize("module", [*tool.TABLES.values(), "rsrv.control.bundle_states"])
 def test_every_state_is_reached_and_every_event_is_used(module: str) -> None:
     """A state or an event that the table lacks would be drawn nowhere."""
     transitions: Mapping[tuple[StrEnum, StrEnum], StrEnum] = import_module(module).TRANSITIONS

@@ -193,9 +193,14 @@ def _obstacle(facts: BundleFacts, *, internal: bool) -> str:
         return "it has hooks"
     if internal:
         return "only meta models call it"
-    if not LIBRARY.is_file():
-        return f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run tools/native_front.py of a clone"
-    return ""
+    return missing_library()
+
+
+def missing_library() -> str:
+    """Return why no model can have the native front; empty: models can."""
+    if LIBRARY.is_file():
+        return ""
+    return f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run tools/native_front.py of a clone"
 
 
 def _bundle_files(bundle: Path, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:

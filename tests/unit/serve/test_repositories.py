@@ -20,6 +20,7 @@ from rsrv.serve.repositories import (
 )
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
+from rsrv_gen import plan
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
@@ -86,6 +87,17 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
     made(tmp_path / "models", bundles, tmp_path / "disk")
 
     assert (tmp_path / "models" / "three").is_dir()
+
+
+def test_a_native_front_that_is_not_built_is_reported(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each of a thousand models has a process, and nothing says why."""
+    monkeypatch.setattr(plan, "LIBRARY", tmp_path / "missing.so")
+    sources = find([bundles])[0]
+    (problem,) = generate(tmp_path / "models", sources, load_settings("stub: {front: native}"))
+    assert problem.startswith("all models have the Python front, a process each: ")
+    assert generate(tmp_path / "models", sources, load_settings("")) == []
 
 
 def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rsrv.serve.plan import NoBundlesError, ServeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.known import Known
+from rsrv_gen.plan import missing_library
 from rsrv_gen.run import run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
@@ -68,7 +69,7 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
 
 
 def generate(repository: Path, sources: Sources, settings: Settings, known: Known | None = None) -> list[str]:
-    """Generate a repository; return a line for each model that failed. Raises OSError."""
+    """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError."""
     known = Known() if known is None else known
     # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
@@ -93,7 +94,11 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
                 failed[step.name] = str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
         known.save(sources.places)
-    return [f"{repository / name}: {reason}" for name, reason in failed.items()]
+    problems = [f"{repository / name}: {reason}" for name, reason in failed.items()]
+    fronts = {settings.stub.front, *(section.front for section in settings.models.values())}
+    if "native" in fronts and (why := missing_library()):
+        problems.append(f"all models have the Python front, a process each: {why}")
+    return problems
 
 
 def compile_for(card: str, repository: Path) -> None:

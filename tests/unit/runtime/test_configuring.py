@@ -79,7 +79,10 @@ def test_settings_of_the_file_that_was_read_again_hold(runtime: Runtime, doublin
     mover = runtime.loop._weights.mover
     assert mover is not None
     assert mover.host.limit is not None
-    assert (runtime.loop._sleeps_after, mover.host.limit.copies) == (7200, 5000)
+    assert (runtime.loop._catalog.policy.settings.runtime.idle.server, mover.host.limit.copies) == (
+        7200,
+        5000,
+    )
     command(os.getpid(), {"command": "settings", "models": {"doubling": {}}})
     assert (policy.settings.for_model("doubling").weight, policy.residency("doubling")) == (1, "system")
     assert policy.settings.for_model("later").start == "lazy"

@@ -156,11 +156,6 @@ class Loop:
         self._commands.successor = successor
 
     @property
-    def _sleeps_after(self) -> float:
-        """Seconds without requests after which the device sleeps."""
-        return self._catalog.policy.settings.runtime.idle.server
-
-    @property
     def sleeps(self) -> bool:
         """True if the runtime has ended so that the device sleeps."""
         return self._commands.sleeps
@@ -187,6 +182,7 @@ class Loop:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
         now, wakeup = clock(), scheduler.next_wakeup()
+        sleeps_after = self._catalog.policy.settings.runtime.idle.server
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
         if self._devices > 1:
@@ -197,7 +193,7 @@ class Loop:
         else:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
-            due = min(self._used + self._sleeps_after, self._handover_at, self._weights.copies.review_at)
+            due = min(self._used + sleeps_after, self._handover_at, self._weights.copies.review_at)
             due = min(due, self._look_at, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
@@ -237,7 +233,7 @@ class Loop:
             self._handover.write(self._hand_over(whole=False))
         if now >= self._look_at:
             self._look_at = self._registry.dismiss_idle(now)
-        if now - self._used >= self._sleeps_after:
+        if now - self._used >= sleeps_after:
             self._used = now
             if not (requests.pending or self.building):
                 self._commands.fall_asleep()

@@ -164,7 +164,7 @@ def test_a_device_without_requests_sleeps_by_itself(
     start_runtime: StartRuntime, successor: Successor, doubling: Path
 ) -> None:
     """The request is answered first."""
-    runtime = start_runtime(load_settings("{stub: {in_place_ms: 0}, runtime: {idle: {server: 0.05}}}"))
+    runtime = start_runtime(load_settings("{stub: {in_place_ms: 0}, runtime: {idle: {server: 1}}}"))
     runtime.loop.have_successor(successor)
     engine = make_engine(runtime, doubling)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from rsrv.runtime.spare import SpareKeeper, wait_for_call
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.paths import SOCKET, asleep_since
-from rsrv.wire.socket import connect, listen, read_status
+from rsrv.wire.socket import connect, listen, read_status, readable
 from tests.waiting import wait_until
 
 #: the arguments: pids in the places of tritonserver and of the runtime, a named pipe, and the modules
@@ -195,6 +197,21 @@ def test_the_spare_of_a_device_that_sleeps_ends_with_the_server(sleeping: Machin
     answer = sleeping.waits()
     sleeping.server.kill()
     assert not answer.result(20)
+
+
+def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess.Popen[bytes]) -> None:
+    """A process with a thousand connections waits for the end of another one by a descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    low = os.pidfd_open(server.pid)
+    high = fcntl.fcntl(low, fcntl.F_DUPFD, 2000)
+    try:
+        assert readable([low, high], 0) == set()
+        server.kill()
+        assert readable([low, high]) == {low, high}
+    finally:
+        os.close(low)
+        os.close(high)
 
 
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:

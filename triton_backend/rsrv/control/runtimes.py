@@ -6,7 +6,6 @@ server's state is that of the others, and a command fails if no runtime carries 
 
 import asyncio
 import os
-import select
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rsrv.control.runtime_link import (
     StateUpdate,
 )
 from rsrv.wire import paths
+from rsrv.wire.socket import readable
 
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
@@ -286,7 +286,7 @@ class Runtimes:
                 await self.wait_change(self.changes)
             if runtime >= 0:
                 # The device's memory is free when the process has ended.
-                await asyncio.to_thread(select.select, [runtime], [], [], _END_S)
+                await asyncio.to_thread(readable, [runtime], _END_S)
         finally:
             if runtime >= 0:
                 os.close(runtime)

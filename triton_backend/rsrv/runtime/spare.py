@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from rsrv.wire import paths
 from rsrv.wire.frames import PROTOCOL_VERSION
+from rsrv.wire.socket import readable
 
 log = logging.getLogger("rsrv.runtime")
 
@@ -218,7 +218,7 @@ def wait_for_turn(
     awaited = {prepared, runtime}
     try:
         while awaited:
-            ended = select.select([server, *awaited], [], [])[0]
+            ended = readable([server, *awaited])
             if server in ended:
                 return False
             awaited.difference_update(ended)
@@ -234,7 +234,7 @@ def wait_for_turn(
 
 def wait_for_call(server: int, listener: int) -> bool:
     """In the spare of a device that sleeps, when its turn has come: wait for a connection. False: the server ends."""
-    return server not in select.select([server, listener], [], [])[0]
+    return server not in readable([server, listener])
 
 
 def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int, preparing: int) -> None:

@@ -2,9 +2,10 @@
 
 import array
 import os
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def connect(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Wait until one of the descriptors can be read, or a pidfd's process has ended; return all such descriptors.
+
+    Not with select(), which is limited to descriptors up to 1023: a server has more.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1e3)}
 
 
 def check_peer(sock: socket.socket) -> int:

@@ -28,6 +28,8 @@ from tests.waiting import wait_until
 _DELETED, _DELETED_STARTING, _CHANGED, _CHANGED_STARTING = range(ITEMS, ITEMS + 4)
 #: Seconds after which the clients that give up do so.
 _HASTE_S = 0.05
+#: Seconds for a start that compiles, on a busy machine and after other starts.
+_PATIENCE_S = 90.0
 #: Part of the time after which memory must not grow further.
 _GROWN = 0.3
 
@@ -59,7 +61,7 @@ class FullDiskStarting(_CompilingStarts):
 
     def strike(self, house: House, load: Load) -> float:
         give_back = fill(house.small_disk)
-        struck = house.strike(load, "compiling", self._question, wait=True)
+        struck = house.strike(load, "compiling", self._question, wait=True, patience=_PATIENCE_S)
         give_back()
         return struck
 
@@ -70,8 +72,8 @@ class KillStarting(_CompilingStarts):
 
     def strike(self, house: House, load: Load) -> float:
         mark = house.log_mark()
-        house.strike(load, "compiling", self._question)
-        house.wait_log("compiling: compiled 1/", mark, timeout=90)
+        house.strike(load, "compiling", self._question, patience=_PATIENCE_S)
+        house.wait_log("compiling: compiled 1/", mark, _PATIENCE_S)
         return kill(house.runtime_pid(), signal.SIGKILL)
 
 

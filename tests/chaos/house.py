@@ -27,7 +27,7 @@ from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
-from tests.chaos.load import Connection, Load
+from tests.chaos.load import PATIENCE, Connection, Load
 from tests.chaos.questions import ITEMS, LIGHT_FACTORS, SPARE_ITEMS, Question
 from tests.e2e.harness import EXPLICIT, ROOT, RunningTriton, running_triton
 from tests.waiting import wait_until
@@ -419,12 +419,14 @@ class House:
         said = self.load_model(model)
         assert not said, said
 
-    def strike(self, load: Load, model: str, question: Question, *, wait: bool = False) -> float:
+    def strike(
+        self, load: Load, model: str, question: Question, *, wait: bool = False, patience: float = PATIENCE
+    ) -> float:
         """Send a request beside the load, to be judged with it; return the time."""
         sent = time.monotonic()
 
         def send() -> None:
-            connection = Connection("grpc", self.server.server.grpc_url)
+            connection = Connection("grpc", self.server.server.grpc_url, patience)
             outcome, said = connection.ask(model, question)
             connection.close()
             load.note(Record(model, STRIKE, sent, time.monotonic(), outcome, said[:200]))

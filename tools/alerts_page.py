@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ruamel.yaml import YAML
-
+from rsrv_bundle import yaml12
 from scheduler_page import DOCS, rewrite, table
 
 #: inside the chart, since Helm reads no files outside of it; docker/compose.yaml mounts them from there
@@ -22,7 +21,7 @@ PAGE = DOCS / "monitoring.md"
 
 def rules() -> list[dict[str, Any]]:
     """Return all alerts, in order."""
-    groups = YAML(typ="safe", pure=True).load(RULES.read_text(encoding="utf-8"))["groups"]
+    groups = yaml12.parse(RULES.read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv_bundle import dtypes
+from rsrv_bundle import dtypes, yaml12
 from rsrv_bundle.errors import TargetError
 from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.reader import NAME_RULE, may_be_name
@@ -23,15 +23,7 @@ from rsrv_bundle.spec import Manifest, TensorSpec
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     """Write a manifest, keys in the order of `document`. Equal documents give equal bytes."""
-    from ruamel.yaml import YAML
-
-    yaml: Any = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = None
-    yaml.sort_base_mapping_type_on_output = False
-    yaml.width = 110
-    text = io.StringIO()
-    yaml.dump(dict(document), text)
-    path.write_text(text.getvalue(), encoding="utf-8")
+    path.write_text(yaml12.dump(dict(document)), encoding="utf-8")
 
 
 def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
@@ -75,21 +67,24 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
 
 
 def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
-    """Put measured numbers into a manifest of format 3.0 or later; its other content, comments included, stays.
+    """Put measured numbers into a manifest of format 3.0 or later; the text of other keys, comments included, stays.
 
-    The manifest is replaced atomically: no reader sees half of it. Raises OSError.
+    A manifest in another form, as JSON, is written again whole. The manifest is replaced atomically: no reader sees half
+    of it. Raises OSError.
     """
-    from ruamel.yaml import YAML
-
-    yaml: Any = YAML(pure=True)
-    yaml.preserve_quotes = True
-    yaml.width = 110
-    document = yaml.load(path.read_text(encoding="utf-8"))
+    old = path.read_text(encoding="utf-8")
+    document = yaml12.parse(old)
     document["numerics"] = {**(document.get("numerics") or {}), **numerics}
-    text = io.StringIO()
-    yaml.dump(document, text)
+    # The key's line, and those that are indented more.
+    others = re.sub(r"^numerics *:.*\n?(?: .*\n?|\n)*", "", old, flags=re.MULTILINE)
+    new = f"{others.rstrip()}\n{yaml12.dump({'numerics': document['numerics']})}"
+    try:
+        whole = yaml12.parse(new) == document
+    except ValueError:
+        whole = False
+    new = new if whole else yaml12.dump(document)
     aside = path.with_name(f".{path.name}")
-    aside.write_text(text.getvalue(), encoding="utf-8")
+    aside.write_text(new, encoding="utf-8")
     aside.replace(path)
 
 

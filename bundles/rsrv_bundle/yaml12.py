@@ -1,122 +1,193 @@
-"""Reader of YAML without YAML 1.1's traps.
+"""YAML 1.2's core schema, over PyYAML's parser, within limits for hostile documents.
 
-In YAML 1.1 the words n, y, no, on and off are booleans, and they are legal shape strings and axis letters here.
-ruamel.yaml in its pure safe mode speaks YAML 1.2, where they are text.
+PyYAML's own values are those of YAML 1.1, where the words no, on and off are booleans, and they are legal shape strings
+here. Values are made from the parser's events as they come: its time grows with the square of the depth.
 """
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import Any
 
-from rsrv_bundle.common_yaml import Uncommon, parse
+import yaml
 
-# A manifest is a few kilobytes. Both limits bound what a hostile one can cost, the second also after aliases
-# have been expanded. The parser takes up to 20 microseconds for each byte.
+#: A manifest is a few kilobytes.
 MAX_BYTES = 64 * 1024
-_MAX_NODES = 50_000
+#: Values that aliases may repeat.
+_MAX_REPEATED = 50_000
 _MAX_DEPTH = 50
-# More than any text that happens to hold unmatched brackets.
-_MAX_BRACKETS = 200
 _MAX_BITS = 64
+#: More than such a number needs; Python refuses to read thousands.
+_MAX_DIGITS = 100
+
+_PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+#: Plain values of other types than text: tag, pattern, first characters.
+_TYPES = (
+    ("null", re.compile(r"(?:~|null|Null|NULL|)\Z"), "~nN"),
+    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), "tTfF"),
+    ("int", re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), "-+0123456789"),
+    (
+        "float",
+        re.compile(
+            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+        ),
+        "-+.0123456789",
+    ),
+)
+_PATTERNS = {tag: pattern for tag, pattern, _ in _TYPES} | {"str": re.compile("")}
+_FIRST = frozenset("".join(first for _, _, first in _TYPES))
 
 
 def load(data: bytes) -> Any:
-    """Parse one YAML document into dicts with text keys, lists, text, numbers, booleans and None.
-
-    Dates become ISO text. Raises ValueError, in one line, for anything that is not such a document: bad UTF-8 or
-    YAML, duplicate keys, YAML 1.1's merge keys, unsafe tags, over MAX_BYTES, nested too deeply, aliases that expand
-    without bound, or whole numbers of more than 64 bits.
-    """
+    """Parse one YAML document of at most MAX_BYTES, as `parse`. Raises ValueError, in one line."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
-    if _open_brackets(data) > _MAX_BRACKETS:
-        raise ValueError("is nested too deeply")
-    with suppress(Uncommon, UnicodeDecodeError):
-        return parse(data.decode())
-    from ruamel.yaml import YAML
-    from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-
-    class Constructor(SafeConstructor):
-        def flatten_mapping(self, node: Any) -> Any:
-            # Merge keys belong to YAML 1.1, and a few of them, each merging the one before, expand without bound.
-            for key, _ in node.value:
-                if key.tag == "tag:yaml.org,2002:merge":
-                    raise ConstructorError(
-                        problem="merge keys (<<) are not supported", problem_mark=key.start_mark
-                    )
-
-    reader = YAML(typ="safe", pure=True)
-    reader.Constructor = Constructor
     try:
-        document = reader.load(data.decode("utf-8-sig"))
+        return parse(data.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
         raise ValueError(f"is not UTF-8 (byte {e.start})") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except Exception as e:  # noqa: BLE001 - hostile text brings the parser to raise nearly anything
-        raise ValueError(f"is not valid YAML 1.2: {_one_line(e)}") from None
-    return _Plain().convert(document, 0)
 
 
-def _open_brackets(data: bytes) -> int:
-    """Return the largest number of open brackets, brackets in quoted text included.
+def parse(text: str) -> Any:
+    """Parse one YAML document into dicts with text keys, lists, text, finite numbers, booleans and None.
 
-    The parser takes seconds for a few thousand before it gives up, so they are counted first.
+    Keys are the text that stands there; dates are text. Raises ValueError, in one line, for anything that is not such a
+    document: bad YAML, duplicate keys, YAML 1.1's merge keys, tags outside the core schema, nested too deeply, aliases
+    that expand without bound, or whole numbers of more than 64 bits.
     """
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[\]{}]", data):
-        depth = depth + 1 if bracket in b"[{" else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    return deepest
+    try:
+        return _Document(yaml.parse(text, _PARSER)).value()
+    except (yaml.YAMLError, OverflowError, ValueError) as error:  # the latter two without C, for \Uffffffff
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = "" if mark is None else f"line {mark.line + 1}: "
+        raise ValueError(f"is not valid YAML: {where}{problem or ' '.join(str(error).split())}") from None
 
 
-def _one_line(error: Exception) -> str:
-    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    mark = getattr(error, "problem_mark", None)
-    return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)
+#: Writer that quotes text which readers of YAML 1.1 or 1.2 would take for a number, a date or a boolean.
+_DUMPER: Any = type("_Dumper", (yaml.SafeDumper,), {})
+for _tag, _pattern, _first in _TYPES:
+    _DUMPER.add_implicit_resolver(_TAG + _tag, _pattern, list(_first))
 
 
-class _Plain:
-    """Copy of a parsed document as plain data, within a budget of nodes."""
+def dump(value: object, *, compact: bool = True) -> str:
+    """Return a value as YAML. Equal values, keys in equal order, give equal text. `compact`: innermost collections on lines."""
+    flow = None if compact else False
+    return str(
+        yaml.dump(
+            value, Dumper=_DUMPER, default_flow_style=flow, sort_keys=False, width=110, allow_unicode=True
+        )
+    )
 
-    def __init__(self) -> None:
-        self.nodes = 0
 
-    def convert(self, value: Any, depth: int) -> Any:
-        self.nodes += 1
-        if self.nodes > _MAX_NODES:
-            raise ValueError(f"expands to more than {_MAX_NODES} values; remove its aliases")
+class _Document:
+    """Values of a document's events. Those of an anchor are used again for each alias."""
+
+    def __init__(self, events: Iterable[Any]) -> None:
+        self._coming = iter(events)
+        self._events: list[Any] = []
+        self._at = 0
+        #: anchor -> position of its event
+        self._anchors: dict[str, int] = {}
+        self._repeated = 0
+
+    def value(self) -> Any:
+        self._take()  # start of the stream
+        if isinstance(self._take(), yaml.StreamEndEvent):
+            return None
+        value = self._value(self._take(), 0)
+        self._take()  # end of the document
+        if not isinstance(after := self._take(), yaml.StreamEndEvent):
+            raise _wrong(after, "a second document begins; only one is allowed")
+        return value
+
+    def _take(self) -> Any:
+        if self._at == len(self._events):
+            self._events.append(next(self._coming))
+        else:
+            self._repeated += 1
+        self._at += 1
+        return self._events[self._at - 1]
+
+    def _value(self, event: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
-        if isinstance(value, dict):
-            plain: dict[str, Any] = {}
-            for key, item in value.items():
-                text = _key(key)
-                if text in plain:
-                    raise ValueError(f"has the key '{text}' twice")
-                plain[text] = self.convert(item, depth + 1)
-            return plain
-        if isinstance(value, list):
-            return [self.convert(item, depth + 1) for item in value]
-        if isinstance(value, datetime.date):
-            return value.isoformat()
-        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-            # Its value cannot be printed: Python refuses to write long integers in decimal.
-            raise ValueError(f"holds a number of {value.bit_length()} bits; {_MAX_BITS} are allowed")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"holds the number {value}; only finite numbers are allowed")
-        if value is None or isinstance(value, str | bool | int | float):
+            raise _wrong(event, f"nested more than {_MAX_DEPTH} levels deep")
+        if self._repeated > _MAX_REPEATED:
+            raise _wrong(event, f"expands to more than {_MAX_REPEATED} values; remove its aliases")
+        kind = type(event)
+        if kind is yaml.AliasEvent:
+            if event.anchor not in self._anchors:
+                raise _wrong(event, f"the alias *{event.anchor} has no anchor")
+            behind, self._at = self._at, self._anchors[event.anchor]
+            value = self._value(self._take(), depth)
+            self._at = behind
             return value
-        raise ValueError(f"holds a value of the type {type(value).__name__}, which no key takes")
+        self._note_anchor(event)
+        if kind is yaml.ScalarEvent:
+            return _scalar(event)
+        mapping = kind is yaml.MappingStartEvent
+        if event.tag not in (None, "!", _TAG + ("map" if mapping else "seq")):
+            raise _wrong(event, f"the tag {event.tag} is not supported")
+        return self._mapping(depth + 1) if mapping else self._list(depth + 1)
+
+    def _note_anchor(self, event: Any) -> None:
+        """Note the place of the event that was taken last, if it has an anchor."""
+        at = self._at - 1
+        if event.anchor is not None and self._anchors.setdefault(event.anchor, at) != at:
+            raise _wrong(event, f"the anchor &{event.anchor} stands twice")
+
+    def _list(self, depth: int) -> list[Any]:
+        found = []
+        while type(event := self._take()) is not yaml.SequenceEndEvent:
+            found.append(self._value(event, depth))
+        return found
+
+    def _mapping(self, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while type(key := self._take()) is not yaml.MappingEndEvent:
+            if type(key) is not yaml.ScalarEvent or key.tag not in (None, "!", _TAG + "str"):
+                raise _wrong(key, "a key is no text; keys are text")
+            self._note_anchor(key)
+            # A few merge keys, each merging the one before, expand without bound.
+            if key.value == "<<" and key.implicit[0]:
+                raise _wrong(key, "merge keys (<<) are not supported")
+            if key.value in found:
+                raise _wrong(key, f"duplicate key '{key.value}'")
+            found[key.value] = self._value(self._take(), depth)
+        return found
 
 
-def _key(key: Any) -> str:
-    if isinstance(key, bool):
-        return "true" if key else "false"
-    if isinstance(key, str | float) or (isinstance(key, int) and key.bit_length() <= _MAX_BITS):
-        return str(key)
-    raise ValueError(f"has a key of the type {type(key).__name__}; keys are text")
+def _scalar(event: Any) -> Any:
+    text: str = event.value
+    if event.implicit[0]:
+        if text and text[0] not in _FIRST:
+            return text
+        tag = next((tag for tag, pattern, _ in _TYPES if pattern.match(text)), "str")
+    elif event.tag in (None, "!"):
+        return text
+    else:
+        tag = event.tag.removeprefix(_TAG)
+        if tag not in _PATTERNS or not _PATTERNS[tag].match(text):
+            raise _wrong(event, f"the tag {event.tag} is not supported here")
+    if tag == "bool":
+        return text in ("true", "True", "TRUE")
+    if tag == "int" and len(text) <= _MAX_DIGITS:
+        number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        if number.bit_length() <= _MAX_BITS:
+            return number
+    if tag == "int":
+        raise _wrong(event, f"whole numbers have at most {_MAX_BITS} bits")
+    if tag == "float":
+        if not math.isfinite(real := float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))):
+            raise _wrong(
+                event, f"the number {text[:_MAX_DIGITS]} is not finite; only finite numbers are allowed"
+            )
+        return real
+    return None if tag == "null" else text
+
+
+def _wrong(event: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

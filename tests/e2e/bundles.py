@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from ruamel.yaml import YAML
 
+from rsrv_bundle import yaml12
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
 from tests.e2e.answers import FACTOR, LEAST_STEPS, ROUNDS, SUMMAND, Array, exact_kernel, stepped
@@ -333,14 +333,14 @@ def with_sizes(source: Path, target: Path, sizes: Sequence[int]) -> Path:
     """Copy a bundle with some of its compiled batch sizes only."""
     shutil.copytree(source, target)
     file = target / "manifest.yaml"
-    manifest = YAML(typ="safe").load(file)
+    manifest = yaml12.load(file.read_bytes())
     manifest["batching"]["compiled_batch_sizes"] = list(sizes)
     del manifest["numerics"]
     for module in target.glob("*.mlir"):
         if int(module.stem.rpartition(".b")[2]) not in sizes:
             module.unlink()
             del manifest["sha256"][module.name]
-    YAML(typ="safe").dump(manifest, file)
+    file.write_text(yaml12.dump(manifest))
     return target
 
 

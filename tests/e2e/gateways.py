@@ -19,11 +19,11 @@ from typing import Any
 import grpc
 import tritonclient.grpc
 import tritonclient.http
-from ruamel.yaml import YAML
 
 from local_triton import free_ports
 from rsrv.cli import main as cli
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
+from rsrv_bundle import yaml12
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.e2e.harness import EXPLICIT, RunningTriton, running_triton
@@ -45,6 +45,7 @@ import threading
 import time
 
 import triton_python_backend_utils as pb_utils
+from rsrv_bundle import yaml12
 
 
 def answer(request):
@@ -219,8 +220,7 @@ def _running(
     ]
     section = {**{name: f"127.0.0.1:{port}" for name, port in ports.items()}, "workers": entries, **settings}
     config, log = folder / "gateway.yaml", folder / "gateway.log"
-    with config.open("w") as file:
-        YAML(typ="safe").dump({"gateway": section}, file)
+    config.write_text(yaml12.dump({"gateway": section}))
     command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config)]
     if picker:
         command += ["--picker", section["grpc"]]

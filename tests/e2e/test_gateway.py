@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from ruamel.yaml import YAML
 from tritonclient.utils import InferenceServerException
 
 from rsrv.wire.socket import read_status
+from rsrv_bundle import yaml12
 from tests.e2e import bundles
 from tests.e2e.gateways import RunningGateway, entry, running_gateway, write_repository
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
@@ -129,8 +129,7 @@ def test_servers_join_and_leave_by_a_file(servers: Mapping[str, RunningTriton], 
 
     def write(*names: str) -> None:
         aside = tmp_path / "workers.new"
-        with aside.open("w") as out:
-            YAML(typ="safe").dump([entry(servers[name], name) for name in names], out)
+        aside.write_text(yaml12.dump([entry(servers[name], name) for name in names]))
         aside.rename(file)
 
     def alive() -> set[str]:

@@ -10,13 +10,14 @@ from typing import Any
 
 import jsonschema
 from check_jsonschema.builtin_schemas import get_builtin_schema
-from ruamel.yaml import YAML
+
+from rsrv_bundle import yaml12
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def read(name: str) -> Any:
-    return YAML(typ="safe", pure=True).load(ROOT / name)
+    return yaml12.parse((ROOT / name).read_text())
 
 
 def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:

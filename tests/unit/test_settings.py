@@ -94,7 +94,7 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
         ),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         ("- a list", "must be a mapping"),
-        ("a: [", "rsrv.yaml: not YAML: line 1: expected the node content"),
+        ("a: [", "rsrv.yaml: not valid YAML: line 2: did not find expected node content"),
         ("scheduler: {zzz: 1}", "known are discipline, depth"),
         ("scheduler: {discipline: lifo}", "scheduler.discipline: must be 'fair', 'fifo' or 'edf'"),
         ("scheduler: {meta_concurrency: 0}", "scheduler.meta_concurrency: "),

@@ -5,9 +5,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from ruamel.yaml import YAML
 
 from rsrv.text import nearest
+from rsrv_bundle import yaml12
 
 
 class YamlError(Exception):
@@ -21,13 +21,9 @@ _MAX_VALUE = 80
 def parse_yaml(text: str) -> object:
     """Return the value of a YAML 1.2 text. Raises YamlError."""
     try:
-        return YAML(typ="safe", pure=True).load(text)
-    except RecursionError:
-        raise YamlError("not YAML: it is nested too deeply") from None
-    except Exception as error:  # noqa: BLE001  an invalid date is a ValueError, and there are more such
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        mark = getattr(error, "problem_mark", None)
-        raise YamlError(f"not YAML: {'' if mark is None else f'line {mark.line + 1}: '}{problem}") from None
+        return yaml12.parse(text)
+    except ValueError as error:
+        raise YamlError(str(error).removeprefix("is ")) from None
 
 
 def read_yaml(text: str, of: str) -> dict[str, Any]:
@@ -41,7 +37,7 @@ def read_yaml(text: str, of: str) -> dict[str, Any]:
         return {}
     if not isinstance(raw, Mapping):
         raise YamlError(f"must be a mapping of {of}, not a {type(raw).__name__}")
-    return {str(key): value for key, value in raw.items()}
+    return dict(raw)
 
 
 def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str:
@@ -70,9 +66,7 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
     for part in path:
         if isinstance(part, int) and not isinstance(raw, list) and raw is not None:
-            # The file has no list here, unless the number is a key of a mapping.
-            if not (isinstance(raw, Mapping) and part in raw):
-                continue
+            continue  # the file has no list here
         elif isinstance(part, str) and isinstance(raw, list):
             continue
         yield str(part)

@@ -21,12 +21,12 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
-from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
 from rsrv.settings_fleet import GatewaySection, PlacedModelSection, PlacementSection, Section
 from rsrv.settings_times import Duration, WeekTime
 from rsrv.text import nearest
+from rsrv_bundle import yaml12
 
 
 class SettingsError(Exception):
@@ -602,7 +602,4 @@ def dump_settings(settings: Settings) -> str:
 
 
 def _yaml(value: dict[str, Any], indent: str = "") -> str:
-    out = io.StringIO()
-    yaml = YAML()
-    yaml.dump(value, out)
-    return "".join(f"{indent}{line}\n" for line in out.getvalue().splitlines())
+    return "".join(f"{indent}{line}\n" for line in yaml12.dump(value, compact=False).splitlines())

@@ -16,10 +16,10 @@ from typing import Any
 
 import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
-from ruamel.yaml import YAML
 
 from local_triton import EXEC_BOUND, LOOPBACK, TritonServer, free_ports
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
+from rsrv_bundle import yaml12
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.bench.load import BenchFailed
@@ -117,8 +117,7 @@ def _gateway(
         workers_file=str(workers_file),
         **settings,
     )
-    with config.open("w") as file:
-        YAML(typ="safe").dump({"gateway": section}, file)
+    config.write_text(yaml12.dump({"gateway": section}))
     command = [sys.executable, "-m", "rsrv_gateway", "--config", str(config), *arguments]
     with _process(command, log) as process:
         running = Gateway(process, ports, log)
@@ -184,6 +183,5 @@ def entry(name: str, server: TritonServer) -> dict[str, Any]:
 def write_workers(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write the file atomically, as its readers need it."""
     aside = file.with_suffix(".new")
-    with aside.open("w") as out:
-        YAML(typ="safe").dump([dict(one) for one in entries], out)
+    aside.write_text(yaml12.dump([dict(one) for one in entries]))
     aside.rename(file)

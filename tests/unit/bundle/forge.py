@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rsrv_bundle import BundleError, read_bundle, yaml12
 
 GOOD: Mapping[str, Any] = {
@@ -94,8 +92,7 @@ def make_bundle(
     elif isinstance(manifest, str):
         path.write_text(manifest)
     else:
-        with path.open("w") as file:
-            YAML(typ="safe", pure=True).dump(dict(manifest), file)
+        path.write_text(yaml12.dump(dict(manifest)))
     contents = modules if isinstance(modules, Mapping) else dict.fromkeys(modules, b"junk")
     for module, content in contents.items():
         (directory / module).write_bytes(content)

@@ -144,7 +144,7 @@ def test_a_broken_file_leaves_the_settings_of_the_last_start(tmp_path: Path) -> 
     settings, broken = read_or_keep(file, kept)
 
     assert settings.for_model("a").weight == 3
-    assert f"{file}: not YAML" in broken
+    assert f"{file}: not valid YAML" in broken
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import yaml
 from kubernetes_validate import utils
-from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "helm" / "rsrv"
@@ -166,9 +166,7 @@ def read(text: str) -> list[Manifest]:
 
 @cache
 def _documents(text: str) -> list[Manifest]:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.version = (1, 1)
-    return [document for document in yaml.load_all(text) if document is not None]
+    return [document for document in yaml.safe_load_all(text) if document is not None]
 
 
 class ChartError(Exception):

@@ -11,10 +11,10 @@ from typing import Any
 
 import promql_parser
 import pytest
-from ruamel.yaml import YAML
 
 from rsrv.cli.main import parser
 from rsrv.settings import load_settings
+from rsrv_bundle import yaml12
 from tests.unit.deploy.manifests import (
     CHART,
     ROOT,
@@ -298,7 +298,7 @@ def test_a_gateway_has_the_key() -> None:
     """The gateway has the key's name, and its value in a private file from the Secret."""
     manifests = render(GATEWAY)
     text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
-    own = YAML(typ="safe").load(text)["gateway"]
+    own = yaml12.parse(text)["gateway"]
     pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
     (flag,) = [f for f in command(manifests)[1] if "grpc" in f]
     assert f":{own['worker_repository_key']}=" in flag

@@ -7,8 +7,6 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ruamel.yaml import YAML
-from ruamel.yaml.compat import StringIO
 
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
@@ -17,6 +15,7 @@ from rsrv.sim.metrics import summarize
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.scenario import parse_scenario
 from rsrv.sim.simulate import simulate
+from rsrv_bundle import yaml12
 
 _seconds = st.integers(1, 40).map(lambda ms: ms / 1000)
 _model = st.fixed_dictionaries(
@@ -88,10 +87,7 @@ _scenario = st.fixed_dictionaries(
 @given(_scenario)
 def test_random_scenarios(scenario: dict[str, Any]) -> None:
     """A random scenario goes from text to metrics and decisions."""
-    text = StringIO()
-    YAML(typ="safe", pure=True).dump(scenario, text)
-
-    record = simulate(parse_scenario(text.getvalue()))
+    record = simulate(parse_scenario(yaml12.dump(scenario)))
 
     for sent in record.requests:
         assert sent.outcome is not None

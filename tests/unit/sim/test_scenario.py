@@ -24,14 +24,14 @@ def problem(text: str, folder: Path = Path()) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "s.yaml: not YAML"),
+        ("a: [", "s.yaml: not valid YAML"),
         ("- 1", "s.yaml: must be a mapping of keys, not a list"),
         ("", "s.yaml: models: missing"),
         (GOOD, "s.yaml: arrivals: missing"),
         (SILENT + "sead: 1", "s.yaml: sead: unknown key; did you mean 'seed'?"),
         (SILENT + "zzz: 1", "zzz: unknown key; known are discipline, seed, duration"),
         (SILENT + "duration: 0", "duration: must be greater than 0"),
-        (SILENT + "duration: .inf", "duration: must be a finite number"),
+        (SILENT + "duration: .inf", "line 3: the number .inf is not finite"),
         (SILENT + "discipline: fivo", "discipline: there is no 'fivo'; did you mean 'fifo'?"),
         (SILENT + "device: {warmth: true}", "device.warmth: unknown key; did you mean 'warm'?"),
         (

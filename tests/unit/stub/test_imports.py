@@ -27,7 +27,7 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
         "jaxlib",
         "ml_dtypes",
         "pydantic",
-        "ruamel",
+        "yaml",
         "safetensors",
         "google",
         "grpc",

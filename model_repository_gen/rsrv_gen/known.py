@@ -8,6 +8,8 @@ or with a damaged one, everything is read again.
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -52,7 +54,7 @@ class Known:
         self._changed = False
         if repository is not None:
             with suppress(OSError, ValidationError):
-                found = _FORMAT.validate_json(_file(repository).read_bytes())
+                found = _FORMAT.validate_json(_read(repository))
                 if found.program == self._notes.program:
                     self._notes = found
 
@@ -99,18 +101,31 @@ class Known:
         notes.bundles = {path: found for path, found in notes.bundles.items() if path in paths}
         notes.models = {name: found for name, found in notes.models.items() if name in bundles}
         file = _file(self._repository)
-        new = file.with_name(f"{file.name}.{os.getpid()}")
-        try:
-            new.write_bytes(_FORMAT.dump_json(notes))
-            new.replace(file)
-            self._changed = False
-        except (OSError, ValueError):  # the latter for paths that are no text
-            with suppress(OSError):
-                new.unlink()
+        with suppress(OSError, ValueError):  # the latter for paths that are no text
+            content = _FORMAT.dump_json(notes)
+            # Others may write to the folder: a name that they can guess could be a link to a file of ours.
+            handle, new = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
+            try:
+                with open(handle, "wb") as out:
+                    out.write(content)
+                os.replace(new, file)
+                self._changed = False
+            except OSError:
+                os.unlink(new)
 
 
 def _file(repository: Path) -> Path:
     return place_beside(repository) / f".{repository.name}-known.json"
+
+
+def _read(repository: Path) -> bytes:
+    """Return the notes' text. Raises OSError, also for notes that neither we nor the repository's owner wrote."""
+    handle = os.open(_file(repository), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), repository.stat().st_uid):
+            raise PermissionError
+        return file.read()
 
 
 def _device(bundle: Path) -> int:

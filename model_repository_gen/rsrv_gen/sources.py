@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rsrv.native import LIBRARY
 from rsrv.settings import Settings
 from rsrv.text import nearest
 from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
@@ -20,7 +21,7 @@ from rsrv_gen.known import Known
 from rsrv_gen.metas import BundleFacts, unusable_metas
 from rsrv_gen.plan import SourceBundle
 
-#: file with the settings beside the models; no model can have this name
+#: file with the settings beside the models
 SETTINGS_FILE = "rsrv.yaml"
 
 
@@ -77,8 +78,8 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
 
 
 def _read(name: str, places: Sequence[Path], known: Known) -> SourceBundle:
-    if name == SETTINGS_FILE:
-        raise BundleError(f"{name} is the name of the settings file; rename the bundle")
+    if name in (SETTINGS_FILE, LIBRARY.name):
+        raise BundleError(f"{name} is the name of a file of the repository; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
     signed = known.sign(places[0])

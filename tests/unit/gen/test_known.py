@@ -122,6 +122,48 @@ def test_notes_that_cannot_be_written_fail_no_run(runs: Runs) -> None:
         assert runs.run() == ({}, {*NAMES, "meta"})
 
 
+def test_notes_that_are_no_file_of_ours_are_not_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes of another user, a link to some, and a pipe are passed over, and the next run replaces them."""
+    aside = runs.notes.with_name("aside")
+    shutil.copy(runs.notes, aside)
+    runs.notes.unlink()
+    runs.notes.symlink_to(aside)
+    assert runs.run() == ({}, {*NAMES, "meta"})
+    assert not runs.notes.is_symlink()
+    runs.notes.unlink()
+    os.mkfifo(runs.notes)
+    assert runs.run() == ({}, {*NAMES, "meta"})
+    with monkeypatch.context() as patch:
+        status = os.fstat
+        patch.setattr(os, "fstat", lambda handle: _foreign(status(handle)))
+        assert runs.run() == ({}, {*NAMES, "meta"})
+    assert runs.run() == ({}, set())
+
+
+def _foreign(status: os.stat_result) -> os.stat_result:
+    return os.stat_result((*status[:4], 12345, *status[5:]))
+
+
+def test_notes_are_written_through_no_link(runs: Runs) -> None:
+    """A link in the folder of the notes, with a name that a run may choose, leads no run to another file."""
+    precious = runs.notes.with_name("precious")
+    precious.write_text("precious")
+    runs.notes.unlink()
+    runs.notes.with_name(f"{runs.notes.name}.{os.getpid()}").symlink_to(precious)
+    runs.run()
+    assert precious.read_text() == "precious"
+    assert runs.notes.is_file()
+
+
+def test_a_bundle_with_the_name_of_a_file_of_the_repository_is_refused(runs: Runs) -> None:
+    """The front's library and the settings lie among the models: a bundle of such a name fails alone."""
+    for name in ("libtriton_rsrv.so", "rsrv.yaml"):
+        write_bundle(runs.bundles / name, "v1")
+        assert runs.run(status=1) == ({}, set())
+        assert f"{name} is the name of a file of the repository" in runs.complaints
+        shutil.rmtree(runs.bundles / name)
+
+
 def test_a_model_that_was_edited_by_hand_is_written_again(runs: Runs) -> None:
     """A directory of the repository that is not as it was written is put right, though no bundle changed."""
     (runs.gen / "m05/1/bundle/model.b1.mlir").write_text("by hand")

@@ -24,8 +24,8 @@ Random = random.Random
 _TO_STUB = frozenset(
     {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING}
 )
-#: Seconds that a start takes or may take; 0 is none.
-_START_S = (1e-9, 0.01, 1.0, 1e9, 0.0)
+#: Seconds that a start takes or may take; 0 is none. Requests that may wait for less than the first number start nothing.
+_START_S = (0.1, 1.0, 1e9, 0.0)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
 #: Fields of a frame's entries: good values, and wild ones.
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {

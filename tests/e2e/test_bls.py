@@ -219,7 +219,6 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
     assert TIMEOUT <= result["seconds"] < TIMEOUT + 5
 
 
-@pytest.mark.long
 def test_a_callee_that_dies_is_reported_and_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
     """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
     running = start_triton(models(tmp_path), extra_args=[*EXPLICIT, HURRY])

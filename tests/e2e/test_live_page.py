@@ -58,7 +58,7 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
             await page.until(f"{figure} !== {before}")
             await page.until(f"{PAINTED}.every((share) => share > 0.005)")
             await page.until(
-                "[...document.querySelectorAll('#log li')].some((line) => / weights absent/.test(line.textContent))"
+                "[...document.querySelectorAll('#log li')].some((line) => /: warm/.test(line.textContent))"
             )
             await page.value(f"document.querySelector('tr[data-model={MODELS[0]}] button').click()")
             await page.until("document.querySelectorAll('#story-lines li').length > 0")

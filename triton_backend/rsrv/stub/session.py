@@ -241,6 +241,7 @@ class Session(Startable):
                 # The key was registered a moment ago: this is another runtime.
                 raise Closed(f"the runtime that registered the model is gone: {error}") from None
         except BaseException:
+            self.starting(0.0)
             direct.close()
             raise
         attachment = Attachment(

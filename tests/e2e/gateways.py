@@ -45,7 +45,6 @@ import threading
 import time
 
 import triton_python_backend_utils as pb_utils
-from rsrv_bundle import yaml12
 
 
 def answer(request):

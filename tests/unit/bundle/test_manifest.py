@@ -108,7 +108,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         changed(META, meta={"calls": ["m"] * 1001}),
         "meta.calls: has 1001 entries; 1000 are allowed",
     ),
-    ("number beyond 64 bits", with_input(dims={"c": 2**70, "h": 4, "w": 5}), "holds a number of 71 bits"),
+    (
+        "number beyond 64 bits",
+        with_input(dims={"c": 2**70, "h": 4, "w": 5}),
+        "whole numbers have at most 64 bits",
+    ),
     ("unknown key", changed(GOOD, executable_input=[]), "did you mean 'executable_inputs'?"),
     ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known are format_version"),
     ("unknown nested", changed(GOOD, batching={"batch_sizes": [1]}), "batching.batch_sizes: unknown key"),

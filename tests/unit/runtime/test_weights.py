@@ -30,11 +30,9 @@ from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.socket import read_status
 from rsrv_bundle import read_bundle
 from rsrv_bundle.weights import WeightsFile
-from tests.builders import write_meta
 from tests.fakes import FakeError
 from tests.runtime_commands import Refused, compact, configure, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
-from tests.unit.runtime.metas import meta_engine
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 from tests.waiting import wait_until
@@ -768,24 +766,3 @@ def test_a_successor_begins_after_the_end_of_its_predecessor(
         os.close(fd)
     second.sock.close()
     first.lane.close()
-
-
-# --- the status --------------------------------------------------------------------------------------------
-
-
-def test_the_status_has_the_keys_that_the_protocol_names(
-    house: House, doublings: dict[str, Path], tmp_path: Path
-) -> None:
-    """The status has exactly the keys that the protocol page names."""
-    house.start()
-    house.engine(doublings["a"])
-    meta = write_meta(tmp_path / "meta", "def run(inputs, call): pass", ["a"])
-    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
-    text = page[page.index("## The status") : page.index("## What stubs measure")]
-    named = set(re.findall(r"`([a-z_]+)`", text))
-    with meta_engine(house.runtime, meta, {"a": doublings["a"]}):
-        status = read_status(os.getpid())
-    keys = {*status, *status["models"]["a"], *status["metas"]["meta"]}
-    keys |= {*status["memory"], *status["memory"]["host"]}
-
-    assert keys | set(status["memory"]["device"]) == named

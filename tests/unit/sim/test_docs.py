@@ -35,8 +35,8 @@ def test_the_example_is_a_scenario() -> None:
 
 
 @pytest.mark.parametrize("scenario", sorted((DOCS / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_scenario_loads_and_is_linked(scenario: Path) -> None:
-    """A scenario in the docs belongs to a page."""
+def test_every_scenario_loads_and_says_what_it_shows(scenario: Path) -> None:
+    """The page on tuning promises a comment in each."""
     load_scenario(scenario)
 
-    assert f"scenarios/{scenario.name}" in TUNING + (DOCS / "scheduler.md").read_text(encoding="utf-8")
+    assert scenario.read_text(encoding="utf-8").startswith("# ")

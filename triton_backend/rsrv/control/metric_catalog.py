@@ -137,7 +137,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "counter",
         ("model", "device", "reason"),
         "Evictions of weights from the device, by reason: room (for another load), asked (on request), budget (it was"
-        " reduced), compaction.",
+        " reduced), compaction, idle (`idle.device`).",
     ),
     MetricFamily(
         "rsrv_weight_misses_total",

@@ -90,7 +90,7 @@ def world() -> Iterator[World]:
         folder = Path(made)
         # The commands search for a server there, and find one.
         patch.setenv("RSRV_RUNTIME_DIR", str(folder / "run"))
-        patch.setenv("RSRV_CONTROL__PROFILE_DIR", str(folder / "profiles"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         (folder / "docs" / "scenarios").mkdir(parents=True)
         for scenario in (ROOT / "docs" / "scenarios").iterdir():
             # Two seconds show whether the command works; the figures on the pages have tests of their own.

@@ -443,7 +443,7 @@ _FORMER = {
     "placement.hysteresis": "leave it out: it is 0.1; behind a gateway, `rsrv gateway policy` changes it",
     "scheduler.launch_ahead_ms": "leave it out: it is 2 ms",
     "scheduler.residency_factor": "leave it out: it is 4",
-    "control.profile_dir": "leave it out: profiles are in ~/.cache/rsrv/profiles",
+    "control.profile_dir": "leave it out: profiles are in $XDG_CACHE_HOME/rsrv/profiles, or ~/.cache/rsrv/profiles",
     "gateway.models": "use models.NAME.replicas",
 }
 

@@ -38,7 +38,7 @@ from rsrv.text import by_number
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
 #: folder of the runtime's profiles
-PROFILES = Path("~/.cache/rsrv/profiles")
+PROFILES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "rsrv/profiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except OSError as error:
             raise StatusError(
                 "FAILED_PRECONDITION",
-                f"the profile cannot be written: {error}; the folder is ~/.cache/rsrv/profiles",
+                f"the profile cannot be written: {error}; XDG_CACHE_HOME chooses another folder",
             ) from None
         live = self._runtimes.live
         folders = (

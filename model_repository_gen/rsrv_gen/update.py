@@ -248,13 +248,12 @@ def update(
                 pass
             case "new" | "changed" | "unchanged" if step.plan is not None and policy.may_write:
                 _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
-                if step.name not in done.put:
-                    pass
-                elif all(map(ready, made_of)):
-                    known.made(repository / step.name, step.recipe)
-                else:
-                    done.put.pop(step.name).undo()
-                    done.later.add(step.name)
+                if step.name in done.put:
+                    if all(map(ready, made_of)):
+                        known.made(repository / step.name, step.recipe)
+                    else:
+                        done.put.pop(step.name).undo()
+                        done.later.add(step.name)
             case "new" | "changed" | "unchanged":
                 done.failed[step.name] = f"its bundle is {step.verb}, and nothing may be written"
             case "foreign":

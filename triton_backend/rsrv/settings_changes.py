@@ -1,6 +1,6 @@
 """Changes of rsrv.yaml while a server runs: when each setting takes effect, and the settings of a running runtime."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -131,6 +131,11 @@ def _differing(old: BaseModel, new: BaseModel) -> Iterator[str]:
     return (key for key in type(old).model_fields if getattr(old, key) != getattr(new, key))
 
 
+def in_commands(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the names of models in parts, each for one command."""
+    return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
+
+
 def runtime_commands(
     settings: Settings,
     names: Iterable[str],
@@ -150,13 +155,12 @@ def runtime_commands(
         "runtime": settings.runtime.model_dump(mode="json", include=_RUNTIME),
     }
     commands = [{"command": "settings", **general, "models": {}}]
-    wanted = sorted(names)
-    for start in range(0, len(wanted), _MODELS):
+    for some in in_commands(sorted(names)):
         own = {
             name: settings.models.get(name, ModelSection()).model_dump(
                 mode="json", include=_MODEL, exclude_unset=True
             )
-            for name in wanted[start : start + _MODELS]
+            for name in some
         }
         sections = {name: {**section, **of_operators(name)} for name, section in own.items()}
         commands.append({"command": "settings", "models": sections})

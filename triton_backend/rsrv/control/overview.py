@@ -63,7 +63,7 @@ class Overview:
                     "p99_s": _p99(requests.get(name), before.get(name)),
                     "error": failures.get(name) or entry["error"],
                 }
-                for name, entry in _served(entries.values()).items()
+                for name, entry in served(entries.values()).items()
             ],
         }
 
@@ -112,7 +112,7 @@ def _add(one: _Figures, other: _Figures) -> _Figures:
     )
 
 
-def _served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
+def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     """Return one version of each name."""
     ranked = sorted(entries, key=lambda entry: (entry["name"], -_RANK[entry["state"]]))
     return {entry["name"]: entry for entry in ranked}

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.overview import served
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.placement.device_choice import by_preference
+from rsrv.settings_changes import in_commands
 from rsrv.settings_times import due
 from rsrv.text import nearest
 from rsrv_gen.plan import BUNDLE_FOLDER, CALLS_FOLDER
@@ -23,8 +25,6 @@ log = logging.getLogger("rsrv.control")
 
 #: seconds between two looks at the schedules
 _LOOK_S: Final = 10.0
-#: models in one command, which must fit into a frame
-_MODELS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ class Prewarming:
         for name in gone:
             self._told.pop(name, None)
         for link in self._runtimes.live.values() if gone else ():
-            for first in range(0, len(gone), _MODELS):
-                some = gone[first : first + _MODELS]
+            for some in in_commands(gone):
                 await link.command({"command": "start", "models": dict.fromkeys(some)})
         live = {link.instance for link in self._runtimes.live.values()}
         lost = {name: path for name, (instance, path) in self._told.items() if instance not in live}
@@ -104,13 +103,8 @@ class Prewarming:
         """
         paths = await asyncio.to_thread(self._matching, wanted)
         failed = await self._start(paths, look=look)
-        states = {entry["name"]: (entry["state"], entry["error"] or "") for entry in self._best()}
-        return [_started(name, states.get(name), failed.get(name, "")) for name in sorted(paths)]
-
-    def _best(self) -> list[ModelVersion]:
-        """Return the models' versions, the best last."""
-        order = ("leaving", "failed", "loading", "ready")
-        return sorted(self._runtimes.entries.values(), key=lambda entry: order.index(entry["state"]))
+        found = served(self._runtimes.entries.values())
+        return [_started(name, found.get(name), failed.get(name, "")) for name in sorted(paths)]
 
     def _matching(self, wanted: Collection[str]) -> dict[str, Path]:
         repository = self._file.path.parent
@@ -144,8 +138,7 @@ class Prewarming:
             await self._runtimes.query({"command": "ping"})  # raises RuntimeDown
         for device, names in by_device.items():
             link = live[device]
-            for first in range(0, len(names), _MODELS):
-                some = sorted(names)[first : first + _MODELS]
+            for some in in_commands(sorted(names)):
                 # A runtime that has died since has forgotten what it was told.
                 told = {name: (link.instance, paths[name]) for name in some}
                 lost = {name: one for name, one in told.items() if not look or self._told.get(name) != one}
@@ -160,11 +153,13 @@ class Prewarming:
         return failed
 
 
-def _started(name: str, entry: tuple[str, str] | None, failed: str) -> StartedModel:
-    if entry is None or entry[0] == "leaving":
+def _started(name: str, entry: ModelVersion | None, failed: str) -> StartedModel:
+    if entry is None or entry["state"] == "leaving":
         return StartedModel(name, "failed" if failed else "cold", failed)
-    state, error = entry
-    return StartedModel(name, {"ready": "warm", "loading": "starting"}.get(state, state), error)
+    state = entry["state"]
+    return StartedModel(
+        name, {"ready": "warm", "loading": "starting"}.get(state, state), entry["error"] or ""
+    )
 
 
 def _bundles(repository: Path, names: Iterable[str]) -> dict[str, Path]:

@@ -215,7 +215,7 @@ class SharedMemory:
         self._left: dict[str, int] = {}
         #: whether a tensor that cannot be shared was logged
         self._said_private = False
-        self.path = parent / f"rsrv-weights-u{self._uid}"
+        self.path = _shared_directory(parent)
         with _explained(self.path):
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._directory = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -484,6 +484,11 @@ class SharedMemory:
         return removed
 
 
+def _shared_directory(parent: Path) -> Path:
+    """Return the directory of the tensors that this user's processes share."""
+    return parent / f"rsrv-weights-u{os.getuid()}"
+
+
 def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
     """Return the memory for `runtime.shared_host_weights`; None: shared as far as possible. Raises HostMemoryError.
 
@@ -503,7 +508,7 @@ def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
 
 def remove_left(owner: str) -> None:
     """Remove what earlier runtimes of a server's device left, which no runtime will want."""
-    if owner and (_SHM / f"rsrv-weights-u{os.getuid()}" / owner).exists():
+    if owner and (_shared_directory(_SHM) / owner).exists():
         with suppress(HostMemoryError):
             memory = SharedMemory(_SHM, owner=owner)
             shutil.rmtree(memory.path / owner, ignore_errors=True)

@@ -116,13 +116,14 @@ def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Eng
         assert operator.do("restart", drain_s=30) == {}
 
 
-def test_a_forced_restart_begins_again_what_is_in_progress(
-    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
+@pytest.mark.parametrize("command", ["restart", "sleep"])
+def test_a_forced_end_begins_again_what_is_in_progress(
+    start_runtime: StartRuntime, runtime: Runtime, engine: Engine, command: str
 ) -> None:
-    """An execution that does not end in time is the next runtime's; it is answered once, and right."""
+    """An execution that does not end in time is the next runtime's, as what waits; it is answered once, and right."""
     asked = one_executes_and_one_waits(runtime, engine)
     with Operator(runtime) as operator:
-        assert operator.do("restart", drain_s=0, force=True) == {}
+        assert operator.do(command, drain_s=0, force=True) == {}
     wait_until(lambda: not runtime.alive)
 
     start_runtime(SETTINGS)

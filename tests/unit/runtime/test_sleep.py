@@ -104,18 +104,6 @@ def test_a_device_with_waiting_requests_does_not_sleep(
     assert runtime.alive
 
 
-def test_a_forced_sleep_leaves_waiting_requests_to_the_next_runtime(
-    start_runtime: StartRuntime, runtime: Runtime, engine: Engine
-) -> None:
-    """The stub keeps them, and the next runtime answers each once."""
-    asked = one_executes_and_one_waits(runtime, engine)
-    with Operator(runtime) as operator:
-        assert operator.do("sleep", drain_s=0, force=True) == {}
-    wait_until(lambda: not runtime.alive)
-    start_runtime(SETTINGS)
-    assert [answered(one) for one in asked] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("successor", "why"),
     [

@@ -199,7 +199,10 @@ async def serving(
 
 
 def refusing(code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str], ...] = ()) -> Handler:
-    async def refuse(_: Any, context: Any) -> None:
+    async def refuse(request: Any, context: Any) -> None:
+        if hasattr(request, "__anext__"):
+            # gRPC reports a stream that ends while its first message is written as an error of its own.
+            await anext(request)
         await context.abort(code, message, trailing)
 
     return refuse

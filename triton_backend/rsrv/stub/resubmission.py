@@ -175,9 +175,10 @@ class Resubmission:
         now = self._clock()
         with self._lock:
             waiting = list(self._waiting)
-        if waiting and self._is_down:
+        # Requests are taken out only where one may be submitted: `demand` counts those that wait.
+        is_down, checks = self._is_down, MAX_CHECKS
+        if waiting and is_down:
             self.wake()
-        is_down, checks = False, MAX_CHECKS
         for one in waiting:
             request = one.request
             failure = self._why_over(request, now)

@@ -116,7 +116,7 @@ def test_requests_are_answered(program: Path, tmp_path: Path) -> None:
         (Status.INVALID, 3, ""), (Status.NOT_FOUND, 2, ""), (Status.QUEUE_FULL, 4, "[rsrv:QUEUE_FULL] "),
         (Status.DEADLINE, 4, "[rsrv:DEADLINE] "), (Status.CANCELLED, 7, ""), (Status.INTERNAL, 1, ""),
         (Status.RUNTIME_DOWN, 4, "[rsrv:RUNTIME_DOWN] "), (Status.NOT_RESIDENT, 4, "[rsrv:NOT_RESIDENT] "),
-        (Status.PAUSED, 4, "[rsrv:PAUSED] "),
+        (Status.PAUSED, 4, "[rsrv:PAUSED] "), (Status.SEQUENCE_LOST, 2, "[rsrv:SEQUENCE_LOST] "),
     ],
 )  # fmt: skip
 def test_each_status_has_its_code_and_its_tag(tmp_path: Path, status: Status, code: int, tag: str) -> None:

@@ -20,6 +20,7 @@ submissions = st.builds(
     flags=st.integers(0, 2**32 - 1),
     run=st.integers(0, 2**64 - 1),
     tag=st.integers(0, 2**64 - 1),
+    sequence=st.integers(0, 2**64 - 1),
 )
 completions = st.builds(
     Completion,

@@ -28,7 +28,7 @@
 #define FLAT_MAGIC 0x54414c46u
 #define MAX_FRAME (128 * 1024)
 #define HEADER_BYTES 8
-#define ENTRY_BYTES 64       // of a submission
+#define ENTRY_BYTES 72       // of a submission
 #define COMPLETION_BYTES 32
 #define ALONE 1u   // flag of a submission: nothing else uses the device meanwhile
 #define WAITED 2u  // flag of a submission: a full queue does not refuse it
@@ -40,7 +40,8 @@ enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCE
 enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24, COLD = 27, STARTING = 28 };
 
 enum status {
-    OK, INVALID, NOT_FOUND, QUEUE_FULL, DEADLINE, CANCELLED, RUNTIME_DOWN, NOT_RESIDENT, INTERNAL, PAUSED, STATUSES
+    OK, INVALID, NOT_FOUND, QUEUE_FULL, DEADLINE, CANCELLED, RUNTIME_DOWN, NOT_RESIDENT, INTERNAL, PAUSED,
+    SEQUENCE_LOST, STATUSES
 };
 
 #define NS_PER_S 1000000000ll

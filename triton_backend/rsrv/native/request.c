@@ -26,6 +26,7 @@ static const struct { const char* name; int code; bool tagged; } STATUS[STATUSES
     [NOT_RESIDENT] = {"NOT_RESIDENT", CODE_UNAVAILABLE, true},
     [INTERNAL] = {"INTERNAL", CODE_INTERNAL, false},
     [PAUSED] = {"PAUSED", CODE_UNAVAILABLE, true},
+    [SEQUENCE_LOST] = {"SEQUENCE_LOST", CODE_NOT_FOUND, true},
 };
 
 const char* status_name(enum status status) { return STATUS[status].name; }
@@ -421,6 +422,7 @@ void request_submission(const struct pending* one, uint8_t entry[ENTRY_BYTES]) {
     put_u64(entry + 40, one->place.offset + one->input_bytes);
     put_u64(entry + 48, one->run);
     put_u64(entry + 56, one->tag);
+    // entry + 64, the sequence, stays 0: stateful models have a Python front.
 }
 
 // --- the answer -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Requests:
         for submission in submissions:
             (
                 request, deadline_ns, rows, index, priority,
-                segment_id, flags, inputs_at, outputs_at, token, tag,
+                segment_id, flags, inputs_at, outputs_at, token, tag, sequence,
             ) = submission  # fmt: skip
             if index >= len(variants):
                 raise ProtocolError(f"SUBMIT for variant {index} of {len(variants)}")
@@ -72,7 +72,7 @@ class Requests:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            if flags > ALONE | WAITED:
+            if flags > ALONE | WAITED or sequence:
                 raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> _ID_BITS or id in pending:

@@ -13,7 +13,14 @@ from rsrv.wire.frames import Status
 log = logging.getLogger("rsrv.stub")
 
 #: statuses that Triton has no code for: a tag in front of the message names them
-_TAGGED = (Status.QUEUE_FULL, Status.DEADLINE, Status.RUNTIME_DOWN, Status.NOT_RESIDENT, Status.PAUSED)
+_TAGGED = (
+    Status.QUEUE_FULL,
+    Status.DEADLINE,
+    Status.RUNTIME_DOWN,
+    Status.NOT_RESIDENT,
+    Status.PAUSED,
+    Status.SEQUENCE_LOST,
+)
 _TAG = re.compile(
     r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "
 )
@@ -21,6 +28,7 @@ _TAG = re.compile(
 _CODES = {
     Status.INVALID: "INVALID_ARG",
     Status.NOT_FOUND: "NOT_FOUND",
+    Status.SEQUENCE_LOST: "NOT_FOUND",
     Status.CANCELLED: "CANCELLED",
     Status.INTERNAL: "INTERNAL",
 }

@@ -72,6 +72,8 @@ class Status(IntEnum):
     NOT_RESIDENT = 7
     INTERNAL = 8
     PAUSED = 9
+    #: of a request of a sequence: the runtime does not know the sequence, or does not any more
+    SEQUENCE_LOST = 10
 
 
 class ProtocolError(Exception):
@@ -86,6 +88,8 @@ class OtherVersionError(ProtocolError):
 ALONE = 1
 #: flag of a submission: it waited for this runtime, so that a full queue does not refuse it
 WAITED = 2
+#: flags of a submission of a sequence: the sequence begins with it, ends with it
+START, END = 4, 8
 
 
 class Submission(NamedTuple):
@@ -97,14 +101,15 @@ class Submission(NamedTuple):
     variant: int
     priority: int  # Triton's: 0 default, 1 highest
     segment: int
-    flags: int  # ALONE, WAITED
+    flags: int  # ALONE, WAITED, START, END
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
     run: int = 0  # token of the meta model's run that makes this sub-call; 0: none
     tag: int = 0  # `request_tag` of the client's id, by which the request can be aborted; 0: none
+    sequence: int = 0  # the sequence of a stateful model that it belongs to; 0: none
 
 
-_SUBMISSION = struct.Struct("<QqIHHIIQQQQ")
+_SUBMISSION = struct.Struct("<QqIHHIIQQQQQ")
 
 
 class Completion(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rsrv_bundle.errors import BundleError
     from rsrv_bundle.reader import find_bundles, read_bundle
-    from rsrv_bundle.spec import Bundle, Kind, Manifest, TensorSpec, WeightSpec
+    from rsrv_bundle.spec import Bundle, GenerateSpec, Kind, Manifest, StateSpec, TensorSpec, WeightSpec
     from rsrv_bundle.weights import load_weights
 else:
 
@@ -26,15 +26,17 @@ else:
 _HOMES = {
     "errors": ("BundleError",),
     "reader": ("find_bundles", "read_bundle"),
-    "spec": ("Bundle", "Kind", "Manifest", "TensorSpec", "WeightSpec"),
+    "spec": ("Bundle", "GenerateSpec", "Kind", "Manifest", "StateSpec", "TensorSpec", "WeightSpec"),
     "weights": ("load_weights",),
 }
 
 __all__ = [
     "Bundle",
     "BundleError",
+    "GenerateSpec",
     "Kind",
     "Manifest",
+    "StateSpec",
     "TensorSpec",
     "WeightSpec",
     "find_bundles",

@@ -8,6 +8,7 @@ Format versions:
 - "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
   known.
 - "3.1" is 3.0 with `sha256`, the checksums of the weights and of every module.
+- "3.2" is 3.1 with `state` and `generate`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rsrv.text import nearest
 from rsrv_bundle import dtypes, yaml12
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.spec import Kind, Manifest, TensorSpec
+from rsrv_bundle.state_sections import check_state, parse_generate, parse_state
 from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
 
 FILE = "manifest.yaml"
-#: format version of written bundles
-CURRENT = "3.1"
+#: format version of written bundles, without and with state: older servers read the first
+CURRENT, WITH_STATE = "3.1", "3.2"
 
-_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0", "3.1": "3.1"}
+_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0", "3.1": "3.1", "3.2": "3.2"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # More than any model needs, and few enough that comparing each with each costs nothing.
 _MAX_TENSORS = 1000
@@ -51,7 +54,7 @@ _KEYS_20 = (
     "provenance",
 )
 _KEYS_30 = (*_KEYS_20, "numerics")
-_KEYS_31 = (*_KEYS_30, "sha256")
+_KEYS = {"3.0": _KEYS_30, "3.1": (*_KEYS_30, "sha256"), "3.2": (*_KEYS_30, "sha256", "state", "generate")}
 
 
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
@@ -82,7 +85,9 @@ def _version(document: Mapping[str, Any], problems: Problems) -> str | None:
     text = str(document["format_version"])
     version = _VERSIONS.get(text)
     if version is None:
-        problems.add(FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0, 3.0 and 3.1")
+        problems.add(
+            FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0, 3.0, 3.1 and 3.2"
+        )
     return version
 
 
@@ -105,7 +110,7 @@ class _Parser:
 
     def parse(self) -> Manifest:
         if self.strict:
-            self.known_keys("", self.document, _KEYS_31 if self.version == "3.1" else _KEYS_30)
+            self.known_keys("", self.document, _KEYS[self.version])
         kind = self.kind()
         self.text("name")
         sections = {key: self.tensors(key) for key in _SECTIONS}
@@ -128,10 +133,22 @@ class _Parser:
             internal=self.internal(kind),
             provenance=self.mapping("provenance", lenient=not self.strict),
             numerics=self.numerics() if self.strict else {},
-            sha256=self.sha256() if self.version == "3.1" else {},
+            sha256=self.sha256() if self.version in ("3.1", "3.2") else {},
         )
         self.executable_rules(manifest)
         self.client_rules(manifest)
+        return self.with_state(manifest) if self.version == "3.2" else manifest
+
+    def with_state(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with its sections `state` and `generate`."""
+        if (state := self.document.get("state")) is not None:
+            manifest = replace(manifest, state=parse_state(state, self.bad))
+            check_state(manifest, self.bad)
+        if (generate := self.document.get("generate")) is not None:
+            if state is None:
+                self.bad("generate", "needs the section state: a generation is a sequence with a slot")
+            spec = parse_generate(generate, manifest, self.has_hooks, self.bad)
+            manifest = replace(manifest, generate=spec)
         return manifest
 
     # Values of one key.

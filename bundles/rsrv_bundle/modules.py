@@ -194,7 +194,8 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
     """Compare every module with the manifest and the weights.
 
     Arguments must be the inputs in the manifest's order and then the weights in argument order, with equal types
-    and shapes; results must be the declared outputs by position. Results beyond those are allowed. Returns the
+    and shapes; results must be the declared outputs by position. Results beyond those are allowed. With state, slots
+    follow the inputs and pools the weights; the results are the outputs, then the pools. Returns the
     signatures by (variant, batch size); the size of an unsuffixed module is its own batch extent, or 1 when the
     inputs have no batch axis. Each module is compared with its checksum in the manifest, if there is one, and then shown
     to `look`. Raises BundleError with all problems.
@@ -236,14 +237,18 @@ def _check_arguments(
         (f"input '{spec.name}'", (spec.dtype, bundle.input_shape(i, variant, size)))
         for i, spec in enumerate(specs)
     ]
+    state = bundle.manifest.state
+    if state is not None:
+        expected.append(("slots", ("i32", (size,))))
     expected += [(f"weight '{weight.name}'", (weight.dtype, weight.shape)) for weight in bundle.weights]
+    expected += _pools(bundle)
     if len(signature.inputs) != len(expected):
         problems.add(
             file,
             "",
             f"main takes {len(signature.inputs)} arguments, but the manifest and the weights list {len(expected)}:"
-            f" {len(specs)} inputs and {len(bundle.weights)} weights; export it so that no unused argument is"
-            " dropped",
+            f" {len(specs)} inputs{'' if state is None else f', the slots, {len(state.tensors)} pools'} and"
+            f" {len(bundle.weights)} weights; export it so that no unused argument is dropped",
         )
         return
     for i, ((key, wanted), found) in enumerate(zip(expected, signature.inputs, strict=True)):
@@ -253,6 +258,16 @@ def _check_arguments(
 
 def _check_results(bundle: Bundle, size: int, signature: Signature, file: str, problems: Problems) -> None:
     specs = bundle.manifest.outputs
+    pools = _pools(bundle)
+    if pools and len(signature.outputs) != len(specs) + len(pools):
+        rule = f"main returns {len(signature.outputs)} results, expected {len(specs)} outputs and {len(pools)} pools"
+        problems.add(file, "", rule)
+        return
+    for i, (key, pool) in enumerate(pools, len(specs)):
+        if signature.outputs[i] != pool:
+            problems.add(
+                file, key, f"result {i} of main is {_text(signature.outputs[i])}, expected {_text(pool)}"
+            )
     if len(signature.outputs) < len(specs):
         problems.add(
             file, "", f"main returns {len(signature.outputs)} results, but the manifest lists {len(specs)}"
@@ -264,6 +279,14 @@ def _check_results(bundle: Bundle, size: int, signature: Signature, file: str, p
             problems.add(
                 file, f"output '{spec.name}'", f"result {i} of main is {_text(found)}, expected {wanted}"
             )
+
+
+def _pools(bundle: Bundle) -> list[tuple[str, Value]]:
+    """Return name and value of every state tensor, of all slots."""
+    state = bundle.manifest.state
+    if state is None:
+        return []
+    return [(f"state '{t.name}'", (t.dtype, (state.slots, *t.dims))) for t in state.tensors]
 
 
 def _fits(spec: TensorSpec, size: int, found: Value) -> bool:

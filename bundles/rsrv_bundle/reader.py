@@ -122,9 +122,14 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
             problems.add(
                 weights_file.FILE, "", "is missing; format 2.0 needs it even when it holds no tensor"
             )
-    if manifest.format_version == "3.1":
+    if manifest.summed:
         _check_listed(
             manifest, {path.name for path in (*modules.values(), *([file] if file else []))}, problems
+        )
+    tokenizer = manifest.generate.tokenizer if manifest.generate else None
+    if tokenizer is not None and tokenizer not in files:
+        problems.add(
+            manifest_file.FILE, "generate.tokenizer", f"there is no file {tokenizer!r:.80} in the bundle"
         )
     problems.raise_if_any()
     bundle = Bundle(
@@ -300,7 +305,8 @@ def _find_modules(
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
     """Report missing and superfluous checksums: the weights and every module have one, and no other file."""
     for name in sorted(names - manifest.sha256.keys()):
-        rule = "is missing; format 3.1 has the SHA-256 of the weights and of every module: export the bundle again"
+        version = manifest.format_version
+        rule = f"is missing; format {version} has the SHA-256 of the weights and of every module: export the bundle again"
         problems.add(manifest_file.FILE, f"sha256.{name}", rule)
     for name in sorted(manifest.sha256.keys() - names):
         if name == weights_file.FILE:

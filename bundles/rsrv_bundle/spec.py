@@ -6,12 +6,17 @@ bundle is written in. Nothing in this file reads a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rsrv_bundle import dtypes
+
 Kind = Literal["model", "meta"]
+#: fate of a further sequence while every slot is taken
+WhenFull = Literal["wait", "refuse", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,76 @@ class WeightSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One state tensor, as one slot has it."""
+
+    name: str
+    dtype: str
+    #: fixed sizes; the pool of all slots has the shape (slots, *dims)
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        return math.prod(self.dims) * dtypes.itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """State that a model keeps on the device for each sequence.
+
+    A module then takes, behind its inputs, the slot of each row as i32 [n], and behind the weights one pool for each
+    tensor; it returns the pools behind its outputs. Row `k` continues the sequence in slot k, row `~k` begins one
+    there, and row `slots` is padding: the module reads zeros for it, and writes nothing.
+    """
+
+    #: sequences on the device at once
+    slots: int
+    #: in the order of the modules' arguments
+    tensors: tuple[StateTensor, ...]
+    #: a sequence without a request for so long is dropped
+    idle_timeout_s: float
+    when_full: WhenFull
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSpec:
+    """How the runtime generates tokens with a model that has state: it feeds each token back until an answer ends."""
+
+    #: names of inputs: i32 [n, t], a chunk of tokens per sequence, 0 behind the last one; i32 [n], how many of them
+    #: count; f32 [n, 4], temperature (0: greedy), top_k (0: off), top_p (1: off) and seed (0 to 2**24 - 1)
+    tokens: str
+    lengths: str
+    sampling: str
+    #: name of the output i32 [n]: the next token, or -1 if the logits were not finite
+    token: str
+    #: most tokens of a sequence, prompt and answer together
+    context: int
+    #: token ids that end an answer
+    stop: tuple[int, ...]
+    #: limit of an answer's tokens if the client gives none
+    max_tokens: int
+    #: file of the bundle, relative; None if clients send and get tokens, not text
+    tokenizer: str | None
+    #: text around the client's, which stands for {text}
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of `manifest.yaml`."""
 
-    #: "2.0", "3.0" or "3.1".
+    #: "2.0", "3.0", "3.1" or "3.2".
     format_version: str
     description: str
     kind: Kind
@@ -72,7 +143,7 @@ class Manifest:
     #: measurements of the written bundle: max_abs_error and the like, or such numbers by module; from format 3.0 on; may
     #: be empty
     numerics: Mapping[str, float | Mapping[str, float]]
-    #: File name -> SHA-256, hexadecimal, of its content: of the weights and of every module in format 3.1, else empty.
+    #: File name -> SHA-256, hexadecimal, of its content: of the weights and of every module from format 3.1 on, else empty.
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
@@ -80,6 +151,20 @@ class Manifest:
     meta_restartable: bool = False
     #: only meta models may call it; clients may not
     internal: bool = False
+    #: from format 3.2 on
+    state: StateSpec | None = None
+    #: from format 3.2 on, and only with `state`
+    generate: GenerateSpec | None = None
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens per sequence of each variant of a generation: sizes of its only variable axis."""
+        return tuple(sizes[0] for sizes in self.input_shapes if sizes)
+
+    @property
+    def summed(self) -> bool:
+        """True if the format has checksums."""
+        return self.format_version in ("3.1", "3.2")
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:
@@ -130,7 +215,7 @@ class Bundle:
 
     @property
     def summed_files(self) -> tuple[Path, ...]:
-        """Files with checksums in format 3.1: the weights and every module."""
+        """Files with checksums from format 3.1 on: the weights and every module."""
         weights = () if self.weights_file is None else (self.weights_file,)
         return (*dict.fromkeys(self.modules.values()), *weights)
 

@@ -12,7 +12,7 @@ from rsrv_bundle.spec import TensorSpec
 
 #: The largest size of one axis and the largest batch; element counts of a few axes then still fit 64 bits.
 MAX_EXTENT = 2**31 - 1
-_MAX_NAME = 256
+MAX_NAME = 256
 _BATCH_LETTERS = "nb"
 
 Report = Callable[[str, str], None]
@@ -44,8 +44,8 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
     if not isinstance(name, str) or not name:
         bad(place, "tensor entry missing string name")
         return None
-    if len(name) > _MAX_NAME or not name.isprintable():
-        bad(place, f"a tensor's name is at most {_MAX_NAME} printable characters")
+    if len(name) > MAX_NAME or not name.isprintable():
+        bad(place, f"a tensor's name is at most {MAX_NAME} printable characters")
         return None
     key = f"{section}.{name}"
     dtype = entry.get("dtype")

@@ -16,9 +16,10 @@ import numpy as np
 
 from rsrv_bundle import dtypes, yaml12
 from rsrv_bundle.errors import TargetError
-from rsrv_bundle.manifest import CURRENT
+from rsrv_bundle.manifest import CURRENT, WITH_STATE
 from rsrv_bundle.reader import NAME_RULE, may_be_name
 from rsrv_bundle.spec import Manifest, TensorSpec
+from rsrv_bundle.state_sections import generate_entry, state_entry
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
@@ -28,7 +29,7 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
 
 def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
     """Return a manifest as a document of the present format, with the checksums `sha256`."""
-    document: dict[str, Any] = {"format_version": CURRENT}
+    document: dict[str, Any] = {"format_version": WITH_STATE if manifest.state else CURRENT}
     if manifest.description:
         document["description"] = manifest.description
     if manifest.kind == "meta":
@@ -55,6 +56,10 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
             document["meta"]["restartable"] = True
     if manifest.internal:
         document["internal"] = True
+    if manifest.state:
+        document["state"] = state_entry(manifest.state)
+    if manifest.generate:
+        document["generate"] = generate_entry(manifest.generate)
     if sha256:
         document["sha256"] = dict(sha256)
     document["provenance"] = dict(manifest.provenance)

@@ -105,21 +105,21 @@ def make_bundle(
     return directory
 
 
-def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
-    """Return a manifest in format 3.1, with these checksums."""
-    document = {**yaml12.load(manifest), "format_version": "3.1", "sha256": dict(sums)}
+def sealed(manifest: bytes, sums: Mapping[str, str], version: str = "3.1") -> bytes:
+    """Return a manifest in a format from 3.1 on, with these checksums."""
+    document = {**yaml12.load(manifest), "format_version": version, "sha256": dict(sums)}
     return json.dumps(document).encode()
 
 
-def seal(directory: Path) -> Path:
-    """Convert the bundle in a directory to format 3.1, with the checksums of its present files."""
+def seal(directory: Path, version: str = "3.1") -> Path:
+    """Convert the bundle in a directory to format 3.1 or later, with the checksums of its present files."""
     sums = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".mlir", ".safetensors"):
             with path.open("rb") as file:
                 sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     manifest = directory / "manifest.yaml"
-    manifest.write_bytes(sealed(manifest.read_bytes(), sums))
+    manifest.write_bytes(sealed(manifest.read_bytes(), sums, version))
     return directory
 
 

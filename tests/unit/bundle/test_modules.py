@@ -25,7 +25,7 @@ from rsrv_bundle.modules import (
     signature_of,
     strip_locations,
 )
-from tests.unit.bundle.forge import GOOD, VARIANTS, changed, make_bundle, one_weight, tensor
+from tests.unit.bundle.forge import GOOD, VARIANTS, changed, make_bundle, one_weight, seal, tensor
 
 F32 = "f32"
 X4, Y4, W = (F32, (4, 3, 4, 5)), (F32, (4, 2)), (F32, (2, 3))
@@ -333,3 +333,57 @@ def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
     module_file(bundle, key).unlink()
     with pytest.raises(BundleError, match="cannot be read"):
         read_module(bundle, key, signature)
+
+
+SLOTS, POOLS = ("i32", (4,)), ((F32, (3, 8)), ("i32", (3,)))
+STATEFUL = changed(
+    GOOD,
+    format_version="3.2",
+    batching=None,
+    sha256={},
+    state={
+        "slots": 3,
+        "tensors": [{"name": "h", "dtype": "f32", "dims": [8]}, {"name": "p", "dtype": "i32", "dims": []}],
+    },
+)
+
+
+def stateful(parent: Path, blob: bytes) -> Bundle:
+    """Write a bundle with state of 3 slots, one weight and this module."""
+    made = make_bundle(parent, STATEFUL, modules={"model.mlir": blob}, weights=one_weight())
+    return read_bundle(seal(made, "3.2"))
+
+
+def test_a_module_with_state_takes_slots_and_pools(tmp_path: Path) -> None:
+    """A module with state takes inputs, slots, weights and pools, and returns outputs and pools."""
+    blob = returning(Y4, *POOLS, takes=(X4, SLOTS, W, *POOLS))
+    assert list(check_signatures(stateful(tmp_path, blob))) == [(0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("takes", "gives", "fragment"),
+    [
+        ((X4, W, *POOLS), (Y4, *POOLS), "list 5: 1 inputs, the slots, 2 pools and 1 weights"),
+        (
+            (X4, ("i32", (3,)), W, *POOLS),
+            (Y4, *POOLS),
+            "slots: argument 1 of main is i32 [3], expected i32 [4]",
+        ),
+        (
+            (X4, SLOTS, *POOLS, W),
+            (Y4, *POOLS),
+            "state 'p': argument 4 of main is f32 [2, 3], expected i32 [3]",
+        ),
+        ((X4, SLOTS, W, *POOLS), (Y4,), "main returns 1 results, expected 1 outputs and 2 pools"),
+        ((X4, SLOTS, W, *POOLS), (Y4, Y4, *POOLS), "main returns 4 results"),
+        (
+            (X4, SLOTS, W, *POOLS),
+            (Y4, *POOLS[::-1]),
+            "state 'h': result 1 of main is i32 [3], expected f32 [3, 8]",
+        ),
+    ],
+)
+def test_another_convention_is_named(tmp_path: Path, takes: Any, gives: Any, fragment: str) -> None:
+    """A module that takes or returns state in another way is named with argument or result."""
+    problems = problems_of(stateful(tmp_path, returning(*gives, takes=takes)))
+    assert any(fragment in line for line in problems), problems

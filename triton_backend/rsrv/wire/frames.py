@@ -45,6 +45,8 @@ class Kind(IntEnum):
     # of requests that are traced (`traces`)
     TRACE = 25
     SPANS = 26
+    # of generations (`generation`)
+    GENERATE = 29
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
@@ -57,6 +59,7 @@ class Kind(IntEnum):
     REPORTED = 24
     COLD = 27
     STARTING = 28
+    TOKENS = 30
 
 
 class Status(IntEnum):

@@ -375,13 +375,18 @@ class FakeRequest:
         parameters: str = "{}",
         id: str = "fake",
         traceparent: str | None = None,
+        *,
+        sequence: int | str = 0,
+        flags: int = 0,
     ) -> None:
-        """`traceparent`: the context of Triton's own span, if it traces the request."""
+        """`traceparent`: the context of Triton's own span, if it traces the request. `flags`: 1 starts the sequence, 2 ends it."""
         self.context = None if traceparent is None else json.dumps({"traceparent": traceparent})
         self._inputs = [FakeTensor(name, array) for name, array in inputs.items()]
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
+        self._sequence = sequence
+        self._flags = flags
         #: Whether its trace was read.
         self.looked = False
         self.cancelled = False
@@ -398,6 +403,12 @@ class FakeRequest:
 
     def request_id(self) -> str:
         return self._id
+
+    def correlation_id(self) -> int | str:
+        return self._sequence
+
+    def flags(self) -> int:
+        return self._flags
 
     def trace(self) -> "FakeRequest":
         self.looked = True

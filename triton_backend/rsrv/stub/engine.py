@@ -36,6 +36,7 @@ from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.resubmission import MAX_DEATHS
+from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
@@ -65,6 +66,8 @@ class ModelRequest:
     inputs: Sequence[Array] = ()
     #: None until the shapes are known
     plan: ExecutionPlan | None = None
+    #: of a stateful model
+    step: SequenceStep | None = None
     client_rows: int = 0  # as the client counts them, if Triton batches
     #: memory of the request's batch; its inputs and outputs lie at these bytes of the segment
     slab: Slab | None = None
@@ -87,6 +90,7 @@ class ModelRequest:
             slab.segment[self.outputs_at] = 0
         self.inputs = ()
         deadline_ns, priority, run, _ = self.request.params
+        flags = (ALONE if self.request.deaths else 0) | (WAITED if self.request.retry_until else 0)
         return Submission(
             self.id,
             deadline_ns,
@@ -94,11 +98,12 @@ class ModelRequest:
             plan.variant,
             priority,
             slab.place.segment,
-            (ALONE if self.request.deaths else 0) | (WAITED if self.request.retry_until else 0),
+            flags if self.step is None else flags | self.step.flags,
             self.inputs_at,
             self.outputs_at,
             run,
             self.request.tag,
+            0 if self.step is None else self.step.sequence,
         )
 
     def outputs(self) -> dict[str, Array]:
@@ -223,6 +228,7 @@ class Engine:
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
+        self._stateful = model.stateful
         self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
         self._endpoint = Endpoint(
             model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
@@ -418,8 +424,12 @@ class Engine:
     # --- after a runtime's death --------------------------------------------------------------------------
 
     def _rescue(self, one: ModelRequest) -> bool:
-        """Have a request, whose runtime died, wait for another one."""
+        """Have a request, whose runtime died, wait for another one. No other has the state of a sequence that went on."""
         request = one.request
+        if one.step is not None and not one.step.start:
+            one.fail(Status.SEQUENCE_LOST, LOST)
+            self._deferred.finish(one)
+            return True
         if one.launched and one.connection.ended_by(self._key):
             request.deaths += 1
             if request.deaths == MAX_DEATHS:
@@ -504,11 +514,16 @@ class Engine:
         request = one.request
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
+        if self._stateful:
+            one.step = read_step(request.triton)
         arrays = read_inputs(self._tensors, request.triton, self._inputs)
         self._process.resubmission.check(arrays)
         if self._batched:
             one.client_rows = len(next(iter(arrays.values())))
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
+        if one.step is not None and plan.rows != 1:
+            text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
+            raise RequestFailure(Status.INVALID, text)
         one.plan = plan
         self._variant = plan.variant
         request.rows = plan.rows

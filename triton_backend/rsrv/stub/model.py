@@ -20,6 +20,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.metrics import make_mirror
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
 from rsrv.stub.replies import Responses
+from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory
@@ -47,6 +48,8 @@ class ModelStub:
         try:
             tensors, responses = Tensors(pb_utils), Responses(pb_utils)
             process = StubProcess(responses)
+            if batching := setup.config.get("sequence_batching"):
+                process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
 
             @cache
             def hooks() -> Hooks:

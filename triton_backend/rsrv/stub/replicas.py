@@ -18,6 +18,7 @@ from rsrv.stub.metrics import Meters, Reporting, TritonMirror
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
 from rsrv.stub.resubmission import Resubmission
+from rsrv.stub.sequences import SequenceHomes, read_step
 from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.wire.placement_table import PlacementReader
 
@@ -52,6 +53,8 @@ class StubProcess:
         self.live: Callable[[], Sequence[Any]] = lambda: ()
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
+        #: of a stateful model
+        self.homes: SequenceHomes | None = None
 
     def begin(self, session: Session) -> Attachment:
         """Attach a session, known from its first connection on: a hook may fork meanwhile.
@@ -184,7 +187,10 @@ class Replicas:
         self._mirror: TritonMirror | None = None
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = first.execute
-        if count > 1:
+        if process.homes is not None:
+            self.execute = self._follow_sequences
+            process.resubmission.place = self._place_step
+        elif count > 1:
             through_triton = attachment is None or attachment.settings["meta"]["transport"] == "bls"
             self.execute = self._follow_runs if through_triton else self._spread
         # Last: requests that wait for the start of a cold model are submitted from here on.
@@ -372,6 +378,48 @@ class Replicas:
             return shares[0][0].execute(requests)
         self._hand_out(shares)
         return None
+
+    def _follow_sequences(self, requests: Sequence[Any]) -> list[Any] | None:
+        """Answer each request on the device that has its sequence's state."""
+        parts: dict[int, list[Any]] = {}
+        for request in requests:
+            parts.setdefault(self._home(request).session.device, []).append(request)
+        with self._lock:
+            shares = [(self._replicas[device], part) for device, part in parts.items()]
+        if len(shares) == 1:
+            return shares[0][0].execute(requests)
+        self._hand_out(shares)
+        return None
+
+    def _place_step(self, request: ClientRequest) -> bool:
+        """Give a request of a sequence that waits for a runtime to a replica; `Resubmission.place`."""
+        chosen = self._home(request.triton)
+        return chosen.answers_in_s() < inf and chosen.take_over(request)
+
+    def _home(self, request: Any) -> ModelReplica:
+        """Return the replica that has the state of a request's sequence.
+
+        A sequence begins where the fewest are, because each device has as many slots. If its runtime has ended, it goes
+        anywhere, to be refused.
+        """
+        try:
+            step = read_step(request)
+        except Exception:  # noqa: BLE001 - the replica refuses it
+            return self._first
+        homes = self._process.homes
+        assert homes is not None
+        chosen = self._choose()
+        with self._lock:
+            if step.start:
+                live = [one for one in self._allowed if one.answers_in_s() < inf]
+                chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
+            else:
+                home = self._replicas.get(homes.find(step.sequence, -1))
+                if home is None or home.session.attachment is None:
+                    return chosen
+                chosen = home
+            homes.keep(step, chosen.session.device, time.monotonic())
+        return chosen
 
     def _hand_out(self, shares: Sequence[tuple[ModelReplica, list[Any]]]) -> None:
         """Answer the parts of a batch later: a list that execute() returns has to be whole."""

@@ -75,6 +75,10 @@ class Remote:
     costs: tuple[tuple[float, ...], ...]
     #: on the runtime's board; 0: it has none
     slot: int
+    #: whether its requests belong to sequences, whose state is in the runtime
+    stateful: bool = False
+    #: of a model that generates tokens: its section of REGISTERED
+    generate: Mapping[str, Any] | None = None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Remote":
@@ -82,7 +86,17 @@ class Remote:
         client = value["client"]
         inputs, outputs = _wires(client["inputs"]), _wires(client["outputs"])
         costs = tuple(tuple(ns / 1e9 for ns in sizes) for sizes in value["costs_ns"])
-        return cls(value["name"], interface, inputs, outputs, value["batched"], costs, value["slot"])
+        return cls(
+            value["name"],
+            interface,
+            inputs,
+            outputs,
+            value["batched"],
+            costs,
+            value["slot"],
+            value.get("stateful", False),
+            value.get("generate"),
+        )
 
 
 def _wires(value: list[Any]) -> tuple[WireTensor, ...]:

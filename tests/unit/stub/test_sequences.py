@@ -1,0 +1,157 @@
+"""Requests of sequences in a stub: what they say, and which device has the state."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
+from rsrv.stub.replies import RequestFailure, Responses
+from rsrv.stub.request import ArrivalTime, ClientRequest
+from rsrv.stub.sequences import SequenceHomes, SequenceStep, read_step
+from rsrv.wire.frames import END, START, Status
+from tests.fakes import FakePbUtils, FakeRequest
+
+BEGIN, FINISH = 1, 2
+
+
+class Device:
+    """A replica that answers with its device's number."""
+
+    def __init__(self, device: int, devices: int) -> None:
+        direct = SimpleNamespace(devices=devices)
+        attachment = SimpleNamespace(direct=direct, settings={"meta": {"transport": "direct"}})
+        self.session = SimpleNamespace(attachment=attachment, device=device)
+        self.seconds = 1.0
+
+    def execute(self, requests: list[Any]) -> list[int]:
+        return [self.session.device] * len(requests)
+
+    def execute_later(self, requests: list[Any]) -> None:
+        for request in requests:
+            request.get_response_sender().send(
+                self.session.device, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            )
+
+    def answers_in_s(self) -> float:
+        return self.seconds
+
+    def take_over(self, request: ClientRequest) -> bool:
+        return True
+
+    def die(self) -> None:
+        self.session.attachment, self.seconds = None, inf
+
+
+class Devices:
+    """A stateful model on several devices, by number."""
+
+    def __init__(self, count: int) -> None:
+        self.all: dict[int, Device] = {}
+        self.process = StubProcess(Responses(FakePbUtils))
+        self.process.homes = SequenceHomes(60.0)
+        self.replicas = Replicas(
+            lambda device: cast(ModelReplica, self.all.setdefault(device, Device(device, count))),
+            "m",
+            self.process,
+            devices=lambda: count,
+        )
+
+    def send(self, sequence: int, flags: int = 0) -> int:
+        """Send a step, and return the device that it went to."""
+        (device,) = self.replicas.execute([FakeRequest({}, sequence=sequence, flags=flags)]) or [-1]
+        return int(device)
+
+
+@pytest.mark.parametrize(
+    ("id", "flags", "sent"),
+    [(7, 0, 0), (7, BEGIN, START), (2**64 - 1, FINISH, END), ("seven", BEGIN | FINISH, START | END)],
+)
+def test_a_step_says_its_sequence_and_its_place(id: int | str, flags: int, sent: int) -> None:
+    """A number is the id itself, a text is always the same number, and the flags are the protocol's."""
+    step = read_step(FakeRequest({}, sequence=id, flags=flags))
+    assert step.flags == sent
+    assert 0 < step.sequence < 2**64
+    assert step.sequence == (id if isinstance(id, int) else read_step(FakeRequest({}, sequence=id)).sequence)
+
+
+@pytest.mark.parametrize("id", [0, ""])
+def test_a_request_without_an_id_is_refused(id: int | str) -> None:
+    """The text says which fields to set."""
+    with pytest.raises(RequestFailure, match="set sequence_id, and sequence_start") as failed:
+        read_step(FakeRequest({}, sequence=id))
+    assert failed.value.status is Status.INVALID
+
+
+def test_an_idle_sequence_is_forgotten() -> None:
+    """Ends and long idleness free the entry; requests keep it."""
+    homes = SequenceHomes(10.0)
+    homes.keep(SequenceStep(1, True, False), 3, 0.0)
+    homes.keep(SequenceStep(2, True, False), 3, 5.0)
+    homes.keep(SequenceStep(1, False, False), 3, 19.0)
+    assert [homes.find(sequence, -1) for sequence in (1, 2)] == [3, 3]
+
+    homes.keep(SequenceStep(3, True, False), 0, 26.0)
+    assert [homes.find(sequence, -1) for sequence in (1, 2, 3)] == [3, -1, 0]
+    homes.keep(SequenceStep(1, False, True), 3, 27.0)
+    assert homes.find(1, -1) == -1
+    assert homes.count(3) == 0
+
+
+def test_a_sequence_stays_on_its_device() -> None:
+    """Sequences begin on the devices in turn, and their steps follow, whichever device is free."""
+    model = Devices(3)
+    begun = {sequence: model.send(sequence, BEGIN) for sequence in range(1, 7)}
+    assert sorted(begun.values()) == [0, 0, 1, 1, 2, 2]
+
+    model.all[0].seconds = 0.01
+    assert {sequence: model.send(sequence) for sequence in begun} == begun
+    assert {sequence: model.send(sequence, FINISH) for sequence in begun} == begun
+    assert sorted(model.send(sequence, BEGIN) for sequence in range(10, 13)) == [0, 1, 2]
+
+
+def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:
+    """Each request of a batch goes to its sequence's device."""
+    model = Devices(2)
+    begun = {sequence: model.send(sequence, BEGIN) for sequence in (1, 2)}
+    requests = [FakeRequest({}, sequence=sequence) for sequence in (2, 1)]
+
+    assert model.replicas.execute(requests) is None
+
+    assert [cast(Any, one.answers.get_nowait()) for one in requests] == [begun[2], begun[1]]
+
+
+def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
+    """There the runtime does not know it, and it begins again where a runtime is."""
+    model = Devices(2)
+    home = model.send(1, BEGIN)
+    model.all[home].die()
+
+    assert model.send(1) == 1 - home
+    assert model.send(2, BEGIN) == 1 - home
+    model.all[home].session.attachment = model.all[1 - home].session.attachment
+    model.all[home].seconds = 1.0
+    assert model.send(1, BEGIN) == home
+    assert model.send(1) == home
+
+
+def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> None:
+    """Later steps follow the first one to the device where it was submitted again."""
+    model = Devices(2)
+    home = model.send(1, BEGIN)
+    model.all[home].die()
+    waited = ClientRequest(FakeRequest({}, sequence=1, flags=BEGIN), ArrivalTime.now())
+
+    assert model.process.resubmission.place(waited)
+
+    assert model.process.homes is not None
+    assert model.process.homes.find(1, -1) == 1 - home
+    assert model.send(1) == 1 - home
+
+
+def test_a_request_without_an_id_reaches_a_replica() -> None:
+    """The replica refuses it with the reason."""
+    assert Devices(2).send(0) in (0, 1)

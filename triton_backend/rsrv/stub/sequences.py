@@ -1,0 +1,80 @@
+"""Sequences of a stateful model in its stub: what a request says of its sequence, and the device that has its state."""
+
+from collections import Counter, OrderedDict
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from rsrv.stub.replies import RequestFailure
+from rsrv.wire.frames import END, START, Status
+
+#: Triton's flags of a request, TRITONSERVER_REQUEST_FLAG_SEQUENCE_*
+_TRITON_START, _TRITON_END = 1, 2
+_NO_ID = (
+    "a request of this model belongs to a sequence and needs its id: set sequence_id, and sequence_start in the sequence's "
+    "first request"
+)
+LOST = (
+    "the model runtime that had the sequence's state has ended; start the sequence again, from its first request, with "
+    "sequence_start"
+)
+
+
+class SequenceStep(NamedTuple):
+    """One request of a sequence."""
+
+    #: of 64 bits, never 0
+    sequence: int
+    start: bool
+    end: bool
+
+    @property
+    def flags(self) -> int:
+        """Flags of a submission."""
+        return START * self.start | END * self.end
+
+
+def read_step(triton: Any) -> SequenceStep:
+    """Return what Triton's request says of its sequence. Raises RequestFailure if it has no id."""
+    id, flags = triton.correlation_id(), triton.flags()
+    if isinstance(id, str) and id:
+        # Clients may send ids with lone surrogates.
+        digest = blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest()
+        id = int.from_bytes(digest, "little") or 1
+    if not isinstance(id, int) or not id:
+        raise RequestFailure(Status.INVALID, _NO_ID)
+    return SequenceStep(id % (1 << 64), bool(flags & _TRITON_START), bool(flags & _TRITON_END))
+
+
+class SequenceHomes:
+    """The devices of live sequences, by sequence. Time is an argument.
+
+    An idle sequence is forgotten later than Triton and the runtime drop it, so that they say why it is lost.
+    """
+
+    def __init__(self, idle_timeout_s: float) -> None:
+        self._keep_s = 2 * idle_timeout_s
+        #: device and time of the latest request, the sequence that has been idle the longest first
+        self._homes: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._counts: Counter[int] = Counter()
+
+    def find(self, sequence: int, default: int) -> int:
+        """Return the device that has a sequence's state."""
+        return self._homes.get(sequence, (default, 0.0))[0]
+
+    def count(self, device: int) -> int:
+        """Return the number of sequences on a device."""
+        return self._counts[device]
+
+    def keep(self, step: SequenceStep, device: int, now: float) -> None:
+        """Record that a request of a sequence goes to a device."""
+        self._forget(step.sequence)
+        if not step.end:
+            self._homes[step.sequence] = device, now
+            self._counts[device] += 1
+        while self._homes and next(iter(self._homes.values()))[1] < now - self._keep_s:
+            self._forget(next(iter(self._homes)))
+
+    def _forget(self, sequence: int) -> None:
+        home = self._homes.pop(sequence, None)
+        if home is not None:
+            self._counts[home[0]] -= 1

@@ -47,7 +47,12 @@ MODELS = (
 NAMES = (*SMALL, *MODELS)
 
 #: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
-_SOURCES = {"family": ("digits*.py",), "unet": ("detector_scenes.py", "detector_run.py")}
+_SOURCES = {
+    "detector": ("adam.py",),
+    "digits": ("adam.py",),
+    "family": ("adam.py", "digits*.py"),
+    "unet": ("detector_scenes.py", "detector_run.py"),
+}
 _PACKAGES = {
     "digits": ("scikit-learn",),
     "family": ("scikit-learn",),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples import adam
 from examples.detector_networks import FEATURES, backbone, head
 from examples.detector_run import ANCHOR_SIDES, CELL, POOLED, anchors
 from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, scenes
@@ -36,17 +37,9 @@ def trained() -> dict[str, Params]:
 
     @jax.jit
     def step(state: Any, count: Any, batch: Any) -> Any:
-        params, mean, square = state
-        gradient = jax.grad(_loss)(params, *batch)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
-        square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, gradient)
-        rate = _RATE * (1 - count / _STEPS) * jnp.sqrt(1 - 0.999 ** (count + 1)) / (1 - 0.9 ** (count + 1))
-        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
-        return params, mean, square
+        return adam.step(lambda params, batch: _loss(params, *batch), state, batch, count, _STEPS, _RATE)
 
-    params = jax.tree.map(jnp.asarray, _initial())
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    state = (params, zeros, zeros)
+    state = adam.start(_initial())
     for count, rows in enumerate(order):
         regions, kinds, moves = _regions(rng, known.boxes[rows], known.classes[rows])
         batch = (known.images[rows], objects[rows], offsets[rows], regions, kinds, moves)

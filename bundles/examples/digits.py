@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples import digits_hooks
+from examples import adam, digits_hooks
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.export import export_bundle
 
@@ -100,21 +100,7 @@ def trained() -> Params:
         logits = jax.nn.log_softmax(apply(params, jnp.asarray(images)[batch])["logits"])
         return -jnp.take_along_axis(logits, jnp.asarray(labels)[batch][:, None], axis=1).mean()
 
-    def step(state: Any, item: Any) -> Any:
-        params, mean, square = state
-        count, batch = item
-        gradient = jax.grad(loss)(params, batch)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
-        square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, gradient)
-        rate = 2e-3 * (1 - count / len(order)) * jnp.sqrt(1 - 0.999 ** (count + 1)) / (1 - 0.9 ** (count + 1))
-        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
-        return (params, mean, square), None
-
-    start = jax.tree.map(jnp.asarray, _initial())
-    zeros = jax.tree.map(jnp.zeros_like, start)
-    counts = jnp.arange(len(order), dtype=jnp.float32)
-    (params, _, _), _ = jax.lax.scan(step, (start, zeros, zeros), (counts, jnp.asarray(order)))
-    found: Params = jax.tree.map(np.asarray, params)
+    found: Params = adam.trained(loss, _initial(), order, 2e-3)
     return found
 
 

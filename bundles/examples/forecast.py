@@ -1,0 +1,77 @@
+"""forecast: learns each time series as its values come, and forecasts the next one, by recursive least squares.
+
+A thousand meters are a thousand sequences, of which 64 are on the device at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Params = dict[str, Any]
+
+#: Values in a chunk, one variant each.
+CHUNKS = (1, 16)
+BATCH_SIZES = (1, 8, 32)
+#: Sequences on the device.
+SLOTS = 64
+#: A forecast is a weighted sum of so many values before.
+LAGS = 8
+#: How little is known of the weights before the first value: their variance.
+PRIOR = 100.0
+
+
+def params() -> Params:
+    """Return the model's weights: the state of a series without values. The rest is learned from the series itself."""
+    return {"prior": np.eye(LAGS, dtype=np.float32) * np.float32(PRIOR)}
+
+
+def begin(params: Params) -> dict[str, jax.Array]:
+    """Return the state of a series without values."""
+    zeros = jnp.zeros(LAGS)
+    return {"window": zeros, "weights": zeros, "covariance": params["prior"]}
+
+
+def step(
+    params: Params, state: dict[str, jax.Array], value: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Read values of series, f32 [n, t] -> forecast: f32 [n, t], of the value after each, and the state."""
+    del params
+
+    def learn(state: dict[str, jax.Array], value: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        window, weights, covariance = state["window"], state["weights"], state["covariance"]
+        direction = jnp.einsum("nij,nj->ni", covariance, window)
+        gain = direction / (1 + (window * direction).sum(1, keepdims=True))
+        weights += gain * (value - (weights * window).sum(1))[:, None]
+        covariance -= gain[:, :, None] * direction[:, None, :]
+        window = jnp.concatenate([value[:, None], window[:, :-1]], axis=1)
+        after = {"window": window, "weights": weights, "covariance": covariance}
+        return after, (weights * window).sum(1)
+
+    state, found = jax.lax.scan(learn, state, value.T)
+    return {"forecast": found.T}, state
+
+
+def series(count: int, length: int) -> Array:
+    """Return f32 [count, length]: sums of two waves each, with a little noise."""
+    rng = np.random.default_rng(0)
+    time = np.arange(length)
+    waves = [
+        rng.uniform(0.5, 2, (count, 1))
+        * np.sin(rng.uniform(0.1, 1, (count, 1)) * time + rng.uniform(0, 6, (count, 1)))
+        for _ in range(2)
+    ]
+    return np.asarray(sum(waves) + rng.normal(0, 0.01, (count, length)), np.float32)
+
+
+def direct(values: Array) -> float:
+    """Return the forecast after one series, f32 [t], by solving for the weights at once, in 64 bits."""
+    padded = np.concatenate([np.zeros(LAGS), values.astype(np.float64)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, LAGS)[:, ::-1]
+    known, last = windows[:-1], windows[-1]
+    weights = np.linalg.solve(known.T @ known + np.eye(LAGS) / PRIOR, known.T @ values)
+    return float(weights @ last)

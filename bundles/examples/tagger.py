@@ -1,0 +1,91 @@
+"""tagger: marks the strings and comments of Python text as it is typed, a chunk at a time, with a GRU.
+
+Nothing in a character's neighbourhood says whether a string began a hundred characters before: the state does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples import adam, gru
+
+Array = np.ndarray[Any, Any]
+Params = dict[str, Any]
+
+#: Characters in a chunk, one variant each.
+CHUNKS = (8, 64)
+BATCH_SIZES = (1, 4, 16)
+#: Share of the held-out characters that a trained tagger must get right.
+REQUIRED_ACCURACY = 0.999
+CODE, STRING, COMMENT = range(3)
+WIDTH = 32
+
+_EMBEDDING = 8
+_LENGTH = 64
+_BATCH = 64
+_STEPS = 400
+_RATE = 2e-2
+
+
+def truth(text: bytes) -> list[int]:
+    """Return each character's tag. Quotation marks belong to the string, the end of a line ends all."""
+    tags, inside = [], 0
+    for character in text:
+        if character == ord("\n"):
+            inside = 0
+        opens = inside == 0 and character in b"'\"#"
+        if opens:
+            inside = character
+        tags.append(CODE if not inside else COMMENT if inside == ord("#") else STRING)
+        if not opens and character == inside and inside != ord("#"):
+            inside = 0
+    return tags
+
+
+def texts(count: int, length: int, seed: int) -> Array:
+    """Return random texts, u8 [count, length], with far more marks than programs have."""
+    alphabet = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz (=+,:).09_", np.uint8)
+    rng = np.random.default_rng(seed)
+    plain = rng.choice(alphabet, (count, length))
+    marks = rng.choice(np.frombuffer(b"'''\"\"\"#\n\n", np.uint8), (count, length))
+    return np.where(rng.random((count, length)) < 0.15, marks, plain)
+
+
+def step(
+    params: Params, state: dict[str, jax.Array], text: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Read a chunk of texts, u8 [n, t], 0 behind the last character -> tags: u8 [n, t], and the state."""
+    states = gru.states(params, state["hidden"], text.astype(jnp.int32), text != 0)
+    tags = jnp.argmax(gru.logits(params, states), axis=-1).astype(jnp.uint8)
+    return {"tags": tags}, {"hidden": states[:, -1]}
+
+
+@functools.cache
+def trained() -> Params:
+    """Return the parameters after training; some seconds, once per process."""
+    read = texts(_STEPS * _BATCH, _LENGTH, seed=1)
+    tags = np.array([truth(row.tobytes()) for row in read], np.int32)
+    batches = [array.reshape(_STEPS, _BATCH, _LENGTH) for array in (read.astype(np.int32), tags)]
+
+    def loss(params: Params, batch: Any) -> jax.Array:
+        text, wanted = batch
+        states = gru.states(params, jnp.zeros((_BATCH, WIDTH)), text, text != 0)
+        found = jax.nn.log_softmax(gru.logits(params, states))
+        return -jnp.take_along_axis(found, wanted[:, :, None], axis=2).mean()
+
+    found: Params = adam.trained(loss, gru.initial(128, _EMBEDDING, WIDTH, 3), batches, _RATE)
+    return found
+
+
+def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict[str, Array]:
+    """text: u8 [n, t], whole texts -> tags: u8 [n, t]. Trains first, unless it is given parameters."""
+    text = jnp.asarray(inputs["text"])
+    state = {"hidden": jnp.zeros((len(text), WIDTH))}
+    tags, _ = step(trained() if params is None else params, state, text)
+    return {"tags": np.asarray(tags["tags"])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 from contextlib import suppress
@@ -14,7 +15,7 @@ from rsrv.placement.device_choice import PINNED
 from rsrv.stub.resubmission import MAX_REQUESTS
 from rsrv.stub.session import DOWN
 from rsrv.wire import paths
-from rsrv.wire.frames import Kind, pack_rejected, pack_starting
+from rsrv.wire.frames import Kind, pack_rejected, pack_starting, unpack_json
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
@@ -78,7 +79,7 @@ class Lazy:
 def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_requests(
     program: Path, tmp_path: Path
 ) -> None:
-    """The registration then says that requests wait, and how many; those that come meanwhile join."""
+    """The registration then says that requests wait; those that come meanwhile join."""
     lazy = Lazy()
     with Front(program, tmp_path, [lazy.cold, lazy.start]) as front:
         assert front.ask("open") == ["opened - ok 0 0"]
@@ -90,9 +91,8 @@ def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_r
         assert front.hear(4) == sorted([*(doubled(number) for number in (1, 2, 3)), doubled(9, 8)])
         assert front.ask("close") == ["closed - ok 0 0"]
     cold, asked = lazy.registrations
-    assert "asked" not in cold
+    assert not cold["asked"]
     assert (asked["asked"], asked["model"], "started" in asked) == (True, "doubling", False)
-    assert 1 <= asked["waiting"] <= 3
     assert "deadline_ns" not in asked
 
 
@@ -107,6 +107,43 @@ def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
         assert front.hear() == [doubled(1)]
         front.ask("close")
     assert lazy.registrations[1]["deadline_ns"] > 10**12
+
+
+def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: Path, tmp_path: Path) -> None:
+    """After a death the model is registered before requests come; they may end before it is ready."""
+    heard = queue.SimpleQueue[dict[str, Any]]()
+    lazy = Lazy()
+
+    def die(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described(retry_s=60.0))
+        assert lazy.may_start.wait(60)
+
+    def start(connection: Connection) -> None:
+        lazy.registrations.append(connection.greet())
+        lazy.starting.set()
+        for _ in range(3):
+            kind, _, frame = connection.receive()
+            assert kind is Kind.DEMAND
+            heard.put(unpack_json(frame))
+        connection.register(described())
+        connection.answer_all()
+
+    with Front(program, tmp_path, [die, start]) as front:
+        front.ask("open")
+        lazy.may_start.set()
+        assert lazy.starting.wait(60)
+        assert front.ask("send 1 1 reactant_timeout_ns=300000000")[0].startswith(
+            "answer 1 4 [rsrv:DEADLINE] "
+        )
+        front.tell("send 2 1")
+        assert front.hear() == [doubled(2)]
+        front.ask("close")
+    assert (lazy.registrations[0]["asked"], lazy.registrations[0]["started"]) == (False, True)
+    hurried, none, patient = (heard.get(timeout=20) for _ in range(3))
+    assert hurried["asked"]
+    assert hurried["deadline_ns"] > 10**8
+    assert (none, patient) == ({"asked": False}, {"asked": True})
 
 
 def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_once(
@@ -132,7 +169,7 @@ def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_o
         lazy.may_start.set()
         assert front.hear(2) == [doubled(1), doubled(4)]
         front.ask("close")
-    assert [one.get("asked") for one in lazy.registrations] == [None, True]
+    assert [one["asked"] for one in lazy.registrations] == [False, True]
 
 
 def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:
@@ -215,7 +252,7 @@ def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path
             assert said == [f"answer {number} {text}"]
             number += 1
         front.ask("close")
-    assert [one.get("asked") for one in lazy.registrations] == [None, True, True]
+    assert [one["asked"] for one in lazy.registrations] == [False, True, True]
 
 
 def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path) -> None:
@@ -263,8 +300,8 @@ def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) 
         front.ask("open")
         lazy.may_start.set()
         assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
-    told = [(one.get("asked"), one.get("started")) for one in lazy.registrations]
-    assert told == [(None, None), (True, None), (True, None), (True, True)]
+    told = [(one["asked"], one.get("started")) for one in lazy.registrations]
+    assert told == [(False, None), (True, None), (True, None), (True, True)]
 
 
 def test_requests_beyond_the_limit_are_refused_while_the_model_starts(tmp_path: Path) -> None:

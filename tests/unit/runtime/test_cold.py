@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Arrays, HookError, Hooks
+from rsrv.runtime.start_queue import Urgency
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.endpoint import WireTensor
@@ -23,7 +26,7 @@ from rsrv.stub.replicas import Replicas, StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.socket import read_status
+from rsrv.wire.socket import Closed, read_status
 from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
@@ -268,6 +271,38 @@ def test_a_started_model_stays_warm_over_a_death(
 
     wait_until(lambda: models() == {"doubling": "ready"})
     assert is_answered(stub.ask(2.0), 2.0)
+
+
+def test_starts_follow_the_requests_that_come_and_go_meanwhile(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
+) -> None:
+    """After a death models are registered before requests come: those that requests wait for start first."""
+    settings = load_settings(LAZY)
+    first = start_runtime(settings)
+    stubs = {name: start_stub(first, doublings[name]) for name in "abcd"}
+    assert all(stub.ask().error is None for stub in stubs.values())
+    for stub in stubs.values():
+        stub.runtime = cast(Runtime, SimpleNamespace(open=Mock(side_effect=Closed("there is none"))))
+    first.stop()
+    runtime = start_runtime(settings)
+    queue = runtime.loop._builder._queue
+    runtime.device.compiles.clear()
+    stubs["a"].runtime = runtime
+    assert runtime.device.compiles.waiting.wait(10)
+    for name in "bcd":
+        stubs[name].runtime = runtime
+    wait_until(lambda: queue.names() == {"b", "c", "d"})
+
+    given_up, waiting = stubs["c"].send(), stubs["d"].send()
+    wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 2)
+    given_up.cancelled = True
+    assert "cancelled" in error_of(given_up.answers.get(timeout=20))
+    wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 1)
+    runtime.device.compiles.set()
+
+    assert waiting.answers.get(timeout=20).error is None
+    wait_until(lambda: set(models().values()) == {"ready"} and len(models()) == 4)
+    assert [key[0] for key in runtime.device.costs][:2] == ["a", "d"]
 
 
 def test_clients_that_give_up_do_not_stop_a_start(

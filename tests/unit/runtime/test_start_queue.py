@@ -56,16 +56,18 @@ def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
     assert list(names(queue)) == ["c", "d", "b", "a"]
 
 
-def test_requests_make_a_start_that_waits_urgent() -> None:
-    """A demand grows, keeps its earliest deadline, and does not shrink."""
+def test_a_start_that_waits_follows_its_demand() -> None:
+    """Requests make a start urgent when they come, and no more when they have ended."""
     queue = StartQueue()
-    for name in "abc":
+    for name in "abcd":
         put(queue, name, Demand(E))
-    queue.strengthen("c", Demand(R, 7.0), 0.0)
-    queue.strengthen("b", Demand(R, 5.0), 0.0)
-    queue.strengthen("b", Demand(P, 9.0), 0.0)
-    queue.strengthen("gone", Demand(R), 0.0)
-    assert list(names(queue)) == ["b", "c", "a"]
+    queue.change("a", Demand(R, 3.0), 0.0)
+    queue.change("c", Demand(R, 7.0), 0.0)
+    queue.change("b", Demand(R, 5.0), 0.0)
+    queue.change("b", Demand(P), 0.0)
+    queue.change("a", Demand(E), 0.0)
+    queue.change("gone", Demand(R), 0.0)
+    assert list(names(queue)) == ["c", "b", "a", "d"]
 
 
 def test_a_start_without_requesters_is_dropped() -> None:
@@ -116,7 +118,7 @@ def test_a_thousand_cold_models_start_in_the_order_of_their_deadlines() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["put", "strengthen", "drop", "pop", "charge", "wait"]),
+            st.sampled_from(["put", "change", "drop", "pop", "charge", "wait"]),
             st.sampled_from("abcd"),
             st.sampled_from(Urgency),
             st.sampled_from([1.0, 3.0, 5.0, inf]),
@@ -135,10 +137,10 @@ def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
             case "put":
                 put(queue, name, demand, now=now)
                 model[name] = demand
-            case "strengthen":
-                queue.strengthen(name, demand, now)
+            case "change":
+                queue.change(name, demand, now)
                 if name in model:
-                    model[name] = model[name].stronger(demand)
+                    model[name] = demand
             case "drop":
                 assert queue.drop(name) == (model.pop(name, None) is not None)
             case "charge":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -305,7 +305,7 @@ def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) 
     request, other = outage.add(), outage.add()
     assert failure_of_waiting(outage, request)
     # A look that began before may still submit it, in vain.
-    wait_until(lambda: outage.resubmission.demand() == {"waiting": 1})
+    wait_until(lambda: len(outage.resubmission._waiting) == 1)
 
     outage.come_back()
 
@@ -450,18 +450,32 @@ def test_a_failed_start_refuses_those_who_wait_with_its_reason(start: Outage) ->
 
 
 def test_the_demand_names_the_earliest_deadline(start: Outage) -> None:
-    """REGISTER says how many wait, and until when the first of them does, if one has a deadline."""
+    """REGISTER says that requests wait, and until when the first of them does, if one has a deadline."""
     assert start.resubmission.demand() == {}
     start.now = time.monotonic()
     start.add()
-    assert start.resubmission.demand() == {"waiting": 1}
+    assert start.resubmission.demand() == {"asked": True}
     start.add(FakeRequest({}, timeout_us=60_000_000))
     start.add(FakeRequest({}, timeout_us=30_000_000))
 
     demand = start.resubmission.demand()
 
-    assert demand["waiting"] == 3
+    assert demand["asked"]
     assert 29 < demand["deadline_ns"] / 1e9 - start.now < 31
+
+
+def test_the_demand_is_told_until_nothing_waits(start: Outage) -> None:
+    """A start that goes on has no demand any more when its last client has given up."""
+    told: list[Mapping[str, int]] = []
+    start.resubmission.tell = told.append
+    request = start.add()
+    wait_until(lambda: {"asked": True} in told)
+
+    request.cancelled = True
+    start.now += 1.0
+
+    assert "cancelled" in failure_of(request)
+    wait_until(lambda: not told[-1])
 
 
 def test_a_sub_call_waits_for_a_start_and_not_for_the_next_runtime(outage: Outage) -> None:

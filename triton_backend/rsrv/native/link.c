@@ -158,16 +158,10 @@ static void lose(struct link* link, const char* why, const char* client) {
     link_drop(link);  // the socket's
 }
 
-static bool send_registration(struct link* link, int fd) {
-    struct text text;
-    text_clear(&text);
-    pthread_mutex_lock(&link->lock);
-    text_add(&text, "%s%s", link->registration, link->started ? ",\"started\":true" : "");
-    if (link->asked) text_add(&text, ",\"asked\":true,\"waiting\":%u", link->waiting);
-    if (link->asked && link->first_deadline_ns) text_add(&text, ",\"deadline_ns\":%" PRId64, link->first_deadline_ns);
-    pthread_mutex_unlock(&link->lock);
-    text_add(&text, "}");
-    return frame_send_json(fd, REGISTER, text.bytes) > 0;
+static void add_demand(struct text* text, bool asked, int64_t first_deadline_ns) {
+    text_add(text, "\"asked\":%s", asked ? "true" : "false");
+    if (asked && first_deadline_ns) text_add(text, ",\"deadline_ns\":%" PRId64, first_deadline_ns);
+    text_add(text, "}");
 }
 
 // Connects to the runtime and asks for the model; the reader gets the answer. False: no runtime, and `why`.
@@ -181,9 +175,12 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     struct arena* arena = arena_new();
     struct pending** buckets = calloc(BUCKETS, sizeof *buckets);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = link};
-    bool sent = arena && buckets && board && send_registration(link, fd);
+    struct text text;
+    text_clear(&text);
     pthread_mutex_lock(&link->lock);
-    bool goes_on = sent && link->state == MISSING;
+    text_add(&text, "%s%s,", link->registration, link->started ? ",\"started\":true" : "");
+    add_demand(&text, link->asked, link->first_deadline_ns);
+    bool goes_on = arena && buckets && board && link->state == MISSING && frame_send_json(fd, REGISTER, text.bytes) > 0;
     if (goes_on) {
         link->fd = fd;
         link->arena = arena;
@@ -521,22 +518,36 @@ void link_begin_cold(struct link* link) {
     pthread_mutex_unlock(&link->lock);
 }
 
-void link_ask(struct link* link, uint32_t waiting, int64_t first_deadline_ns, bool starts) {
+void link_start(struct link* link) {
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
-    starts = starts && link->state == IS_COLD && link->due_ns <= now;
+    bool starts = link->state == IS_COLD && link->due_ns <= now;
     if (starts) {
         link->state = MISSING;
+        link->asked = true;
+        link->first_deadline_ns = 0;
         link->due_ns = now;
         set_text(&link->down, NULL);
     }
-    if (link->state == MISSING) {
-        link->asked = true;
-        link->waiting = waiting;
+    pthread_mutex_unlock(&link->lock);
+    if (starts) schedule_mend(link);
+}
+
+void link_ask(struct link* link, bool waits, int64_t first_deadline_ns) {
+    pthread_mutex_lock(&link->lock);
+    bool takes = link->state == MISSING;
+    if (link->state == REGISTERING && (waits != link->asked || first_deadline_ns != link->first_deadline_ns)) {
+        struct text text;
+        text_clear(&text);
+        text_add(&text, "{");
+        add_demand(&text, waits, first_deadline_ns);
+        takes = frame_send_json(link->fd, DEMAND, text.bytes) > 0;
+    }
+    if (takes) {
+        link->asked = waits;
         link->first_deadline_ns = first_deadline_ns;
     }
     pthread_mutex_unlock(&link->lock);
-    if (starts) schedule_mend(link);
 }
 
 bool link_is_reachable(const struct link* link) { return !atomic_load(&menders[link->device].fails); }

@@ -44,9 +44,8 @@ struct link {
     bool rejected, dangerous;  // the runtime does not load the model; because it ended runtimes
     bool started;  // a runtime had the model when the link last had one: the next one shall have it, too
     bool asked;    // requests wait for the model, or the placement table wants it here, although it may be cold
+    int64_t first_deadline_ns;  // of these requests; 0: none
     int64_t ready_at_ns;  // a model that starts does not serve before; 0: not known
-    uint32_t waiting;          // requests, when they were last counted
-    int64_t first_deadline_ns;  // of these; 0: none
     int64_t backoff_ns, due_ns;
     uint64_t next_id;
     struct pending *first, *last, **buckets;  // buckets: NULL without a connection
@@ -81,8 +80,8 @@ struct link* replicas_soonest(struct replicas*);
 // that the model was cold, not that its runtime died. If a runtime starts it, and has said how long that takes at least,
 // `ready_at_ns` is not 0.
 bool replicas_down(struct replicas*, struct text* why, bool* starts, int64_t* ready_at_ns);
-// Has runtimes know that requests wait, the earliest deadline (0: none) included. Starts a cold model on one device.
-void replicas_ask(struct replicas*, uint32_t waiting, int64_t first_deadline_ns);
+// Has runtimes know whether requests wait, the earliest deadline (0: none) included. Starts a cold model on one device.
+void replicas_ask(struct replicas*, bool waits, int64_t first_deadline_ns);
 
 bool resubmission_begin(void);
 // Has a request, which the caller owns, wait for a runtime; or ends it with the reason why it cannot. No lock is held.
@@ -96,8 +95,9 @@ struct link* link_new(struct replicas*, const char* model, const char* bundle, c
 bool link_load(struct link*, struct text* why, bool* dangerous);
 void link_begin(struct link*);                       // reaches for the runtime without waiting
 void link_begin_cold(struct link*);                  // reaches for it when the model is asked for
-// Has the runtime know that requests wait. If the link is cold, the model starts when its back-off is over.
-void link_ask(struct link*, uint32_t waiting, int64_t first_deadline_ns, bool starts);
+void link_start(struct link*);                       // starts the model if it is cold and its back-off is over
+// Has the runtime that starts the model know whether requests wait.
+void link_ask(struct link*, bool waits, int64_t first_deadline_ns);
 bool link_is_reachable(const struct link*);          // false: the last attempt to reach the device's runtime failed
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
 uint32_t link_devices(struct link*);

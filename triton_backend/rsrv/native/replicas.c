@@ -98,7 +98,7 @@ static struct link* soonest(struct replicas* all, uint64_t mask, bool starts, in
         struct link* link = all->links[device];
         if (!link || !(mask >> device & 1)) continue;
         int64_t ns = link_answers_in_ns(link);
-        if (ns == INT64_MAX && starts) link_ask(link, 0, 0, true);
+        if (ns == INT64_MAX && starts) link_start(link);
         if (ns == INT64_MAX || (chosen && (double)ns >= SOONER * (double)*least)) continue;
         chosen = link;
         *least = ns;
@@ -155,11 +155,13 @@ static struct link* starting_link(struct replicas* all) {
     return chosen;
 }
 
-void replicas_ask(struct replicas* all, uint32_t waiting, int64_t first_deadline_ns) {
-    struct link* starting = starting_link(all);
+void replicas_ask(struct replicas* all, bool waits, int64_t first_deadline_ns) {
+    struct link* starting = waits ? starting_link(all) : NULL;
     for (uint32_t device = 0; device < all->count; device++) {
         struct link* link = all->links[device];
-        if (link) link_ask(link, waiting, first_deadline_ns, link == starting);
+        if (!link) continue;
+        if (link == starting) link_start(link);
+        link_ask(link, waits, first_deadline_ns);
     }
 }
 

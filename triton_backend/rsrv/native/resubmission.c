@@ -160,7 +160,7 @@ static void look(struct replicas* all, int64_t now, struct queue* failed, struct
         all->waiting_bytes -= one->waiting_bytes;
         append(ends ? failed : ready, one);
     }
-    if (outage.is_down && all->waiting.first) replicas_ask(all, all->waiting_count, first_deadline_ns);
+    if (outage.is_down) replicas_ask(all, all->waiting.first, first_deadline_ns);
 }
 
 // The model may be unloaded as soon as its last request is answered; the link lives until it is dropped.

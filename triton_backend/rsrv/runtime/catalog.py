@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 from rsrv.runtime.model_states import (
@@ -16,6 +17,7 @@ from rsrv.runtime.model_states import (
 )
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import Policy
+from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.transport import PeerConnection, Registration, Transport
 from rsrv.wire.frames import Kind
 from rsrv.wire.memory import BOARD_SLOTS
@@ -56,8 +58,8 @@ class ModelEntry:
     #: why it failed
     error: str | None = None
     connections: dict[int, PeerConnection] = field(default_factory=dict)
-    #: started without a connection, and kept until one registers a model of its name
-    held: bool = False
+    #: the demand of a start without a connection, which keeps the model until one registers a model of its name
+    held: Demand | None = None
     #: on the board; 0: there was none left
     slot: int = 0
 
@@ -67,7 +69,13 @@ class ModelEntry:
 
     @property
     def wanted(self) -> bool:
-        return self.held or bool(self.connections)
+        return self.held is not None or bool(self.connections)
+
+    @property
+    def demand(self) -> Demand:
+        """The demand of all that want the model; something does."""
+        found = [connection.demand for connection in self.connections.values()]
+        return reduce(Demand.stronger, found if self.held is None else [*found, self.held])
 
     @property
     def ending(self) -> bool:

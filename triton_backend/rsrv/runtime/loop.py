@@ -333,6 +333,8 @@ class Loop:
                     connection.segments.pop(id, None)
             case Kind.REGISTER:
                 self._registry.register(connection, unpack_json(frame))
+            case Kind.DEMAND:
+                self._registry.change_demand(connection, unpack_json(frame))
             case Kind.STATUS:
                 connection.send_document(Kind.STATUS_REPLY, self.status())
             case Kind.CONFIGURE:

@@ -53,6 +53,7 @@ class BundlesRead:
     result: RequestedModels | str
     #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
+    #: when the read began; a connection's may have changed
     demand: Demand
     #: of the model that was asked for
     name: str = ""
@@ -155,9 +156,9 @@ class ModelBuilder:
         """Read a model's modules and compile them. Ends in `ModulesRead` and `ModelCompiled`, or only in the latter."""
         self._put(BuildStep(key, name, demand, partial(self._build, key, name, bundle, settings)))
 
-    def strengthen(self, key: str, demand: Demand) -> None:
-        """Add to the demand for a model, unless its build has begun."""
-        self._queue.strengthen(key, demand, time.monotonic())
+    def change_demand(self, of: str | PeerConnection, demand: Demand) -> None:
+        """Set the demand for a model's build, by its key, or for a connection's bundles, unless that has begun."""
+        self._queue.change(of if isinstance(of, str) else of.id, demand, time.monotonic())
 
     def drop(self, key: str) -> bool:
         """Build a model no more; return False if its build has begun."""

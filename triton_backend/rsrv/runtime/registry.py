@@ -125,8 +125,15 @@ class Registry:
         if wanted.get("asked") is not True and wanted.get("started") is not True and self._stays_cold(name):
             self._send_cold(connection)
             return
-        demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
-        self._builder.read(connection, name, path, calls, demand)
+        connection.demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
+        self._builder.read(connection, name, path, calls, connection.demand)
+
+    def change_demand(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+        """Take the demand of the requests that wait for a registration; after its answer, nothing depends on that."""
+        connection.demand = _read_demand(wanted, connection.demand.weight)
+        self._builder.change_demand(connection, connection.demand)
+        for key in () if connection.group is None else connection.group.models:
+            self._builder.change_demand(key, self.catalog.entries[key].demand)
 
     def _stays_cold(self, name: str) -> bool:
         """Return whether a model that nobody has asked for starts later. The next version of a warm one starts now."""
@@ -195,8 +202,8 @@ class Registry:
         """Keep the models of a name no longer without a connection."""
         for key in self._held.pop(name, ()):
             entry = self.catalog.entries.get(key)
-            if entry is not None and entry.held:
-                entry.held = False
+            if entry is not None and entry.held is not None:
+                entry.held = None
                 self._unload_unwanted(entry)
 
     def bundles_read(self, message: BundlesRead) -> None:
@@ -223,16 +230,13 @@ class Registry:
             if entry is not None and entry.ending:
                 self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
                 return
-        start_s = self._begin(wanted, message.demand)
+        start_s = self._begin(wanted, connection.demand)
         self._transport.guard(connection, self._join, connection, group)
-        if start_s and message.demand.urgency is Urgency.REQUESTED:
+        if start_s and connection.demand.urgency is Urgency.REQUESTED:
             self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
 
     def _begin(self, wanted: RequestedModels, demand: Demand) -> float:
-        """Begin the lives of models that are new, and hurry those that are being built.
-
-        Returns the least seconds that the new ones need, as `_start_seconds`.
-        """
+        """Begin the lives of models that are new; return the least seconds that they need, as `_start_seconds`."""
         start_s = 0.0
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.entries:
@@ -240,8 +244,6 @@ class Registry:
                 self.catalog.add(key, name, bundle.digest)
                 self.catalog.tell(key)
                 self._builder.build(key, name, bundle, self.catalog.policy.settings, demand)
-            else:
-                self._builder.strengthen(key, demand)
         return start_s
 
     def _start_seconds(self, key: str) -> float:
@@ -264,7 +266,7 @@ class Registry:
             return  # it is leaving
         self._begin(wanted, message.demand)
         for key in wanted.models:
-            self.catalog.entries[key].held = True
+            self.catalog.entries[key].held = message.demand
             self._held.setdefault(wanted.name, []).append(key)
 
     def _reject_crashed(
@@ -301,6 +303,7 @@ class Registry:
         for key in group.models:
             entry = self.catalog.entries[key]
             entry.connections[connection.id] = connection
+            self._builder.change_demand(key, entry.demand)
             self.let_go(entry.name)
         self._tell(group)
         if self.catalog.ready(group):
@@ -322,7 +325,11 @@ class Registry:
             self._unload_unwanted(entry)
 
     def _unload_unwanted(self, entry: ModelEntry) -> None:
-        if entry.wanted or entry.ending:
+        """Unload a model that nothing wants any more; otherwise its start follows the demand that is left."""
+        if entry.wanted:
+            self._builder.change_demand(entry.key, entry.demand)
+            return
+        if entry.ending:
             return
         if entry.model is None:
             # A build that has begun goes on to its end.
@@ -439,9 +446,9 @@ class Registry:
         log_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
         waiting = [(connection, connection.group) for connection in entry.connections.values()]
-        if entry.held:
+        if entry.held is not None:
             self.start_failures[entry.name] = reason
-        entry.connections, entry.held = {}, False
+        entry.connections, entry.held = {}, None
         entry.error = reason
         self._advance(key, LifecycleEvent.FAILED)
         if entry.model is None:
@@ -517,7 +524,7 @@ class Registry:
 
 
 def _read_demand(wanted: dict[str, Any], weight: float) -> Demand:
-    """Return the demand of a REGISTER."""
+    """Return the demand in a REGISTER or DEMAND."""
     if wanted.get("asked") is not True:
         return Demand(weight=weight)
     deadline = wanted.get("deadline_ns")

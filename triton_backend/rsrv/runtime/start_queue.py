@@ -68,7 +68,7 @@ class StartQueue:
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, BuildStep] = {}
-        #: ranks as of their entry: one that has fallen since is entered again when it is popped
+        #: ranks as of their entry: a step that has fallen back since is entered again when it is popped
         self._heap: list[tuple[_Rank, BuildStep]] = []
         self._numbers = itertools.count()
         self._seconds: dict[str, float] = {}
@@ -88,11 +88,11 @@ class StartQueue:
         self._steps[step.id] = step
         self._enter(step, now, next(self._numbers))
 
-    def strengthen(self, id: Hashable, demand: Demand, now: float) -> None:
-        """Add to the demand of a step, if it waits here."""
+    def change(self, id: Hashable, demand: Demand, now: float) -> None:
+        """Set the demand of a step, if it waits here."""
         step = self._steps.get(id)
-        if step is not None and (stronger := step.demand.stronger(demand)) != step.demand:
-            step.demand = stronger
+        if step is not None and step.demand != demand:
+            step.demand = demand
             self._enter(step, now, next(self._numbers))
 
     def drop(self, id: Hashable) -> bool:

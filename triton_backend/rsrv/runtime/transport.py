@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rsrv.runtime.start_queue import Demand
 from rsrv.wire.frames import (
     MAX_FRAME,
     Completion,
@@ -84,6 +85,8 @@ class PeerConnection:
         #: whether REGISTER is answered in flat form
         self.flat = False
         self.group: Registration | None = None  # None: not registered
+        #: of the requests that wait for the registration's answer
+        self.demand = Demand()
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
         #: marks of traced requests that arrive next, by the connection's numbers

@@ -164,7 +164,9 @@ class Catalogue:
         request, outcome = what
         if self._waiting.get(request.model, {}).pop(request.id, None) is None:
             return []
-        if not self._waiting[request.model]:
+        if self._waiting[request.model]:
+            self._queue.change(request.model, self._demand(request.model), now)
+        else:
             self._drop_start(request.model)
         return [Finish(request.id, outcome)]
 
@@ -172,8 +174,12 @@ class Catalogue:
 
     def _wait(self, request: Request, now: float) -> None:
         model, deadline = request.model, inf if request.deadline is None else request.deadline
-        self._want(model, Demand(Urgency.REQUESTED, deadline, self._programs[model].weight), now)
         self._waiting.setdefault(model, {})[request.id] = request
+        if model in self._asked:
+            self._queue.change(model, self._demand(model), now)
+        else:
+            self._asked[model] = now
+            self._queue.put(BuildStep(model, model, self._demand(model), _nothing), now)
         timeout = now + self._start_timeout_s
         if now < deadline < now + self._start_seconds.get(model, 0.0):
             self._push(now, (request, Outcome.SHED))
@@ -182,12 +188,10 @@ class Catalogue:
         else:
             self._push(timeout, (request, Outcome.FAILED))
 
-    def _want(self, model: str, demand: Demand, now: float) -> None:
-        if model in self._asked:
-            self._queue.strengthen(model, demand, now)
-        else:
-            self._asked[model] = now
-            self._queue.put(BuildStep(model, model, demand, _nothing), now)
+    def _demand(self, model: str) -> Demand:
+        """Return the demand of the requests that wait for a model."""
+        deadlines = (one.deadline for one in self._waiting[model].values() if one.deadline is not None)
+        return Demand(Urgency.REQUESTED, min(deadlines, default=inf), self._programs[model].weight)
 
     def _drop_start(self, model: str) -> None:
         """Start a model no more, unless its start has begun."""

@@ -6,7 +6,7 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -145,6 +145,8 @@ class RuntimeConnection:
         self._next_id = 0
         #: whether the runtime did not read in time: until it reads again, frames do not wait for it
         self._stuck = False
+        #: the demand that the runtime knows, while REGISTER is not answered
+        self._demand: Mapping[str, int] | None = None
         #: set by COLD on a registered connection: the seconds that requests may wait for the next start
         self.dismissed: float | None = None
         #: whether this process has left the runtime, which lives on
@@ -163,12 +165,14 @@ class RuntimeConnection:
         """
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed("the runtime does not read")
+        self._demand = {key: registration[key] for key in ("asked", "deadline_ns") if registration.get(key)}
         self._readable.poll()
         frame, fds = self._receiver.receive()
         if frames.read_header(frame)[0] is Kind.STARTING:
             starting(float(frames.unpack_json(frame).get("start_s", 0.0)))
             self._readable.poll()
             frame, fds = self._receiver.receive()
+        self._demand = None
         try:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REJECTED:
@@ -182,6 +186,16 @@ class RuntimeConnection:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def tell_demand(self, demand: Mapping[str, int]) -> None:
+        """Have the runtime know which requests wait for the answer to `register`, in the form of REGISTER. Thread-safe.
+
+        If the runtime does not read now, it hears of them the next time.
+        """
+        if self._demand not in (None, demand):
+            with suppress(Closed, OSError):
+                if self._send(frames.pack_json(Kind.DEMAND, {"asked": False, **demand}), 0):
+                    self._demand = demand
 
     def report(self, report: dict[str, Any], patience: float) -> dict[str, Any]:
         """Report measurements on a connection for nothing else, and return the runtime's answer.

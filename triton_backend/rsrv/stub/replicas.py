@@ -48,7 +48,7 @@ class StubProcess:
         self.devices = 1
         #: requests that wait for a runtime
         self.resubmission = Resubmission(self.sessions)
-        self.resubmission.place = self._place
+        self.resubmission.place, self.resubmission.tell = self._place, self._tell
         #: the replica that gets a request that waited; none without a runtime
         self.live: Callable[[], Sequence[Any]] = lambda: ()
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
@@ -80,6 +80,11 @@ class StubProcess:
     def _place(self, request: ClientRequest) -> bool:
         """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
         return any(one.take_over(request) for one in self.live())
+
+    def _tell(self, demand: Mapping[str, int]) -> None:
+        """Have the runtimes that start the model know which requests wait; `Resubmission.tell`."""
+        for session in list(self.sessions):
+            session.tell(demand)
 
     def _stop(self) -> None:
         for session in self.sessions:

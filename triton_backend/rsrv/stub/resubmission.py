@@ -69,6 +69,8 @@ class Resubmission:
         self.place: Callable[[ClientRequest], bool] = lambda request: False
         #: starts a cold model
         self.wake: Callable[[], object] = lambda: None
+        #: gets the demand of those that wait, as `demand` returns it, whenever it may have changed
+        self.tell: Callable[[Mapping[str, int]], object] = lambda demand: None
         #: seconds that a request waits at most: over all deaths, or for the start of a cold model
         self.retry_s = self.start_timeout_s = 0.0
         #: a model that starts does not serve before
@@ -139,7 +141,7 @@ class Resubmission:
         if not deadlines:
             return {}
         earliest = min(filter(None, deadlines), default=0)
-        return {"waiting": len(deadlines), **({"deadline_ns": earliest} if earliest else {})}
+        return {"asked": True, **({"deadline_ns": earliest} if earliest else {})}
 
     def starting(self, seconds: float) -> None:
         """From any thread: refuse requests with deadlines in this time, as long as no runtime serves the model."""
@@ -195,6 +197,7 @@ class Resubmission:
                 is_down = not self._submit(one)
                 if is_down:
                     self._give_back(one)
+        self.tell(self.demand())
 
     def close(self) -> None:
         """End all waiting requests, and take no more."""

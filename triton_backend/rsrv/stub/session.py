@@ -217,6 +217,8 @@ class Session(Startable):
         self.wanted = False
         #: the requests that wait for a runtime, in the form of REGISTER; {}: none
         self.demand: Callable[[], Mapping[str, int]] = dict
+        #: the connection whose registration is not answered
+        self._registering: RuntimeConnection | None = None
         #: called with the seconds that the model's start takes at least, if the runtime knows and minds them
         self.starting: Callable[[float], object] = lambda seconds: None
         #: called after `attachment` has changed
@@ -247,8 +249,12 @@ class Session(Startable):
         demand = self.demand() if self.started or self.wanted else {}
         asked = self.wanted or bool(demand)
         try:
-            wanted = {**self._registration, "asked": asked, "started": self.started, **demand}
-            body = direct.register(wanted, self.starting)
+            wanted = {**self._registration, "started": self.started, **demand, "asked": asked}
+            self._registering = direct
+            try:
+                body = direct.register(wanted, self.starting)
+            finally:
+                self._registering = None
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
@@ -278,6 +284,12 @@ class Session(Startable):
         self.starting(0.0)
         self.on_change()
         return attachment
+
+    def tell(self, demand: Mapping[str, int]) -> None:
+        """Have the runtime that starts the model know which requests wait, in the form of REGISTER."""
+        connection = self._registering
+        if connection is not None:
+            connection.tell_demand(demand)
 
     def open_connection(self, key: str) -> RuntimeConnection:
         """Open a further connection for the registration `key`. Raises one of UNREACHABLE."""

@@ -47,6 +47,8 @@ class Kind(IntEnum):
     SPANS = 26
     # of generations (`generation`)
     GENERATE = 29
+    # which requests wait for a registration that is not answered
+    DEMAND = 31
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17

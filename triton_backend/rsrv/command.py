@@ -15,7 +15,8 @@ from rsrv.text import nearest
 COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim")
 #: of every command; docs/operating.md has the table
 EXIT_STATUS = (
-    "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 130 Ctrl-C."
+    "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 3 doctor found something "
+    "critical; 130 Ctrl-C."
 )
 
 

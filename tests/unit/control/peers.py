@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import Cards
+from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
@@ -344,14 +345,20 @@ async def served(
         health = Health(runtimes, readiness)
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
-        live = Live(runtimes, cards, dict, every=0.1)
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
+        diagnosis = Diagnosis(runtimes, file, lambda: lifecycle.failures, readiness.missing, {})
+        live = Live(runtimes, cards, dict, lambda: diagnosis.findings, every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),
             runtimes,
             lifecycle,
             placing,
-            Monitoring(Metrics(runtimes, lambda: lifecycle.failures.keys(), {}), live, cards),
+            Monitoring(
+                Metrics(runtimes, lambda: lifecycle.failures.keys(), {}, lambda: diagnosis.findings),
+                live,
+                cards,
+                diagnosis,
+            ),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

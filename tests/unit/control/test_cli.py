@@ -26,6 +26,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
 from tests.unit.control.peers import Served, entry, served, until
+from tests.unit.control.test_findings import counts, model, outcomes
 from tests.waiting import looped
 
 
@@ -109,6 +110,38 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert head.index("STATE") == row.index("resident")
             assert any(line.startswith("m ") for line in lines)
             assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
+
+    run()
+
+
+@pytest.mark.parametrize(("failed", "status"), [(0, 0), (30, 3)])
+def test_the_doctor_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: int, status: int
+) -> None:
+    """The findings have numbers, a cause and a cure, and the exit status their severity; rsrv status begins with the severest."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = counts({"a": model(requests=outcomes(failed=failed), responses={"internal": failed})})
+            rsrv.server.runtime.answers = lambda command: said if command["command"] == "metrics" else {}
+
+            doctor = await rsrv("doctor")
+
+            assert doctor.status == status
+            lines = doctor.out.splitlines()
+            if not failed:
+                assert lines[0].startswith("no findings, by the figures of the last ")
+                return
+            assert lines[0].startswith("1 critical, by the figures of the last ")
+            assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
+            assert lines[3] == "  why: its executions or loads fail"
+            assert lines[4].startswith("  do:  the log has a line with the reason for each")
+            (found,) = (await rsrv("doctor", "--json")).json["findings"]
+            assert (found["name"], found["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
+            first = (await rsrv("status")).out.splitlines()[0]
+            assert first.startswith("findings   critical: a: 30 of 1030 answers")
+            assert first.endswith("(`rsrv doctor`: what to do)")
 
     run()
 
@@ -215,7 +248,9 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         async with shell(tmp_path, capsys) as rsrv:
             status = (await rsrv("status", "--json")).json
 
-            assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures")}
+            assert set(status) == {
+                *("server", "devices", "scheduler", "models", "metas", "failures", "findings")
+            }
             assert set(status["server"]) == {
                 *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
             }

@@ -68,7 +68,7 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
         now = [1000.0]
-        live = Live(runtimes, Cards(["cpu"]), dict, clock=lambda: now[0], every=every)
+        live = Live(runtimes, Cards(["cpu"]), dict, list, clock=lambda: now[0], every=every)
         running = asyncio.create_task(live.run())
         try:
             yield Watched(runtime, runtimes, live, now)

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control import http
 from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.findings import ServerFinding
 from rsrv.control.http import HttpServer
 from rsrv.control.metric_catalog import FAMILIES, table
 from rsrv.control.metrics import ServerFacts, expose
@@ -23,7 +24,15 @@ from tests.waiting import looped
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE_0 = (("device", "0"),)
 NAMES = {family.name for family in FAMILIES}
-ALONE = ServerFacts(restarts={0: 2}, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
+FINDING = ServerFinding("padding", "note", "86 % of a's rows are padding", "rows", "export size 4")
+ALONE = ServerFacts(
+    restarts={0: 2},
+    models=["a"],
+    failed=["b"],
+    version="1.2.3",
+    spans={"exported": 5},
+    findings=[FINDING, FINDING],
+)
 
 
 def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
@@ -144,6 +153,7 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in found
     assert found["rsrv_reload_failed", (("model", "b"),)] == 1
     assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
+    assert found["rsrv_findings", (("name", "padding"), ("severity", "note"))] == 2
     assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
 
 
@@ -155,6 +165,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
         "rsrv_reload_failed",
         "rsrv_runtime_up",
         "rsrv_runtime_restarts_total",
+        "rsrv_findings",
         "rsrv_trace_spans_total",
         "rsrv_build_info",
     }

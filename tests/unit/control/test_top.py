@@ -35,7 +35,9 @@ def state(
 ) -> str:
     busy = sum(model["device_s"] for model in models)
     devices = devices or [{**DEVICE, "host": 1500, "device_s": busy}]
-    return json.dumps({"t": t, "up": True, "instance": instance, "devices": devices, "models": models})
+    return json.dumps(
+        {"t": t, "up": True, "instance": instance, "devices": devices, "models": models, "findings": []}
+    )
 
 
 def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -> dict[str, Any]:

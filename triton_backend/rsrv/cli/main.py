@@ -113,6 +113,7 @@ def parser() -> CommandParser:
     status.add_argument(
         "model", nargs="?", default="", metavar="MODEL", help="name, or a pattern with * and ?"
     )
+    command("doctor", "what is wrong or could be better, why, and what to do")
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
     command("load", "the requests that wait, and the time that they will take")

@@ -9,6 +9,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from rsrv.text import one_line
+
 
 def to_json(message: Message) -> dict[str, Any]:
     """Return the message as protobuf's JSON, with all fields except absent optional ones and messages.
@@ -49,6 +51,20 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
 def print_json(message: Message, *, line: bool = False) -> None:
     """Print the message indented, or on one line without delay."""
     print(json.dumps(to_json(message), indent=None if line else 2), flush=line)
+
+
+def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
+    """Return the severest finding in a line; empty if there are only notes.
+
+    Args:
+        findings: severity and evidence of each, the severest first.
+        more: where the reader finds the cause, the cure and the other findings.
+    """
+    urgent = [(severity, evidence) for severity, evidence in findings if severity != "note"]
+    if not urgent:
+        return ""
+    others = f"{len(urgent) - 1} more, and what to do" if len(urgent) > 1 else "what to do"
+    return f"{urgent[0][0]}: {one_line(urgent[0][1])} ({more}: {others})"
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

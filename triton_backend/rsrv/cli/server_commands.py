@@ -23,6 +23,8 @@ from rsrv.text import nearest
 
 #: seconds between two looks at models that start
 _WARM_LOOK_S = 0.25
+#: exit statuses of `rsrv doctor`
+_STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,6 +59,12 @@ def _status(server: Server) -> int:
     if server.options.bare and not server.json:
         print("\n`rsrv --help` lists the commands.")
     return 0
+
+
+def _doctor(server: Server) -> int:
+    answer = server.ask("Diagnose", pb.DiagnoseRequest())
+    server.show(answer, pages.doctor_page)
+    return max((_STATUSES.get(one.severity, 0) for one in answer.findings), default=0)
 
 
 def _health(server: Server) -> int:
@@ -330,6 +338,7 @@ def _profile(server: Server) -> int:
 
 _COMMANDS: dict[str, Callable[[Server], int]] = {
     "status": _status,
+    "doctor": _doctor,
     "health": _health,
     "load": _load,
     "story": _story,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsrv.cli.output import print_table
+from rsrv.cli.output import headline, print_table
 from rsrv.control.overview import life
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, percent, printable
@@ -16,6 +16,19 @@ def status_page(answer: pb.GetStatusResponse) -> None:
     _print_server(answer)
     models_table(answer, [model for model in answer.models if _life(model) != "cold"])
     _print_failures(answer)
+
+
+def doctor_page(answer: pb.DiagnoseResponse) -> None:
+    """Print the findings, each with its cause and the change that cures it."""
+    counts = Counter(_word(pb.Severity, one.severity) for one in answer.findings)
+    found = ", ".join(
+        f"{count} {word}{'s' if word != 'critical' and count > 1 else ''}" for word, count in counts.items()
+    )
+    print(f"{found or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
+    for one in answer.findings:
+        print(f"\n{_word(pb.Severity, one.severity)}: {one_line(one.evidence)}  [{one.name}]")
+        print(f"  why: {one_line(one.cause)}")
+        print(f"  do:  {one_line(one.cure)}")
 
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
@@ -172,6 +185,12 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
             )
         elif not any(one.stubs for one in model.versions):
             found.append(f"{model.name} has no stub; it is loaded again")
+    above = ("model_failed", "not_served")
+    found += [
+        one_line(one.evidence)
+        for one in answer.findings
+        if one.severity == pb.SEVERITY_CRITICAL and one.name not in above
+    ]
     return found or ["a model of the repository is not loaded; the server's log says why"]
 
 
@@ -272,7 +291,8 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
 def _print_server(answer: pb.GetStatusResponse) -> None:
     server, scheduler = answer.server, answer.scheduler
     live = [device for device in answer.devices if device.HasField("runtime")]
-    pairs = [("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}")]
+    pairs = [("findings", text)] if (text := _headline(answer.findings)) else []
+    pairs += [("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}")]
     for device in answer.devices:
         if len(answer.devices) > 1:
             pairs.append((f"device {device.number}", _device_name(device)))
@@ -291,6 +311,11 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
         pairs.append(("models", _count(answer.models)))
     pairs += [("rsrv.yaml", note) for note in server.settings_notes]
     _print_pairs(pairs)
+
+
+def _headline(findings: Sequence[pb.Finding]) -> str:
+    """Return the severest finding, and how many more there are; empty if there is nothing urgent."""
+    return headline([(_word(pb.Severity, one.severity), one.evidence) for one in findings], "`rsrv doctor`")
 
 
 def _device_name(device: pb.DeviceStatus) -> str:

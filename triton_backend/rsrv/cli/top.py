@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rsrv.cli.output import is_terminal
+from rsrv.cli.output import headline, is_terminal
 from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
@@ -123,15 +123,20 @@ class Top:
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
             f"{sum(row.model['queued'] for row in self.rows)} waiting, {len(self.rows)} models, host {host}"
         )
+        found = [(one["severity"], one["evidence"]) for one in self.state["findings"]]
+        first = [text] if (text := headline(found, "`rsrv doctor`")) else []
         if len(devices) == 1:
-            return [f"{_weights(devices[0])}, device busy {percent(busy[devices[0]['number']])}, {models}"]
+            return [
+                *first,
+                f"{_weights(devices[0])}, device busy {percent(busy[devices[0]['number']])}, {models}",
+            ]
         lines = []
         for device in devices:
             text = f"{_weights(device)}, busy {percent(busy[device['number']])}"
             if "held" not in device:
                 text = f"its runtime has not answered since {_clock(device['down_since'])}"
             lines.append(f"device {device['number']}: {text}")
-        return [*lines, models]
+        return [*first, *lines, models]
 
 
 def _weights(device: dict[str, Any]) -> str:

@@ -81,6 +81,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     """Run until the server ends, whose pidfd is `server`. Raises what ends a task before that."""
     # Imported after the claim: a superfluous control process loads nothing.
     from rsrv.control.card_memory import Cards
+    from rsrv.control.diagnosis import Diagnosis
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health, Readiness
     from rsrv.control.live import Live, OneServer
@@ -116,16 +117,23 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     health = Health(runtimes, readiness)
     exporting = _exporting(settings, runtimes)
-    metrics = Metrics(
-        runtimes, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts
-    )
-    live = Live(runtimes, cards, lambda: {name: one.text for name, one in reconciler.failures.items()})
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
     file.refused = broken
+    spans = {} if exporting is None else exporting.counts
+    diagnosis = Diagnosis(runtimes, file, lambda: reconciler.failures, readiness.missing, spans)
+    metrics = Metrics(runtimes, lambda: reconciler.failures.keys(), spans, lambda: diagnosis.findings)
+    live = Live(
+        runtimes,
+        cards,
+        lambda: {name: one.text for name, one in reconciler.failures.items()},
+        lambda: diagnosis.findings,
+    )
     prewarming = Prewarming(file, runtimes)
     served = ControlledServer(options.server_pid, file, prewarming)
-    service = ControlService(served, runtimes, reconciler, placing, Monitoring(metrics, live, cards))
+    service = ControlService(
+        served, runtimes, reconciler, placing, Monitoring(metrics, live, cards, diagnosis)
+    )
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
@@ -156,6 +164,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.directory,
     )
     works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
+    works.append(diagnosis.run())
     works += [Rereading(file, runtimes, placing, live.note).run(), prewarming.run()]
     if exporting is not None:
         works.append(exporting.run())

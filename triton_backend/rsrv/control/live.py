@@ -5,11 +5,13 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rsrv.control.card_memory import Cards
+from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import Overview, describe, device_picture
 from rsrv.control.protocols import ModelVersion, moves_only
@@ -52,11 +54,13 @@ class Live:
         runtimes: Runtimes,
         cards: Cards,
         failures: Callable[[], Mapping[str, str]],
+        findings: Callable[[], Sequence[ServerFinding]],
         clock: Callable[[], float] = time.time,
         every: float = _LOOK_S,
     ) -> None:
         """`failures`: the reasons why models are not as their bundles say, by name; `clock`: Unix time."""
-        self._runtimes, self._cards, self._failures = runtimes, cards, failures
+        self._runtimes, self._cards = runtimes, cards
+        self._failures, self._findings = failures, findings
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
@@ -160,7 +164,8 @@ class Live:
         runtimes, now = self._runtimes, self._clock()
         # Counters begin again if any runtime does.
         instance = " ".join(link.instance for link in runtimes.live.values())
-        state = {"t": now, "up": True, "instance": instance}
+        findings = [asdict(one) for one in self._findings()]
+        state = {"t": now, "up": True, "instance": instance, "findings": findings}
         try:
             figures = await runtimes.query({"command": "overview"})
         except StatusError as error:

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import CardMemory
+from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import member, member_name
 from rsrv.control.placing import Trial
 from rsrv.control.protocols import ModelVersion
@@ -353,6 +354,16 @@ def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
             for number, one in said.items()
             for kind, key, ago, seconds, rows, size, requests, failed in one["spans"]
         ],
+    )
+
+
+def finding(found: ServerFinding) -> pb.Finding:
+    return pb.Finding(
+        name=found.name,
+        severity=member(pb.Severity, found.severity),
+        evidence=found.evidence,
+        cause=found.cause,
+        cure=found.cure,
     )
 
 

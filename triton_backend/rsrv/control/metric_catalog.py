@@ -193,6 +193,17 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "Runtimes of the device after the first one of this control process. Each restart resets its counters above.",
     ),
     MetricFamily(
+        "rsrv_findings",
+        "gauge",
+        ("name", "severity"),
+        "Findings of `rsrv doctor` in the last minute, by severity (note, warning, critical) and name: bad_requests, "
+        "bundle_refused, compiled_at_start, deadlines_arrival, deadlines_execute, deadlines_gate, deadlines_load, "
+        "deadlines_queue, disk_loads, held_back, meta_waits, model_failed, no_memory, not_resident, not_served, "
+        "over_pinned, overloaded, padding, paused, queue_full, requests_fail, runtime_down, runtime_restarts, "
+        "settings_refused, settings_waiting, shm_full, single_rows, slow_hooks, starved, traces_lost, uneven_devices, "
+        "weights_thrash, weights_too_big.",
+    ),
+    MetricFamily(
         "rsrv_trace_spans_total",
         "counter",
         ("outcome",),

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import rsrv
+from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.control.runtimes import Answers, Runtimes
@@ -29,17 +31,23 @@ class ServerFacts:
     spans: Mapping[str, int]
     #: Numbers of the devices that sleep.
     asleep: Collection[int] = ()
+    findings: Collection[ServerFinding] = ()
 
 
 class Metrics:
     """Makes the text; simultaneous requests get the same one."""
 
     def __init__(
-        self, runtimes: Runtimes, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
+        self,
+        runtimes: Runtimes,
+        failed: Callable[[], Collection[str]],
+        spans: Mapping[str, int],
+        findings: Callable[[], Collection[ServerFinding]],
     ) -> None:
         """`failed`: names of models that are not as their bundles say; `spans`: as in `ServerFacts`, read for each text."""
         self._runtimes = runtimes
         self._failed = failed
+        self._findings = findings
         self._spans = spans
         self._version = rsrv.__version__
         self._running: asyncio.Task[str] | None = None
@@ -70,6 +78,7 @@ class Metrics:
             version=self._version,
             spans=dict(self._spans),
             asleep=frozenset(n for n, link in enumerate(runtimes.links) if link.asleep_since is not None),
+            findings=self._findings(),
         )
         # With hundreds of models, it takes longer than a probe should wait.
         return await asyncio.to_thread(expose, said, server)
@@ -86,6 +95,8 @@ def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
     for number, restarts in server.restarts.items():
         page.put("rsrv_runtime_up", (str(number),), float(number in said or number in server.asleep))
         page.put("rsrv_runtime_restarts_total", (str(number),), restarts)
+    for (name, severity), count in Counter((one.name, one.severity) for one in server.findings).items():
+        page.put("rsrv_findings", (name, severity), count)
     page.put_each("rsrv_trace_spans_total", (), server.spans)
     page.put("rsrv_build_info", (server.version,), 1.0)
     return page.text()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import rsrv
 from rsrv.control import messages
 from rsrv.control.card_memory import Cards
+from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
@@ -61,6 +62,7 @@ class Monitoring:
     metrics: Metrics
     live: Live
     cards: Cards
+    diagnosis: Diagnosis
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -148,7 +150,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 for name in wanted(names["meta"])
             ],
             failures=[messages.failure(name, failures[name]) for name in wanted(failures)],
+            findings=map(messages.finding, () if request.model else self._monitoring.diagnosis.findings),
         )
+
+    @answers
+    async def Diagnose(self, request: pb.DiagnoseRequest) -> pb.DiagnoseResponse:
+        diagnosis = self._monitoring.diagnosis
+        _, seconds = await diagnosis.look()
+        return pb.DiagnoseResponse(findings=map(messages.finding, diagnosis.findings), seconds=seconds)
 
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:

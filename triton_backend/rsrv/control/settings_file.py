@@ -40,24 +40,24 @@ class SettingsFile:
         #: settings of each device's runtime at its start
         self._runtimes = [settings] * devices
         #: lines about changes that wait; with thousands of models, comparing takes time
-        self._waiting: list[str] = []
+        self.waiting: list[str] = []
 
     async def read(self) -> Settings:
         """Read the file. Raises SettingsError; then the settings stay."""
         found = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
         self.settings, self.refused = found, ""
-        self._waiting = self._compare()
+        self.waiting = self._compare()
         return found
 
     def restarted(self, device: int) -> None:
         """Note that the runtime of a device has read the file."""
         self._runtimes[device] = self.settings
-        self._waiting = self._compare()
+        self.waiting = self._compare()
 
     @property
     def notes(self) -> list[str]:
         """The lines about what the file says and the server does not do."""
-        return [*([f"not used: {self.refused}"] if self.refused else []), *self._waiting]
+        return [*([f"not used: {self.refused}"] if self.refused else []), *self.waiting]
 
     def _compare(self) -> list[str]:
         waiting: dict[Effect, dict[str, None]] = {}

@@ -57,6 +57,13 @@ class Eviction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_LRU: _ClassVar[Eviction]
     EVICTION_COST: _ClassVar[Eviction]
 
+class Severity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEVERITY_UNSPECIFIED: _ClassVar[Severity]
+    SEVERITY_NOTE: _ClassVar[Severity]
+    SEVERITY_WARNING: _ClassVar[Severity]
+    SEVERITY_CRITICAL: _ClassVar[Severity]
+
 class Numerics(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NUMERICS_UNSPECIFIED: _ClassVar[Numerics]
@@ -100,6 +107,10 @@ DISCIPLINE_EDF: Discipline
 EVICTION_UNSPECIFIED: Eviction
 EVICTION_LRU: Eviction
 EVICTION_COST: Eviction
+SEVERITY_UNSPECIFIED: Severity
+SEVERITY_NOTE: Severity
+SEVERITY_WARNING: Severity
+SEVERITY_CRITICAL: Severity
 NUMERICS_UNSPECIFIED: Numerics
 NUMERICS_AUTO: Numerics
 NUMERICS_F32: Numerics
@@ -110,6 +121,32 @@ SPAN_KIND_WARM_UP: SpanKind
 SPAN_KIND_LOAD: SpanKind
 SPAN_KIND_EVICT: SpanKind
 
+class Finding(_message.Message):
+    __slots__ = ("name", "severity", "evidence", "cause", "cure")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SEVERITY_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    CURE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    severity: Severity
+    evidence: str
+    cause: str
+    cure: str
+    def __init__(self, name: _Optional[str] = ..., severity: _Optional[_Union[Severity, str]] = ..., evidence: _Optional[str] = ..., cause: _Optional[str] = ..., cure: _Optional[str] = ...) -> None: ...
+
+class DiagnoseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DiagnoseResponse(_message.Message):
+    __slots__ = ("findings", "seconds")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    seconds: float
+    def __init__(self, findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -117,20 +154,22 @@ class GetStatusRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server", "devices", "scheduler", "models", "metas", "failures")
+    __slots__ = ("server", "devices", "scheduler", "models", "metas", "failures", "findings")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     server: Server
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
     scheduler: Scheduler
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     metas: _containers.RepeatedCompositeFieldContainer[MetaStatus]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
     __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error", "asleep_since_unix_s")

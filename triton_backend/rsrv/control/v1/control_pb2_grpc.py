@@ -39,6 +39,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/rsrv.control.v1.Control/Diagnose',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
         self.SetResidency = channel.unary_unary(
                 '/rsrv.control.v1.Control/SetResidency',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetResidencyRequest.SerializeToString,
@@ -166,6 +171,13 @@ class ControlServicer(object):
 
     def GetStatus(self, request, context):
         """The current state of the server and its models.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Diagnose(self, request, context):
+        """What is wrong or could be better, with the change that cures it, by the figures of the last minute.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,6 +362,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusResponse.SerializeToString,
             ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseResponse.SerializeToString,
+            ),
             'SetResidency': grpc.unary_unary_rpc_method_handler(
                     servicer.SetResidency,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetResidencyRequest.FromString,
@@ -498,6 +515,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetStatus',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/Diagnose',
+            rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.DiagnoseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -315,6 +315,26 @@ function drawTotals() {
   say($("total-loads"), rate(sum("loading")));
 }
 
+const SEVERITIES = ["critical", "warning", "note"];
+
+/** The severest finding of all servers is the page's first line; opened, it has all, with causes and cures. */
+function drawFindings() {
+  const all = [...servers].flatMap(([server, { state }]) => (state?.findings ?? []).map((one) => ({ ...one, server })));
+  all.sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
+  const urgent = all.filter((one) => one.severity !== "note"), notes = all.length - urgent.length;
+  const where = (one) => (servers.size > 1 ? `${one.server}: ` : "");
+  $("diagnosis").dataset.severity = urgent[0]?.severity ?? "none";
+  say($("headline"), urgent.length
+    ? `${urgent[0].severity}: ${where(urgent[0])}${urgent[0].evidence}` + (urgent.length > 1 ? ` (and ${urgent.length - 1} more)` : "")
+    : "no findings" + (notes ? ` but ${notes} note${notes > 1 ? "s" : ""}` : ""));
+  // Open details keep the pointer's selection while nothing changes.
+  const content = JSON.stringify(all);
+  if (drawFindings.content === content) return;
+  drawFindings.content = content;
+  $("findings").replaceChildren(...all.map((one) =>
+    make("li", {}, `${one.severity}: ${where(one)}${one.evidence}`, make("span", { textContent: `why: ${one.cause}` }), make("span", { textContent: `do: ${one.cure}` }))));
+}
+
 // --- story, steering, log ------------------------------------------------------------------------------------
 
 async function tell(row) {
@@ -387,6 +407,7 @@ on(source, "state", ({ server, is }) => {
   drawDevices();
   drawModels();
   drawTotals();
+  drawFindings();
 });
 on(source, "gone", ({ server }) => {
   for (const device of servers.get(server)?.devices.values() ?? []) device.card?.root.remove();
@@ -395,6 +416,7 @@ on(source, "gone", ({ server }) => {
   drawHeader();
   drawModels();
   drawTotals();
+  drawFindings();
 });
 for (const id of ["find", "busy"]) $(id).addEventListener("input", drawModels);
 const frame = () => {

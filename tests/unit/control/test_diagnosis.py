@@ -1,0 +1,104 @@
+"""The looks of the control process at a runtime's figures, and the findings that follow."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.control import diagnosis as module
+from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.diagnosis import Diagnosis
+from rsrv.control.settings_file import SettingsFile
+from rsrv.settings import load_settings
+from tests.unit.control.peers import FakeRuntime, entry, linked, model_status, until
+from tests.unit.control.test_findings import counts, model, outcomes
+from tests.waiting import looped
+
+
+@dataclass
+class Diagnosed:
+    runtime: FakeRuntime
+    diagnosis: Diagnosis
+    models: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, BundleFailure] = field(default_factory=dict)
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        return counts(self.models) if command["command"] == "metrics" else {}
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.diagnosis.findings]
+
+
+@asynccontextmanager
+async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
+    """Serve a runtime with one model that is well."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    runtime.entries["a@1"] = entry("a")
+    runtime.models["a"] = model_status()
+    async with linked(tmp_path) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+        failures: dict[str, BundleFailure] = {}
+        file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
+        diagnosis = Diagnosis(runtimes, file, lambda: failures, set, {})
+        found = Diagnosed(runtime, diagnosis, {"a": model()}, failures)
+        runtime.answers = found.answer
+        try:
+            yield found
+        finally:
+            runtime.die()
+
+
+@looped
+async def test_findings_are_those_of_the_latest_look(tmp_path: Path) -> None:
+    """Each look finds again, from counters, failures of bundles, and what the status says of the models."""
+    async with diagnosed(tmp_path) as server:
+        figures, _ = await server.diagnosis.look()
+        assert server.names == []
+        assert figures.facts["a"].device_bytes == 1000
+        assert dict(figures.facts["a"].costs) == {1: 0.001, 8: 0.002, 16: 0.003}
+
+        server.models["a"] = model(requests=outcomes(failed=30))
+        server.failures["b"] = BundleFailure("no manifest", since=0.0)
+        await server.diagnosis.look()
+        assert server.names == ["model_failed", "requests_fail"]
+
+
+@looped
+async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
+    """A runtime that has ended is not asked, and raises nothing until it is missed."""
+    async with diagnosed(tmp_path) as server:
+        server.runtime.die()
+        server.failures["b"] = BundleFailure("no manifest", since=0.0)
+        await server.diagnosis.look()
+        assert server.names == ["model_failed"]
+
+
+@looped
+async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures are a finding while a kept look is from before them, and idle models are kept once."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+    async with diagnosed(tmp_path) as server:
+        running = asyncio.create_task(server.diagnosis.run())
+        try:
+            commands = server.runtime.commands
+            await server.runtime.came(lambda: len(commands) > 1)
+            server.models["a"] = model(requests=outcomes(failed=30))
+            await server.runtime.came(lambda: len(commands) > 3)
+            assert server.names == ["requests_fail"]
+            seen = len(commands)
+            await server.runtime.came(lambda: len(commands) > seen + 2 * module._LOOKS)
+            assert server.names == []
+            first, *others = server.diagnosis._looks
+            assert all(
+                one.devices[0].counts["models"]["a"] is first.devices[0].counts["models"]["a"]
+                for one in others
+            )
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running

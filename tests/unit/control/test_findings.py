@@ -1,0 +1,446 @@
+"""Findings from figures: each is raised by its trouble, and none by a server that is well."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
+from rsrv.control.findings import ServerFinding, find
+from rsrv.control.metric_catalog import FAMILIES
+from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
+from rsrv.settings import load_settings
+from tests.unit.control.peers import entry
+
+MB = 1_000_000
+HELP = next(family.help for family in FAMILIES if family.name == "rsrv_findings")
+
+
+def times(count: int, value: float, bounds: tuple[float, ...] = SECONDS) -> list[float]:
+    """Return a histogram of equal values, as the runtime answers."""
+    histogram = Histogram(bounds)
+    for _ in range(count):
+        histogram.observe(value)
+    return histogram.to_json()
+
+
+def model(n: int = 1000, **differs: Any) -> dict[str, Any]:
+    """Return the counters of a model that answered `n` requests of a row in 4 ms each, without waiting."""
+    return {
+        "queued": 0,
+        "resident": True,
+        "host_bytes": 10 * MB,
+        "device_bytes": 10 * MB,
+        "requests": {"answered": n, "refused": 0, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0},
+        "responses": {"ok": n},
+        "refused": {},
+        "missed": {},
+        "executions": n,
+        "rows": n,
+        "device_seconds": 0.004 * n,
+        "misses": 0,
+        "evictions": {},
+        "queue_wait": times(n, 0.0005),
+        "execute": times(n, 0.004),
+        "load": times(1, 0.02),
+        "batch_rows": times(n, 1, ROWS),
+        "batch_padding": times(n, 0, PADDING),
+        "hooks": {},
+        "request": times(n, 0.006),
+        **differs,
+    }
+
+
+def outcomes(**differs: int) -> dict[str, int]:
+    return {"answered": 1000, "refused": 0, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0, **differs}
+
+
+def counts(
+    models: Mapping[str, Any], *, metas: Mapping[str, Any] | None = None, **memory: Any
+) -> dict[str, Any]:
+    """Return a runtime's answer to `metrics`; `memory` replaces figures of the device."""
+    device = {"limit_bytes": None, "budget_bytes": 100 * MB, "pinned_bytes": 0, "held_bytes": 20 * MB}
+    return {
+        "models": models,
+        "metas": metas or {},
+        "memory": {
+            "device": {**device, **memory},
+            "host": {"logical_bytes": 40 * MB, "physical_bytes": 40 * MB, "limit_bytes": 1000 * MB},
+            "scratch_bytes": 0,
+            "kept_bytes": 0,
+        },
+        "executables": {"compiled": 2, "cache": 0, "shared": 0},
+        "compile": times(2, 1.0, LONG_SECONDS),
+        "loop_bans": 0,
+    }
+
+
+def server(*devices: dict[str, Any], settings: str = "", **differs: Any) -> ServerFigures:
+    """Return a server's figures after a minute; its counters began with it."""
+    names = [name for one in devices for name in one["models"]]
+    figures = ServerFigures(
+        t=60.0,
+        unix_s=1060.0,
+        devices={at: DeviceFigures(instance="1", since=0.0, counts=one) for at, one in enumerate(devices)},
+        entries={f"{name}@1": entry(name) for name in names},
+        failures={},
+        settings=load_settings(settings),
+        facts={name: ModelFacts(10 * MB, {1: 0.004, 16: 0.02}) for name in names},
+        shm=(900, 1000),
+    )
+    return replace(figures, **differs)
+
+
+def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, ServerFinding]:
+    """Return the findings of the minute, by name; without `before`, the counters began with it."""
+    before = before or replace(now, t=0.0, unix_s=1000.0, devices={})
+    findings = find(before, now)
+    for one in findings:
+        assert one.evidence
+        assert one.cause
+        assert one.cure
+        assert "\n" not in one.evidence + one.cause + one.cure
+        assert one.name in re.findall(r"\w+", HELP), "the metric's help lists all names"
+    assert len({one.name for one in findings}) == len(findings), "a finding is told twice"
+    return {one.name: one for one in findings}
+
+
+def test_a_server_that_is_well_has_no_findings() -> None:
+    """Requests that are answered in time, an idle server, and one that has just started raise nothing."""
+    busy = server(counts({"a": model(8000), "b": model()}))
+    assert found(busy) == {}
+    assert found(replace(busy, t=120.0), busy) == {}
+    assert found(server(counts({}))) == {}
+    assert found(replace(busy, t=0.1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "severity", "words", "now"),
+    [
+        (
+            "weights_thrash",
+            "warning",
+            "weights thrash: 40 MB are asked for, 30 MB fit; 78%",
+            server(
+                counts(
+                    {
+                        name: model(
+                            100, misses=78, evictions={"room": 70}, load=times(78, 0.026), resident=False
+                        )
+                        for name in "abcd"
+                    },
+                    budget_bytes=30 * MB,
+                ),
+                settings="runtime: {weight_budget_bytes: 30000000}",
+            ),
+        ),
+        ("over_pinned", "warning", "120 MB of weights are pinned, 100 MB fit", server(counts({}, pinned_bytes=120 * MB))),
+        (
+            "weights_too_big",
+            "critical",
+            "a: weights of 10 MB never fit 8 MB",
+            server(counts({"a": model(0)}, budget_bytes=8 * MB)),
+        ),
+        (
+            "overloaded",
+            "warning",
+            "busy 100% of the time, and 60 requests wait",
+            server(
+                counts(
+                    {
+                        name: model(7500, queued=30, queue_wait=times(7500, 0.3), device_seconds=30.0)
+                        for name in "ab"
+                    }
+                )
+            ),
+        ),
+        (
+            "uneven_devices",
+            "warning",
+            "device 0 is busy 95% of the time, device 1 1%",
+            server(counts({"a": model(queued=30, device_seconds=57.0)}), counts({"b": model(device_seconds=0.6)})),
+        ),
+        (
+            "compiled_at_start",
+            "note",
+            "2 executables were compiled since this runtime's start: 41 s",
+            server({**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}),
+        ),
+        (
+            "disk_loads",
+            "warning",
+            "weights of a were read from disk 9 times",
+            server(counts({"a": model(host_bytes=0, load=times(9, 0.2))})),
+        ),
+        (
+            "padding",
+            "note",
+            "85.7% of a's rows are padding (4850 for 808 of requests)",
+            server(
+                counts(
+                    {
+                        "a": model(
+                            354,
+                            rows=808,
+                            batch_padding=[4850.0, 0],
+                            batch_rows=times(354, 3, ROWS),
+                        )
+                    }
+                )
+            ),
+        ),
+        (
+            "single_rows",
+            "warning",
+            "a executes one row at a time while requests wait 250 ms",
+            server(
+                counts({"a": model(7000, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
+                facts={"a": ModelFacts(MB, {1: 0.004})},
+            ),
+        ),
+        (
+            "starved",
+            "warning",
+            "b waits 120 ms on average behind a, which has 83.3% of the device by weight 1",
+            server(
+                counts(
+                    {
+                        "a": model(8000, device_seconds=50.0),
+                        "b": model(200, device_seconds=0.8, queue_wait=times(200, 0.12)),
+                    }
+                )
+            ),
+        ),
+        (
+            "held_back",
+            "note",
+            "a's requests wait 5 ms for others, and 1000 executions had 1000 requests",
+            server(
+                counts({"a": model(queue_wait=times(1000, 0.005))}), settings="models: {a: {max_delay_us: 5000}}"
+            ),
+        ),
+        (
+            "slow_hooks",
+            "note",
+            "a spends 83.3% of a request's 60 ms in preprocess and postprocess",
+            server(counts({"a": model(request=times(1000, 0.06), hooks={"pre": times(1000, 0.05)})})),
+        ),
+        (
+            "requests_fail",
+            "critical",
+            "a: 30 of 1030 answers are failures of the server",
+            server(counts({"a": model(requests=outcomes(failed=30), responses={"ok": 1000, "internal": 30})})),
+        ),
+        (
+            "queue_full",
+            "warning",
+            "a refused 100 of 1100 requests (QUEUE_FULL); 1024 may wait",
+            server(counts({"a": model(requests=outcomes(refused=100), refused={"queue_full": 100})})),
+        ),
+        (
+            "no_memory",
+            "critical",
+            "10 MB of weights found no memory, with 80 MB of the budget free",
+            server(counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
+        ),
+        (
+            "not_resident",
+            "warning",
+            "its weights are not on the device",
+            server(counts({"a": model(requests=outcomes(refused=20), refused={"not_resident": 20})})),
+        ),
+        (
+            "bad_requests",
+            "note",
+            "a answered 200 of 1200 requests with INVALID",
+            server(counts({"a": model(responses={"ok": 1000, "invalid": 200})})),
+        ),
+        *(
+            (
+                f"deadlines_{stage}",
+                "warning",
+                "a missed 100 of 1100 deadlines",
+                server(counts({"a": model(requests=outcomes(expired=100), missed={stage: 100})})),
+            )
+            for stage in ("arrival", "queue", "load", "execute")
+        ),
+        (
+            "meta_waits",
+            "note",
+            "20 runs of chain wait while the device is idle 93.3% of the time",
+            server(
+                counts({"a": model()}, metas={"chain": {**model(50), "queued": 20, "running": 2, "calls": 9}})
+            ),
+        ),
+        (
+            "paused",
+            "warning",
+            "a paused: 7 requests wait or were refused",
+            server(counts({"a": model(queued=7)}), entries={"a@1": entry("a", paused="hold")}),
+        ),
+        (
+            "model_failed",
+            "critical",
+            "x cannot be served for 1.0 min",
+            server(counts({}), failures={"x": BundleFailure("manifest.yaml: not YAML", since=1000.0)}),
+        ),
+        (
+            "bundle_refused",
+            "warning",
+            "a is served in an older version",
+            server(counts({"a": model()}), failures={"a": BundleFailure("torn", since=1000.0)}),
+        ),
+        ("not_served", "critical", "a should be served and is not", server(counts({}), missing=frozenset("a"))),
+        (
+            "settings_refused",
+            "warning",
+            "rsrv.yaml is not used: line 3",
+            server(counts({}), settings_refused="line 3"),
+        ),
+        (
+            "settings_waiting",
+            "note",
+            "runtime.spare: wait for a restart",
+            server(counts({}), settings_waiting=["runtime.spare: wait for a restart"]),
+        ),
+        ("shm_full", "warning", "40 B of 1 kB of /dev/shm are free", server(counts({}), shm=(40, 1000))),
+        ("traces_lost", "note", "9 spans were not taken", server(counts({}), spans={"exported": 5, "failed": 9})),
+        (
+            "runtime_down",
+            "critical",
+            "the runtime of device 0 has not answered for 30 s",
+            server(devices={0: DeviceFigures(down_s=30.0)}),
+        ),
+    ],
+)  # fmt: skip
+def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: ServerFigures) -> None:
+    """Each trouble alone raises its finding, with its figures, and no other urgent one."""
+    before = replace(now, t=0.0, unix_s=1000.0, devices={}, spans={})
+    findings = found(now, before)
+
+    assert name in findings
+    assert findings[name].severity == severity
+    assert words in findings[name].evidence
+    assert {one.name for one in findings.values() if one.severity != "note"} <= {name}
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("weights_thrash", server(counts({"a": model(misses=1, evictions={"room": 1})}))),
+        ("weights_thrash", server(counts({"a": model(misses=900, evictions={"idle": 900})}))),
+        ("over_pinned", server(counts({}, pinned_bytes=100 * MB))),
+        ("weights_too_big", server(counts({"a": model()}, budget_bytes=None))),
+        ("overloaded", server(counts({"a": model(15000, queued=30, device_seconds=60.0)}))),
+        ("uneven_devices", server(counts({"a": model(device_seconds=57.0)}), counts({"b": model(0)}))),
+        ("compiled_at_start", server(counts({"a": model()}))),
+        (
+            "disk_loads",
+            server(
+                counts({"a": model(host_bytes=0, load=times(9, 0.2))}),
+                settings="models: {a: {residency: unpinned}}",
+            ),
+        ),
+        ("padding", server(counts({"a": model(rows=5000, batch_padding=[3000.0, 0])}))),
+        (
+            "padding",  # a smaller size would cost as much
+            server(
+                counts({"a": model(rows=1000, batch_padding=[15000.0, 0])}),
+                facts={"a": ModelFacts(MB, {1: 0.02, 16: 0.02})},
+            ),
+        ),
+        ("single_rows", server(counts({"a": model(7000, device_seconds=50.0)}))),
+        ("starved", server(counts({name: model(5000, queue_wait=times(5000, 0.12)) for name in "abc"}))),
+        ("held_back", server(counts({"a": model(queue_wait=times(1000, 0.005))}))),
+        ("slow_hooks", server(counts({"a": model(hooks={"pre": times(1000, 0.0005)})}))),
+        ("requests_fail", server(counts({"a": model(10000, requests=outcomes(answered=10000, failed=3))}))),
+        ("queue_full", server(counts({"a": model(refused={"queue_full": 4})}))),
+        ("not_resident", server(counts({"a": model(refused={"not_resident": 1})}))),
+        ("bad_requests", server(counts({"a": model(responses={"ok": 1000, "invalid": 9})}))),
+        ("deadlines_queue", server(counts({"a": model(missed={"queue": 4})}))),
+        ("meta_waits", server(counts({}, metas={"m": {**model(50), "queued": 2, "running": 2, "calls": 9}}))),
+        ("paused", server(counts({"a": model()}), entries={"a@1": entry("a", paused="hold")})),
+        ("model_failed", server(counts({}), entries={"a@1": entry("a", state="loading")})),
+        (
+            "not_served",
+            server(counts({}), missing=frozenset("a"), entries={"a@1": entry("a", state="loading")}),
+        ),
+        ("shm_full", server(counts({}), shm=None)),
+        ("runtime_down", server(devices={0: DeviceFigures(down_s=1.0)})),
+        ("runtime_down", server(devices={0: DeviceFigures(down_s=900.0, asleep=True)})),
+    ],
+)  # fmt: skip
+def test_what_is_well_does_not_raise_it(name: str, now: ServerFigures) -> None:
+    """Figures that are near a finding's, and well, do not raise it."""
+    assert name not in found(now)
+
+
+def test_rates_are_of_the_window() -> None:
+    """Failures and misses before the window are forgotten, and those in it count although the long past was well."""
+    bad = model(requests=outcomes(failed=30), responses={"ok": 1000, "internal": 30})
+    past = server(counts({"a": bad}))
+    well = model(2000, requests=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
+    assert found(server(counts({"a": well}), t=120.0), past) == {}
+
+    past = server(counts({"a": model(100_000)}))
+    later = model(100_100, requests=outcomes(answered=100_100, failed=30))
+    assert "30 of 130" in found(server(counts({"a": later}), t=120.0), past)["requests_fail"].evidence
+
+
+def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
+    """Counters that began again are not subtracted from, and a runtime that was replaced is told."""
+    past = server(counts({"a": model(5000)}))
+    reborn = DeviceFigures(
+        instance="2", since=100.0, counts=counts({"a": model(requests=outcomes(failed=30))}), lives=3
+    )
+    findings = found(server(counts({}), t=120.0, devices={0: reborn}), past)
+    assert "30 of 1030" in findings["requests_fail"].evidence
+    assert "replaced 2 times" in findings["runtime_restarts"].evidence
+    assert findings["runtime_restarts"].severity == "warning"
+
+    again = server(counts({"a": model(100)}), t=120.0)
+    assert found(again, past) == {}
+
+
+def test_padding_names_the_size_that_saves_most() -> None:
+    """For rows of 3 among the sizes 1 and 16, that is 4; its saving follows the measured costs."""
+    rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "rows": 3000, "batch_padding": [13000.0, 0]}
+    cure = found(server(counts({"a": model(**rows)})))["padding"].cure
+    # 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
+    assert cure.startswith("export batch size 4 as well (saves up to 64% of its device time; costs one more")
+
+    unknown = server(counts({"a": model(**rows)}), facts={})
+    assert found(unknown)["padding"].cure.startswith("export batch size 4 as well (costs")
+
+
+def test_the_model_with_most_requests_speaks_for_all() -> None:
+    """With hundreds of models in the same trouble, there is one finding, which names some."""
+    failing = {f"m{n}": model(requests=outcomes(answered=1000 + n, failed=50)) for n in range(300)}
+    finding = found(server(counts(failing)))["requests_fail"]
+    assert finding.evidence.startswith("m299: 50 of 1349")
+    assert finding.evidence.endswith("; also m298, m297, m296 and 296 more")
+
+
+def test_findings_name_the_device_if_there_are_several() -> None:
+    """With two devices, the evidence begins with the device."""
+    findings = find(
+        server(counts({}), counts({}), t=0.0),
+        server(counts({}), counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
+    )
+    assert [one.evidence.partition(":")[0] for one in findings] == ["device 1"]
+
+
+def test_the_severest_come_first() -> None:
+    """Critical findings are before warnings, and these before notes."""
+    now = server(
+        counts({"a": model(requests=outcomes(failed=30))}, pinned_bytes=200 * MB),
+        settings_waiting=["runtime.spare: wait for a restart"],
+    )
+    assert [one.severity for one in find(replace(now, t=0.0, devices={}), now)] == [
+        "critical",
+        "warning",
+        "note",
+    ]

@@ -1,0 +1,148 @@
+"""The findings of a running server: regular looks at its figures, of which those of the last minute are kept."""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from time import time
+from typing import Any
+
+from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
+from rsrv.control.findings import ServerFinding, find
+from rsrv.control.grpc_service import StatusError
+from rsrv.control.runtimes import Answers, Runtimes
+from rsrv.control.settings_file import SettingsFile
+
+log = logging.getLogger("rsrv.control")
+
+#: Seconds between two looks, and looks that are kept: findings are of the last minute.
+_LOOK_S, _LOOKS = 15.0, 5
+
+
+class Diagnosis:
+    """Looks at the runtimes. `findings` are those of the latest look; `run` drives it."""
+
+    def __init__(
+        self,
+        runtimes: Runtimes,
+        file: SettingsFile,
+        failures: Callable[[], Mapping[str, BundleFailure]],
+        missing: Callable[[], Collection[str]],
+        spans: Mapping[str, int],
+    ) -> None:
+        """Make it.
+
+        Args:
+            runtimes: of the server.
+            file: rsrv.yaml.
+            failures: models that are not as their bundles say.
+            missing: names of the models that should serve and do not.
+            spans: of traces, by outcome; read at each look.
+        """
+        self._runtimes, self._file = runtimes, file
+        self._failures, self._missing, self._spans = failures, missing, spans
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
+        self._facts: dict[str, ModelFacts] = {}
+        #: The runtimes' count of changes, when the facts were read.
+        self._facts_of = -1
+        self.findings: list[ServerFinding] = []
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            try:
+                now, _ = await self.look()
+                self._looks.append(now)
+            except Exception:
+                # A fault of the diagnosis must not end the control process.
+                log.exception("a look at the server's figures failed")
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> tuple[ServerFigures, float]:
+        """Find again; return the present figures, and the seconds of the window that they end."""
+        now = await self._figures()
+        before = self._looks[0] if self._looks else replace(now, t=self._began, devices={})
+        self.findings = find(before, now)
+        return now, now.t - before.t
+
+    async def _figures(self) -> ServerFigures:
+        runtimes, file = self._runtimes, self._file
+        answers: Answers = {}
+        if runtimes.live:
+            with suppress(StatusError):  # a runtime has just ended
+                answers = await runtimes.query({"command": "metrics"})
+                await self._read_facts()
+        overrides = runtimes.overrides
+        return ServerFigures(
+            t=self._loop.time(),
+            unix_s=time(),
+            devices={
+                number: DeviceFigures(
+                    instance=link.instance if number in answers else "",
+                    since=link.since,
+                    counts=self._kept(number, answers.get(number, {})),
+                    lives=link.lives,
+                    down_s=link.down_s,
+                    obstacle="" if link.up else link.obstacle,
+                    asleep=link.asleep_since is not None,
+                )
+                for number, link in enumerate(runtimes.links)
+            },
+            entries=dict(runtimes.entries),
+            failures=dict(self._failures()),
+            settings=file.settings,
+            scheduler=dict(overrides.scheduler),
+            policies={name: dict(overrides.policy(name)) for name in overrides.models},
+            settings_refused=file.refused,
+            settings_waiting=file.waiting,
+            facts=self._facts,
+            missing=frozenset(self._missing()),
+            shm=_shm(),
+            spans=dict(self._spans),
+        )
+
+    async def _read_facts(self) -> None:
+        """Read bytes and costs, if models came or went: they take the runtime longer than the counters."""
+        seen = self._runtimes.other_changes
+        if seen != self._facts_of:
+            self._facts = {
+                name: ModelFacts(said["device_bytes"], _costs(said))
+                for status in (await self._runtimes.status()).values()
+                for name, said in status["models"].items()
+            }
+            self._facts_of = seen
+
+    def _kept(self, number: int, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the counters, with those of idle models as they are kept: looks share them."""
+        last = self._looks[-1].devices.get(number) if self._looks else None
+        if last is not None and last.counts and counts:
+            old = last.counts["models"]
+            counts["models"] = {
+                name: old[name] if old.get(name) == said else said for name, said in counts["models"].items()
+            }
+        return counts
+
+
+def _costs(said: Mapping[str, Any]) -> dict[int, float]:
+    """Return the seconds by size, of the input shape that was executed most."""
+    costs, counts = said["costs"], said["sizes"]
+    shapes: dict[str, int] = dict.fromkeys((which.partition("/")[0] for which in costs), 0)
+    for which, count in counts.items():
+        shapes[which.partition("/")[0]] = shapes.get(which.partition("/")[0], 0) + count
+    most = max(shapes, key=lambda shape: shapes[shape], default="")
+    return {
+        int(which.partition("/")[2]): cost for which, cost in costs.items() if which.partition("/")[0] == most
+    }
+
+
+def _shm() -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.statvfs("/dev/shm")
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return None

@@ -18,11 +18,12 @@ from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.interface import InputPlan, Value, plan_inputs, plan_outputs, value_of
-from rsrv_bundle.manifest import CURRENT
+from rsrv_bundle.manifest import CURRENT, WITH_STATE
 from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
-from rsrv_bundle.numerics import TOLERANCE, compare
+from rsrv_bundle.numerics import TOLERANCE, ModuleRunner, compare
 from rsrv_bundle.reader import HOOKS_FILE, read_bundle, sha256_of
-from rsrv_bundle.spec import Bundle, TensorSpec
+from rsrv_bundle.spec import Bundle, GenerateSpec, StateSpec, TensorSpec
+from rsrv_bundle.state_sections import generate_entry, state_entry
 
 Array = np.ndarray[Any, Any]
 
@@ -44,6 +45,27 @@ class Original:
     def eager(self, **inputs: Any) -> Results:
         """Run the model on numpy arrays by name; return numpy arrays."""
         return Results.of(self.run(**inputs)).convert(self.to_numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulParts:
+    """State of a function that is being exported, with its checks and files; see `rsrv_bundle.stateful`."""
+
+    state: StateSpec
+    #: runs the modules and compares them: modules, tolerances, example arrays and a callback for each finished module ->
+    #: the manifest's `numerics`
+    compare: Callable[
+        [ModuleRunner, Mapping[str, float], Mapping[str, Array], Callable[[str], None]], dict[str, Any]
+    ]
+    generate: GenerateSpec | None = None
+    #: writes further files into the bundle's directory
+    add_files: Callable[[Path], Any] = lambda _: None
+
+    def structs(self, rows: int) -> tuple[list[Any], list[Any]]:
+        """Return the shapes of the slots and of the pools, as arguments of a module."""
+        struct: Any = jax.ShapeDtypeStruct
+        pools = [struct((self.state.slots, *t.dims), _dtype(t.dtype)) for t in self.state.tensors]
+        return [struct((rows,), np.int32)], pools
 
 
 def export_bundle(
@@ -70,6 +92,7 @@ def export_bundle(
     code: Any = None,
     working_tree_patch: bool = False,
     original: Original | None = None,
+    stateful: StatefulParts | None = None,
 ) -> Bundle:
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
 
@@ -99,6 +122,8 @@ def export_bundle(
     working_tree_patch: store the uncommitted changes of tracked files around that file as working_tree.patch, unless
         they exceed 20 MiB. The patch travels with the bundle: check it for secrets.
     original: the model that the modules are compared with, in place of `jax.jit(fn)`.
+    stateful: the state of a function `fn(params, pools, slots, **inputs) -> (outputs, pools)`; call
+        `rsrv_bundle.stateful.export_stateful` instead.
 
     Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
@@ -107,12 +132,12 @@ def export_bundle(
     target = writer.free_target(out_dir, overwrite)
     if platform not in PLATFORMS:
         raise BundleError(f"platform: '{platform}' is none of {', '.join(PLATFORMS)}")
-    names, leaves, tree = _flatten(params)
+    names, leaves, tree = _weights(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
         examples, batch_sizes=batch_sizes, batch_axis=batch_axis, axes=axes or {}, input_shapes=input_shapes
     )
-    function = _Flat(fn, tuple(examples), tree, output_names)
+    function = _Flat(fn, tuple(examples), tree, output_names, stateful is not None)
 
     def structs(variant: int, size: int) -> list[Any]:
         struct: Any = jax.ShapeDtypeStruct
@@ -120,16 +145,20 @@ def export_bundle(
             (spec.dtype, shape)
             for spec, shape in zip(inputs.specs, inputs.shapes(variant, size), strict=True)
         ]
+        slots, pools = ([], []) if stateful is None else stateful.structs(size)
         return [
             *(struct(shape, _dtype(token)) for token, shape in tokens),
+            *slots,
             *(struct(leaf.shape, leaf.dtype) for leaf in leaves),
+            *pools,
         ]
 
     def outputs_at(variant: int, size: int) -> Mapping[str, Value]:
         found = jax.eval_shape(function, *structs(variant, size))
         return {
             name: value_of(f"outputs: {name}", out.dtype, out.shape)
-            for name, out in zip(function.output_names, found, strict=True)
+            # The pools follow.
+            for name, out in zip(function.output_names, found, strict=stateful is None)
         }
 
     outputs = plan_outputs(inputs, axes or {}, outputs_at)
@@ -150,7 +179,13 @@ def export_bundle(
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
         if internal:
             document["internal"] = True
+        if stateful is not None:
+            document |= {"format_version": WITH_STATE, "state": state_entry(stateful.state)}
+            if stateful.generate is not None:
+                document["generate"] = generate_entry(stateful.generate)
         document["sha256"] = sha256_of(sorted(work.iterdir()))
+        if stateful is not None:
+            stateful.add_files(work)
         document["provenance"] = provenance.collect(
             fn if code is None else code,
             packages=original.packages if original else (),
@@ -167,18 +202,17 @@ def export_bundle(
             check_hooks(work / HOOKS_FILE, "model")
         written = read_bundle(work, digest=False)
         if platform == jax.export.default_export_platform():
+            allowed = {**TOLERANCE, **(tolerance or {})}
+            arrays = {
+                n: np.asarray(v) for n, v in example_inputs.items() if isinstance(v, np.ndarray | jax.Array)
+            }
+            run = ModuleRunner(written)
             with steps(f"compare {target.name}", len(keys)) as compared:
-                document["numerics"] = compare(
-                    written,
-                    function.eager(original) if original else function.jitted(leaves),
-                    {**TOLERANCE, **(tolerance or {})},
-                    {
-                        n: np.asarray(v)
-                        for n, v in example_inputs.items()
-                        if isinstance(v, np.ndarray | jax.Array)
-                    },
-                    compared.step,
-                )
+                if stateful is not None:
+                    document["numerics"] = stateful.compare(run, allowed, arrays, compared.step)
+                else:
+                    direct = function.eager(original) if original else function.jitted(leaves)
+                    document["numerics"] = compare(run, direct, allowed, arrays, compared.step)
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
@@ -195,15 +229,21 @@ def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
 
 
 class _Flat:
-    """`fn` with the calling convention of a module: inputs, then weights, all positional; a tuple of results."""
+    """`fn` with the calling convention of a module, see `modules.check_signatures`: all positional; a tuple of results."""
 
     # jax takes a module's name from here; without it the name would hold this object's address.
     __name__ = "main"
 
     def __init__(
-        self, fn: Callable[..., Any], inputs: tuple[str, ...], tree: Any, output_names: Sequence[str] | None
+        self,
+        fn: Callable[..., Any],
+        inputs: tuple[str, ...],
+        tree: Any,
+        output_names: Sequence[str] | None,
+        stateful: bool,
     ) -> None:
         self.fn = fn
+        self.stateful = stateful
         self.inputs = inputs
         self.tree = tree
         self.given = None if output_names is None else tuple(output_names)
@@ -212,11 +252,17 @@ class _Flat:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         count = len(self.inputs)
-        params = jax.tree_util.tree_unflatten(self.tree, arguments[count:])
-        result = self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True)))
+        inputs = dict(zip(self.inputs, arguments[:count], strict=True))
+        pools: Sequence[Any] = ()
+        if self.stateful:
+            slots, *rest = arguments[count:]
+            params = self.tree.unflatten(rest[: self.tree.num_leaves])
+            result, pools = self.fn(params, rest[self.tree.num_leaves :], slots, **inputs)
+        else:
+            result = self.fn(self.tree.unflatten(arguments[count:]), **inputs)
         named = Results.of(result).named(self.given)
         self.output_names = tuple(named)
-        return tuple(named.values())
+        return (*named.values(), *pools)
 
     def jitted(self, leaves: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
         """Return `fn` with these weights."""
@@ -249,20 +295,30 @@ def _dtype(token: str) -> Any:
     return numpy_dtype(token)
 
 
-def _flatten(params: Any) -> tuple[list[str], list[Array], Any]:
-    """Return names, arrays and structure of a parameter tree, in jax's own (sorted, so repeatable) order."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in paths]
+def named_leaves(what: str, tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Return names, leaves and structure of a tree of arrays, in jax's own (sorted, so repeatable) order.
+
+    Raises BundleError, in which `what` stands for the tree, if two names are equal, or for a leaf that is no array.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or what for path, _ in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise BundleError(f"params: {', '.join(twice)}: two leaves have this path; rename one of the keys")
-    leaves = []
-    for name, (_, leaf) in zip(names, paths, strict=True):
-        if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-            raise BundleError(f"params: {name}: is a {type(leaf).__name__}; make it an array")
-        _example(f"params: {name}", leaf)
-        leaves.append(np.asarray(leaf))
-    return names, leaves, tree
+        raise BundleError(f"{what}: {', '.join(twice)}: two leaves have this path; rename one of the keys")
+    leaves = [leaf for _, leaf in paths]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+            raise BundleError(f"{what}: {name}: is a {type(leaf).__name__}; make it an array")
+        _example(f"{what}: {name}", leaf)
+    return names, leaves, structure
+
+
+def _weights(params: Any) -> tuple[list[str], list[Array], Any]:
+    names, leaves, tree = named_leaves("params", params)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise BundleError(f"params: {name}: is a ShapeDtypeStruct; make it an array")
+    return names, [np.asarray(leaf) for leaf in leaves], tree
 
 
 def _example(name: str, value: Any) -> Value:

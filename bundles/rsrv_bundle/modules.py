@@ -215,6 +215,9 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
             continue
         if size == 0:
             size = _own_size(bundle, signature)
+        state = bundle.manifest.state
+        if state is not None and size > state.slots:
+            problems.add(file.name, "", f"takes {size} rows, but only {state.slots} sequences have a slot")
         _check_arguments(bundle, variant, size, signature, file.name, problems)
         _check_results(bundle, size, signature, file.name, problems)
         signatures[variant, size] = signature

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.errors import BundleError, Problems
 from rsrv_bundle.inputs import example_inputs, random_inputs, row_count
 from rsrv_bundle.modules import (
@@ -60,16 +61,49 @@ class ModuleRunner:
         with jax.enable_x64(True):
             self._weights = jax.device_put(load_weights(bundle))
         self._compiled: dict[Key, Any] = {}
+        self._pools: list[Any] | None = None
 
     def __call__(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
-        """Run a module; return its declared outputs. Raises BundleError if it cannot be compiled here."""
+        """Run a module; return its declared outputs. With state, each row is the first step of a sequence.
+
+        Raises BundleError if the module cannot be compiled here.
+        """
+        if self.bundle.manifest.state is None:
+            return self._run(key, inputs, ())[0]
+        pools = self.pools(0) if self._pools is None else self._pools
+        # Lost if this fails: the execution takes them.
+        self._pools = None
+        outputs, self._pools = self.step(key, inputs, ~np.arange(key[1]), pools)
+        return outputs
+
+    def pools(self, value: int) -> list[Any]:
+        """Return pools that hold this value everywhere."""
+        import jax
+        import jax.numpy as jnp
+
+        state = self.bundle.manifest.state
+        assert state is not None
+        with jax.enable_x64(True):
+            return [
+                jnp.full((state.slots, *tensor.dims), value, numpy_dtype(tensor.dtype))
+                for tensor in state.tensors
+            ]
+
+    def step(
+        self, key: Key, inputs: Sequence[Array], slots: Array, pools: Sequence[Any]
+    ) -> tuple[list[Array], list[Any]]:
+        """Run a module of a bundle with state; return its outputs and the new pools. The old ones are gone."""
+        return self._run(key, [*inputs, slots.astype(np.int32)], pools)
+
+    def _run(self, key: Key, inputs: Sequence[Array], pools: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         import jax
 
         if key not in self._compiled:
             self._compiled[key] = compiled(self.bundle, key, self.signatures[key])
+        count = len(self.bundle.manifest.outputs)
         with jax.enable_x64(True):
-            found = self._compiled[key](*inputs, *self._weights)
-            return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
+            found = self._compiled[key](*inputs, *self._weights, *pools)
+            return [np.asarray(value) for value in found[:count]], list(found[count:])
 
     def keys(self) -> list[Key]:
         """Return the keys by variant, then by size."""
@@ -88,7 +122,10 @@ def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
     with _as_problem(bundle, key), jax.enable_x64(True):
         exported = as_exported(blob, signature)
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-        return jax.jit(exported.call).lower(*structs)
+        state = bundle.manifest.state
+        first = len(structs) - (len(state.tensors) if state else 0)
+        # Donated as in the runtime, so that no step copies a pool.
+        return jax.jit(exported.call, donate_argnums=range(first, len(structs))).lower(*structs)
 
 
 def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
@@ -116,24 +153,26 @@ def label(bundle: Bundle, key: Key) -> str:
 
 
 def compare(
-    bundle: Bundle,
+    run: ModuleRunner,
     direct: Callable[..., Sequence[Any]],
     tolerance: Mapping[str, float],
     examples: Mapping[str, Array],
     done: Callable[[str], None],
+    further: Callable[[Judge], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
 
     examples: as `random_inputs` and `example_inputs` take them.
     done: is called with a module's name when it has been compared with `direct`.
+    further: compares more.
 
     Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
     `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
     module and output that is further away than its tolerance, every output whose rows are not treated apart, and every
     one of which nothing finite was compared.
     """
+    bundle = run.bundle
     judge = Judge(bundle, tolerance)
-    run = ModuleRunner(bundle)
     for key in run.keys():  # noqa: SIM118 - not a mapping
         for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
             if inputs is not None:
@@ -141,6 +180,7 @@ def compare(
         done(label(bundle, key))
     for rows in (random_rows(run, examples), example_rows(run, examples)):
         check_buckets(run, rows, judge)
+    further(judge)
     judge.raise_if_any()
     return judge.numerics()
 
@@ -181,6 +221,12 @@ class Judge:
     def places(self, key: Key, found: Rows, expected: Rows) -> None:
         """Compare the same rows in another order."""
         self._compare("rows", key, found, expected, "a row changes with its place in the batch, by")
+
+    def whole(self, key: Key, found: Rows, expected: Rows) -> None:
+        """Compare a sequence in chunks with all of it at once."""
+        self._compare(
+            "chunks", key, found, expected, f"in chunks differs from {self.called} for the whole by"
+        )
 
     def raise_if_any(self) -> None:
         """Raise BundleError with the errors, and with the outputs of which no finite value was compared."""

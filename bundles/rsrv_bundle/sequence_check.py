@@ -1,0 +1,237 @@
+"""Comparison of modules with state: sequences in random slots beside others, chunks beside the whole, and answers.
+
+Needs jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsrv_bundle.errors import Problems
+from rsrv_bundle.inputs import Array, random_inputs
+from rsrv_bundle.numerics import Judge, Key, ModuleRunner, compare, label
+from rsrv_bundle.spec import Bundle
+
+#: state of the rows, None for sequences that begin, and inputs by name -> outputs by name, and the state
+Reference = Callable[..., tuple[Mapping[str, Any], Any]]
+#: axis letter of the time
+TIME = "t"
+#: content of slots whose sequences a module may not see
+_STALE = 3
+_STEPS = 3
+#: sequences of a generation
+_PROMPTS = 2
+
+
+class Sequences:
+    """Sequences that a module continues, in random slots; all other slots hold stale values."""
+
+    def __init__(self, run: ModuleRunner, count: int, seed: int) -> None:
+        state = run.bundle.manifest.state
+        assert state is not None
+        self.run = run
+        self.slots = np.random.default_rng(seed).permutation(state.slots)[:count].astype(np.int32)
+        self.padding = state.slots
+        self.pools = run.pools(_STALE)
+        self.begun = False
+
+    def step(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
+        """Run a module, of at least as many rows as there are sequences; return the outputs of their rows."""
+        count = len(self.slots)
+        slots = np.full(key[1], self.padding, np.int32)
+        slots[:count] = self.slots if self.begun else ~self.slots
+        self.begun = True
+        filled = [np.concatenate([array, array[:1].repeat(key[1] - count, 0)]) for array in inputs]
+        outputs, self.pools = self.run.step(key, filled, slots, self.pools)
+        return [output[:count] for output in outputs]
+
+    def strayed(self) -> list[str]:
+        """Return the names of the state tensors of which a step wrote another slot."""
+        import jax
+
+        state = self.run.bundle.manifest.state
+        assert state is not None
+        others = np.ones(state.slots, np.bool_)
+        others[self.slots] = False
+        with jax.enable_x64(True):
+            same = [
+                np.asarray((pool == pool.dtype.type(_STALE)).reshape(state.slots, -1).all(1))
+                for pool in self.pools
+            ]
+        return [
+            tensor.name for tensor, kept in zip(state.tensors, same, strict=True) if not kept[others].all()
+        ]
+
+
+def compare_sequences(
+    run: ModuleRunner,
+    reference: Reference,
+    tolerance: Mapping[str, float],
+    examples: Mapping[str, Array],
+    done: Callable[[str], None],
+) -> dict[str, Any]:
+    """Compare first steps as `numerics.compare` does, and then sequences of several steps.
+
+    Returns the manifest's `numerics`. Raises BundleError for a difference, and for a module that writes the state of
+    other sequences.
+    """
+    names = [spec.name for spec in run.bundle.manifest.inputs]
+
+    def ask(state: Any, inputs: Sequence[Array]) -> tuple[list[Any], Any]:
+        outputs, state = reference(state, **dict(zip(names, inputs, strict=True)))
+        return list(outputs.values()), state
+
+    def further(judge: Judge) -> None:
+        for key in run.keys():  # noqa: SIM118 - not a mapping
+            # A row less than there is room for, so that padding is seen, too.
+            count = max(1, key[1] - 1)
+            sequences = Sequences(run, count, seed=key[1])
+            state = None
+            for step in range(_STEPS):
+                inputs = _inputs(run.bundle, key, count, step, examples)
+                expected, state = ask(state, inputs)
+                judge.source(key, sequences.step(key, inputs), expected)
+            _report(sequences, key, judge.problems)
+        for size in _sizes_of_time(run):
+            _compare_whole(run, size, lambda inputs: ask(None, inputs)[0], judge, examples)
+
+    return compare(run, lambda *inputs: ask(None, inputs)[0], tolerance, examples, done, further)
+
+
+def _inputs(bundle: Bundle, key: Key, count: int, step: int, examples: Mapping[str, Array]) -> list[Array]:
+    """Return inputs of `count` rows that differ in each step."""
+    many = random_inputs(bundle, key[0], key[1] + 10 * (step + 1), examples)
+    return [array[-count:] for array in many]
+
+
+def _report(sequences: Sequences, key: Key, problems: Problems) -> None:
+    for name in sequences.strayed():
+        file = f"{label(sequences.run.bundle, key)}.mlir"
+        problems.add(
+            file, f"state '{name}'", "a step changes the state of sequences that are not in its batch"
+        )
+
+
+def _sizes_of_time(run: ModuleRunner) -> list[int]:
+    """Return the batch size to compare chunks at, if the time is the only variable axis."""
+    manifest = run.bundle.manifest
+    letters = {manifest.inputs[index].letters[axis] for index, axis in manifest.variable_axes}
+    return run.sizes(0)[-1:] if letters == {TIME} else []
+
+
+def _compare_whole(
+    run: ModuleRunner,
+    size: int,
+    whole: Callable[[Sequence[Array]], list[Any]],
+    judge: Judge,
+    examples: Mapping[str, Array],
+) -> None:
+    """Compare a sequence in chunks, the longest first, with all of it at once."""
+    manifest = run.bundle.manifest
+    chunks = sorted(
+        range(run.bundle.variants), key=lambda variant: manifest.input_shapes[variant], reverse=True
+    )
+    chunks = [variant for variant in (*chunks, chunks[-1]) if size in run.sizes(variant)]
+    parts = [
+        _inputs(run.bundle, (variant, size), size, step, examples) for step, variant in enumerate(chunks)
+    ]
+    joined = [
+        np.concatenate(arrays, spec.variable_axes[0]) if spec.variable_axes else arrays[0]
+        for spec, arrays in zip(manifest.inputs, zip(*parts, strict=True), strict=True)
+    ]
+    # What has no time is the same in all chunks.
+    for part in parts:
+        part[:] = [
+            array if spec.variable_axes else first
+            for spec, array, first in zip(manifest.inputs, part, joined, strict=True)
+        ]
+    sequences = Sequences(run, size, seed=0)
+    found = [sequences.step((variant, size), part) for variant, part in zip(chunks, parts, strict=True)]
+    together = [
+        np.concatenate(outputs, spec.variable_axes[0]) if spec.variable_axes else outputs[-1]
+        for spec, outputs in zip(manifest.outputs, zip(*found, strict=True), strict=True)
+    ]
+    judge.whole((chunks[0], size), together, whole(joined))
+
+
+def compare_answers(
+    run: ModuleRunner,
+    logits: Callable[[Array, Array], Array],
+    tolerance: Mapping[str, float],
+    done: Callable[[str], None],
+) -> dict[str, Any]:
+    """Compare the tokens of a generation, greedy and in chunks, with the logits of whole prompts.
+
+    logits: tokens and lengths -> logits behind the last token. A token may be another than the likeliest one if its logit
+        is nearly as large: by the tolerance for f32, relative to the largest magnitude.
+
+    Returns the manifest's `numerics`: these gaps. Raises BundleError.
+    """
+    manifest = run.bundle.manifest
+    generate = manifest.generate
+    assert generate is not None
+    problems = Problems()
+    gaps: dict[str, float] = {}
+    vocabulary = logits(np.zeros((1, 1), np.int32), np.ones(1, np.int32)).shape[-1]
+    for key in run.keys():  # noqa: SIM118 - not a mapping
+        name = label(run.bundle, key)
+        rng = np.random.default_rng(key)
+        count = min(max(1, key[1] - 1), _PROMPTS)
+        sequences = Sequences(run, count, seed=key[1])
+        chunks = _chunks(run, key)
+        prompt = np.zeros((count, sum(manifest.chunks[variant] for variant in chunks)), np.int32)
+        lengths = np.zeros(count, np.int32)
+        gaps[name] = 0.0
+        for variant in chunks:
+            longest = manifest.chunks[variant]
+            fresh = rng.integers(1, longest + 1, count).astype(np.int32)
+            counts = np.arange(longest) < fresh[:, None]
+            tokens = np.where(counts, rng.integers(0, vocabulary, counts.shape), 0).astype(np.int32)
+            for row, start in enumerate(lengths):
+                prompt[row, start : start + fresh[row]] = tokens[row, : fresh[row]]
+            lengths = lengths + fresh
+            by_name = {
+                generate.tokens: tokens,
+                generate.lengths: fresh,
+                generate.sampling: np.zeros((count, 4), np.float32),
+            }
+            inputs = [by_name[spec.name] for spec in manifest.inputs]
+            chosen = sequences.step((variant, key[1]), inputs)[_output(run.bundle, generate.token)]
+            gaps[name] = max(gaps[name], _gap(chosen, logits(prompt, lengths)))
+        if not gaps[name] <= tolerance["f32"]:
+            rule = (
+                f"its logit by fn, for the whole prompt, is {gaps[name]:.3g} of the largest magnitude below the best one;"
+                f" the tolerance for f32 is {tolerance['f32']:g}"
+            )
+            problems.add(f"{name}.mlir", f"output '{generate.token}'", rule)
+        _report(sequences, key, problems)
+        done(name)
+    problems.raise_if_any()
+    return {"max_rel_error": max(gaps.values()), "source": gaps}
+
+
+def _chunks(run: ModuleRunner, key: Key) -> list[int]:
+    """Return variants of a prompt: two chunks of the key's own, and a step if there is one of this batch size."""
+    manifest = run.bundle.manifest
+    assert manifest.generate is not None
+    step = manifest.chunks.index(1)
+    chunks = [key[0], key[0], *([step] if key[1] in run.sizes(step) else [])]
+    while sum(manifest.chunks[variant] for variant in chunks) > manifest.generate.context:
+        del chunks[0]
+    return chunks
+
+
+def _output(bundle: Bundle, name: str) -> int:
+    return [spec.name for spec in bundle.manifest.outputs].index(name)
+
+
+def _gap(tokens: Array, logits: Array) -> float:
+    """Return the largest difference of a chosen logit to its row's largest one, relative to the largest magnitude."""
+    if not np.isfinite(logits).any() or tokens.min() < 0:
+        return float("inf")
+    chosen = np.take_along_axis(logits, tokens[:, None], 1)[:, 0]
+    scale = float(np.abs(logits[np.isfinite(logits)]).max()) or 1.0
+    return float((logits.max(1) - chosen).max()) / scale

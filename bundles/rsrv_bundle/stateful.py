@@ -1,0 +1,243 @@
+"""Export of functions that keep state for each sequence, and of language models that generate. Needs jax."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.calling import Results
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.export import Original, StatefulParts, export_bundle, named_leaves
+from rsrv_bundle.interface import value_of
+from rsrv_bundle.sampling import sample
+from rsrv_bundle.sequence_check import compare_answers, compare_sequences
+from rsrv_bundle.spec import Bundle, GenerateSpec, StateSpec, StateTensor, WhenFull
+from rsrv_bundle.state_sections import MAX_SLOTS
+
+#: state of one slot: a function of the weights, or, if a sequence begins with zeros, a pytree of jax.ShapeDtypeStruct
+Init = Callable[[Any], Any] | Any
+#: name of the state tensor that counts the tokens of a sequence
+POSITION = "position"
+
+
+def export_stateful(
+    step: Callable[..., Any],
+    init: Init,
+    params: Any,
+    example_inputs: Mapping[str, Any],
+    *,
+    slots: int,
+    idle_timeout_s: float = 60.0,
+    when_full: WhenFull = "wait",
+    in_place: bool = False,
+    **options: Any,
+) -> Bundle:
+    """Write a function with state as a bundle: one step of many sequences. Check it, and return it as read back.
+
+    step: `step(params, state, **inputs) -> (outputs, state)`. State is a pytree of arrays with one row per sequence, [n,
+        ...], as the inputs and outputs are. Outputs are as those of `export_bundle`.
+    init: `init(params) -> state` of one sequence that begins, without the axis of rows. For zeros, a pytree of
+        jax.ShapeDtypeStruct.
+    slots: sequences on the device at once.
+    idle_timeout_s, when_full: as the manifest has them.
+    in_place: state is large, and a step writes little of it, as to a cache of keys and values. Then
+        `step(params, pools, slots, begins, **inputs) -> (outputs, pools)` gets the state of all slots, [slots, ...], and of
+        each row its slot, i32 [n], and whether its sequence begins, bool [n]. It reads and writes no other slot. A row
+        whose slot is the number of slots is padding: read with mode="fill", write with mode="drop". `init` gives
+        shapes; a slot holds what the last sequence left.
+    options: as `export_bundle` takes them, without `batch_axis` and `internal`. In `input_shapes`, the axis `t` is the time:
+        the modules are also compared with the whole sequence at once.
+
+    Every module runs several steps of sequences in random slots, beside slots with other content, and is compared with
+    `step`. Raises BundleError and FileExistsError as `export_bundle`.
+    """
+    original: Original | None = options.pop("original", None)
+    pooled = _Pooled(step, init, params, slots, in_place)
+    rows: Callable[..., Any] = original.run if original else jax.jit(pooled.rows)
+
+    def reference(state: Any, **inputs: Any) -> tuple[Mapping[str, Any], Any]:
+        if original and state is None:
+            state = jax.tree.map(np.asarray, pooled.first(params, len(next(iter(inputs.values())))))
+        outputs, state = rows(state, **inputs) if original else rows(params, state, **inputs)
+        convert = original.to_numpy if original else lambda _, value: np.asarray(value)
+        return Results.of(outputs).convert(convert).named(options.get("output_names")), state
+
+    parts = StatefulParts(
+        StateSpec(slots, pooled.tensors, idle_timeout_s, when_full),
+        lambda run, tolerance, examples, done: compare_sequences(run, reference, tolerance, examples, done),
+    )
+    options = {"code": step, **options}
+    return export_bundle(pooled, params, example_inputs, stateful=parts, original=original, **options)
+
+
+def export_generative(
+    step: Callable[..., Any],
+    init: Init,
+    params: Any,
+    *,
+    slots: int,
+    context: int,
+    max_tokens: int,
+    stop: Sequence[int] = (),
+    chunks: Sequence[int] = (1, 16, 128),
+    tokenizer: Path | str | None = None,
+    template: str = "{text}",
+    in_place: bool = False,
+    **options: Any,
+) -> Bundle:
+    """Write a language model as a bundle that generates tokens. Check it, and return it as read back.
+
+    step: `step(params, state, position, tokens, lengths) -> (logits, state)`. `tokens`, i32 [n, t], is a chunk of each
+        sequence, of which the first `lengths`, i32 [n], count; `position`, i32 [n], counts the tokens before it. `logits`,
+        [n, vocabulary], are those behind the last token that counts. It must work for every `t`.
+    in_place: `step(params, pools, slots, begins, position, tokens, lengths) -> (logits, pools)`, as for `export_stateful`.
+    context, max_tokens, stop, template: as the manifest has them.
+    chunks: lengths to compile, among them 1, the step behind the prompt.
+    tokenizer: file to copy, of the package `tokenizers`; then clients send and get text.
+    init, slots, options: as for `export_stateful`.
+
+    Every module gets prompts in chunks, and its tokens must be the likeliest by the logits of `step` for the whole prompt
+    at once, up to the tolerance. The state tensor `position` and the sampling are added.
+    """
+    state = {key: options.pop(key) for key in ("idle_timeout_s", "when_full") if key in options}
+    pooled = _Generating(_Pooled(step, init, params, slots, in_place))
+    logits = jax.jit(pooled.logits)
+    file = None if tokenizer is None else Path(tokenizer)
+    names = {name: name for name in ("tokens", "lengths", "sampling", "token")}
+    parts = StatefulParts(
+        replace(StateSpec(slots, pooled.tensors, 60.0, "wait"), **state),
+        lambda run, tolerance, _, done: compare_answers(
+            run, lambda *chunk: np.asarray(logits(params, *chunk), np.float32), tolerance, done
+        ),
+        GenerateSpec(
+            **names,
+            context=context,
+            stop=tuple(stop),
+            max_tokens=max_tokens,
+            tokenizer=None if file is None else file.name,
+            template=template,
+        ),
+        (lambda folder: None) if file is None else (lambda folder: shutil.copy(file, folder)),
+    )
+    struct: Any = jax.ShapeDtypeStruct
+    inputs = {
+        "tokens": struct((1, 1), np.int32),
+        "lengths": struct((1,), np.int32),
+        "sampling": struct((1, 4), np.float32),
+    }
+    axes = {"tokens": "nt", "lengths": "n", "sampling": "ns"}
+    fixed = {"axes": axes, "input_shapes": [{"t": chunk} for chunk in sorted(set(chunks))]}
+    options = {"code": step, **options, **fixed}
+    return export_bundle(pooled, params, inputs, stateful=parts, **options)
+
+
+class _Pooled:
+    """A step on rows as a function of pools: `fn(params, pools, slots, **inputs) -> (outputs, pools)`, pools flat."""
+
+    def __init__(self, step: Callable[..., Any], init: Init, params: Any, slots: int, in_place: bool) -> None:
+        if isinstance(slots, bool) or not isinstance(slots, int) or not 0 < slots <= MAX_SLOTS:
+            raise BundleError(f"slots: must be a whole number from 1 to {MAX_SLOTS}, not {slots!r}")
+        self.step = step
+        self.init = init
+        self.slots = slots
+        self.in_place = in_place
+        first = jax.eval_shape(init, params) if callable(init) else init
+        names, leaves, self.tree = named_leaves("init", first)
+        if not leaves:
+            raise BundleError("init: gives no state; export a function without state with export_bundle")
+        if not callable(init) and not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise BundleError("init: give a function of the weights, or jax.ShapeDtypeStruct for zeros")
+        values = (
+            value_of(f"init: {name}", leaf.dtype, leaf.shape)
+            for name, leaf in zip(names, leaves, strict=True)
+        )
+        self.tensors = tuple(StateTensor(name, *value) for name, value in zip(names, values, strict=True))
+        self.dtypes = [leaf.dtype for leaf in leaves]
+
+    def first(self, params: Any, rows: int) -> Any:
+        """Return the state of sequences that begin."""
+        if callable(self.init):
+            return jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf, (rows, *jnp.shape(leaf))), self.init(params)
+            )
+        return jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), self.init)
+
+    def rows(self, params: Any, state: Any, **inputs: Any) -> tuple[Any, Any]:
+        """Take a step with the state of the rows alone, None for sequences that begin."""
+        count = len(next(iter(inputs.values())))
+        begins = jnp.full(count, state is None)
+        state = self.first(params, count) if state is None else state
+        if self.in_place:
+            return self._checked(self.step(params, state, jnp.arange(count), begins, **inputs), count)
+        return self._checked(self.step(params, state, **inputs), count)
+
+    def __call__(self, params: Any, pools: Sequence[Any], slots: Any, **inputs: Any) -> tuple[Any, list[Any]]:
+        begins = slots < 0
+        index = jnp.where(begins, ~slots, slots)
+        whole = jax.tree.unflatten(self.tree, pools)
+        if self.in_place:
+            found = self.step(params, whole, index, begins, **inputs)
+            outputs, after = self._checked(found, self.slots)
+            return outputs, jax.tree.leaves(after)
+
+        def read(pool: Any, first: Any) -> Any:
+            kept = pool.at[index].get(mode="fill", fill_value=0)
+            return jnp.where(begins.reshape(-1, *[1] * (pool.ndim - 1)), first, kept)
+
+        state = jax.tree.map(read, whole, self.first(params, len(slots)))
+        outputs, after = self._checked(self.step(params, state, **inputs), len(slots))
+        written = [
+            pool.at[index].set(new, mode="drop")
+            for pool, new in zip(pools, jax.tree.leaves(after), strict=True)
+        ]
+        return outputs, written
+
+    def _checked(self, result: Any, rows: int) -> tuple[Any, Any]:
+        """Return outputs and state. Raises BundleError if the state is not what `init` gives."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise BundleError("step: must return a tuple (outputs, state)")
+        outputs, state = result
+        if jax.tree.structure(state) != self.tree:
+            raise BundleError(f"step: returns the state {jax.tree.structure(state)}, init gives {self.tree}")
+        for tensor, dtype, leaf in zip(self.tensors, self.dtypes, jax.tree.leaves(state), strict=True):
+            if (leaf.shape, leaf.dtype) != ((rows, *tensor.dims), dtype):
+                raise BundleError(
+                    f"step: returns the state {tensor.name} as {leaf.dtype} {list(leaf.shape)}, expected {dtype}"
+                    f" {[rows, *tensor.dims]}"
+                )
+        return outputs, state
+
+
+class _Generating:
+    """A language model's pooled step, with the position of each sequence as its first pool, and with sampling."""
+
+    def __init__(self, model: _Pooled) -> None:
+        if any(tensor.name == POSITION for tensor in model.tensors):
+            raise BundleError(
+                f"init: {POSITION}: the exporter adds a state tensor of this name; rename yours"
+            )
+        self.model = model
+        self.tensors = (StateTensor(POSITION, "i32", ()), *model.tensors)
+
+    def __call__(self, params: Any, pools: Sequence[Any], slots: Any, **inputs: Any) -> tuple[Any, list[Any]]:
+        counts, *pools = pools
+        tokens, lengths, sampling = (inputs[name] for name in ("tokens", "lengths", "sampling"))
+        index = jnp.where(slots < 0, ~slots, slots)
+        before = jnp.where(slots < 0, 0, counts.at[index].get(mode="fill", fill_value=0))
+        chunk = {"position": before, "tokens": tokens, "lengths": lengths}
+        logits, written = self.model(params, pools, slots, **chunk)
+        after = before + lengths
+        token = sample(logits, sampling, after)
+        return {"token": token}, [counts.at[index].set(after, mode="drop"), *written]
+
+    def logits(self, params: Any, tokens: Any, lengths: Any) -> Any:
+        """Return the logits behind whole prompts."""
+        position = jnp.zeros_like(lengths)
+        return self.model.rows(params, None, position=position, tokens=tokens, lengths=lengths)[0]

@@ -1,0 +1,97 @@
+"""The choice of the next token on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from rsrv_bundle.sampling import sample
+
+LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
+choose = jax.jit(sample)
+
+
+def draws(temperature: float, top_k: float, top_p: float, count: int = 4000) -> dict[int, float]:
+    """Return the share of each token in draws with different seeds."""
+    settings = np.tile(np.array([temperature, top_k, top_p, 0], np.float32), (count, 1))
+    settings[:, 3] = np.arange(count)
+    tokens = np.asarray(choose(np.tile(LOGITS, (count, 1)), settings, np.full(count, 7, np.int32)))
+    values, counts = np.unique(tokens, return_counts=True)
+    return dict(zip(values.tolist(), (counts / count).tolist(), strict=True))
+
+
+def close(found: dict[int, float], expected: list[float]) -> bool:
+    """Return whether shares are those of the probabilities, within four standard deviations or so."""
+    return set(found) == set(range(len(expected))) and all(
+        abs(found[token] - share) < 0.035 for token, share in enumerate(expected)
+    )
+
+
+def test_temperature_scales_the_probabilities() -> None:
+    """At temperature 1 tokens come by their probabilities; at 0.5 by their squares."""
+    assert close(draws(1, 0, 1), [0.4, 0.3, 0.2, 0.06, 0.04])
+    squares = np.array([0.4, 0.3, 0.2, 0.06, 0.04]) ** 2
+    assert close(draws(0.5, 0, 1), (squares / squares.sum()).tolist())
+
+
+def test_top_k_leaves_the_likeliest_tokens() -> None:
+    """With top_k only so many tokens remain; 1 is greedy, and more than there are changes nothing."""
+    assert close(draws(1, 2, 1), [4 / 7, 3 / 7])
+    assert draws(1, 1, 1) == {0: 1.0}
+    assert draws(1, 100, 1) == draws(1, 0, 1)
+
+
+def test_top_p_leaves_the_smallest_set_with_that_probability() -> None:
+    """With top_p the likeliest tokens remain that have the probability together, and always one."""
+    assert close(draws(1, 0, 0.69), [4 / 7, 3 / 7])
+    assert close(draws(1, 0, 0.75), [4 / 9, 3 / 9, 2 / 9])
+    assert draws(1, 0, 1e-6) == {0: 1.0}
+
+
+def test_top_p_counts_what_top_k_has_left() -> None:
+    """Both together: top_p takes its share of the tokens that top_k leaves."""
+    assert close(draws(1, 2, 0.9), [4 / 7, 3 / 7])
+    assert draws(1, 2, 0.5) == {0: 1.0}
+
+
+def row(logits: Any, settings: list[float], position: int, place: int = 0, rows: int = 1) -> int:
+    """Return the token of one row in a batch of others; the vocabulary has five tokens, as each size is compiled."""
+    logits = np.pad(logits, (0, 5 - len(logits)), constant_values=-np.inf)
+    batch = np.random.default_rng(rows).standard_normal((rows, 5)).astype(np.float32)
+    others = np.tile(np.array([1, 0, 1, 3], np.float32), (rows, 1))
+    positions = np.arange(rows, dtype=np.int32)
+    batch[place], others[place], positions[place] = logits, settings, position
+    return int(choose(batch, others, positions)[place])
+
+
+def test_a_seed_gives_the_same_token_in_any_batch() -> None:
+    """A token depends on logits, settings, seed and position, and not on place, batch size or neighbours."""
+    logits = np.random.default_rng(0).standard_normal(5).astype(np.float32)
+    settings = [1.3, 4, 0.95, 12345]
+    alone = [row(logits, settings, position) for position in range(20)]
+    assert alone == [row(logits, settings, position, place=2, rows=3) for position in range(20)]
+    assert len(set(alone)) > 2
+    assert alone != [row(logits, [1.3, 4, 0.95, 12346], position) for position in range(20)]
+
+
+def test_a_greedy_row_stays_greedy_beside_others() -> None:
+    """Temperature 0 takes the largest logit, the first of equal ones, whatever its neighbours want."""
+    logits = np.array([0, 5, 5, -np.inf], np.float32)
+    assert row(logits, [0, 0, 1, 9], 3) == 1
+    assert row(logits, [0, 3, 0.1, 9], 3, place=1, rows=3) == 1
+
+
+def test_a_forbidden_token_is_never_drawn() -> None:
+    """A logit of -infinity forbids its token at any temperature."""
+    logits = np.array([0, -np.inf, 0, -np.inf], np.float32)
+    assert {row(logits, [100, 0, 1, seed], 0) for seed in range(50)} == {0, 2}
+
+
+def test_logits_that_are_not_finite_give_no_token() -> None:
+    """A NaN, an infinity, or nothing but -infinity gives -1, for this row alone."""
+    for bad in (np.nan, np.inf):
+        assert row(np.array([1, bad, 0], np.float32), [0, 0, 1, 0], 0) == -1
+        assert row(np.array([1, bad, 0], np.float32), [1, 0, 1, 0], 0, place=1, rows=3) == -1
+    assert row(np.full(3, -np.inf, np.float32), [0, 0, 1, 0], 0) == -1

@@ -451,7 +451,7 @@ class Driver:
                 continue
             match self.paused[request.model]:
                 case Pause.DRAIN:
-                    assert request.run in self.finishing[request.model]
+                    assert request.waited or request.run in self.finishing[request.model]
                 case Pause.REJECT:
                     raise AssertionError("it was to be refused")
             started = {id for one in out if isinstance(one, Execute) for id in one.requests}

@@ -382,6 +382,21 @@ def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine:
     assert machine.scheduler.snapshot().models["a"].refused == {Reason.PAUSED: 1}
 
 
+def test_what_was_accepted_goes_on_while_a_model_drains(machine: Driver) -> None:
+    """A generation's next step is not new work; under `reject` it is refused, too."""
+    machine.add(program("a", SINGLE))
+    machine.pause(Pause.DRAIN, "a")
+    step, other = machine.request(waited=True), machine.request()
+    machine.arrive(step, other)
+    machine.finish_all()
+    machine.pause(Pause.REJECT, "a")
+    last = machine.request(waited=True)
+    machine.arrive(last)
+
+    assert machine.outcome(step) is Outcome.ANSWERED
+    assert machine.outcome(other) is machine.outcome(last) is Reason.PAUSED
+
+
 def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> None:
     """Their calls belong to what is under way. Those of later runs are refused: else it might never be drained."""
     machine.add(program("a", SINGLE))

@@ -53,7 +53,8 @@ class InvariantError(AssertionError):
 class Pause(Enum):
     """Mode of a paused model. Executions and a warm-up that run go on."""
 
-    #: waiting requests execute, and so do calls of meta models' runs in progress; new requests are refused.
+    #: waiting requests execute, and so do calls of meta models' runs and steps of generations in progress; new requests are
+    #: refused.
     DRAIN = "drain"
     #: requests wait, none starts to execute, and the model affects no decision.
     HOLD = "hold"
@@ -109,7 +110,8 @@ class Request(NamedTuple):
     run: int = 0
     #: whether its execution shares the device with nothing: no other request, execution, load or warm-up.
     alone: bool = False
-    #: whether it had been accepted before a restart: a full queue does not refuse it.
+    #: whether it had been accepted before a restart, or goes on with what was: neither a full queue nor `Pause.DRAIN`
+    #: refuses it.
     waited: bool = False
 
 

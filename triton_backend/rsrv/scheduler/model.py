@@ -166,7 +166,7 @@ class ModelState:
     def closed_to(self, request: Request) -> bool:
         """True if a request is refused because the model is paused."""
         if self.paused is Pause.DRAIN:
-            return request.run not in self.finishing
+            return request.run not in self.finishing and not request.waited
         return self.paused is Pause.REJECT
 
     def learn(self, costs: Mapping[int, VariantCosts]) -> None:

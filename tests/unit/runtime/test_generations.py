@@ -1,0 +1,160 @@
+"""A generation reads its prompt in chunks, feeds each token back, and ends once."""
+
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.generations import (
+    TRANSITIONS,
+    Chunks,
+    End,
+    Generation,
+    GenerationCounts,
+    GenerationError,
+    GenerationState,
+    find_problem,
+)
+from rsrv.wire.frames import Status
+from rsrv.wire.generation import Generate
+from rsrv_bundle.spec import GenerateSpec
+
+SPEC = GenerateSpec("tokens", "lengths", "sampling", "token", 64, (0,), 8, None, "{text}")
+#: lengths 1, 16 and 128, where the longest costs more than a prompt may take while others wait
+CHUNKS = Chunks((1, 16, 128), (0.001, 0.004, 0.06))
+
+
+def begin(ask: Generate, counts: GenerationCounts | None = None, chunks: Chunks = CHUNKS) -> Generation:
+    generation = Generation(ask, SPEC, chunks, counts or GenerationCounts(), 0.0)
+    generation.grant()
+    return generation
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=1, max_size=63),
+    lengths=st.lists(st.integers(2, 64), unique=True, max_size=3),
+    answer=st.lists(st.integers(-1, 20), min_size=64, max_size=64),
+    most=st.none() | st.integers(1, 70),
+    cancelled_at=st.none() | st.integers(1, 20),
+)
+def test_every_generation_reads_its_prompt_and_ends_once(
+    prompt: list[int], lengths: list[int], answer: list[int], most: int | None, cancelled_at: int | None
+) -> None:
+    """Chunks are the prompt, then each token; what was sent is a prefix of what the model said, within all limits."""
+    counts = GenerationCounts()
+    chunks = Chunks([1, *lengths], [0.001 * length for length in [1, *lengths]])
+    generation = begin(Generate(1, prompt, most), counts, chunks)
+    fed: list[int] = []
+    sent: list[int] = []
+    steps = 0
+    end: End | None = None
+    while end is None:
+        chunk = generation.next_chunk(others_wait=bool(steps % 2))
+        assert 0 < len(chunk.tokens) <= chunks.lengths[chunk.variant]
+        fed.extend(chunk.tokens)
+        steps += 1
+        if steps == cancelled_at:
+            generation.ending = End(Status.CANCELLED, "")
+        token = answer[len(sent)] if len(fed) >= len(prompt) else 5
+        taken, end = generation.step(token, float(steps))
+        if taken:
+            sent.append(token)
+    generation.end()
+
+    assert fed == (prompt + sent)[: len(fed)]
+    assert sent == answer[: len(sent)]
+    assert len(sent) <= min(most or SPEC.max_tokens, SPEC.context - len(prompt))
+    assert not {0, -1} & set(sent)
+    assert (counts.active, counts.tokens_out) == (0, len(sent))
+    assert counts.tokens_in == min(len(fed), len(prompt))
+    assert sum(counts.first.counts) + sum(counts.between.counts) == len(sent)
+    with pytest.raises(GenerationError, match="ended"):
+        generation.end()
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "text"),
+    [(0, Status.OK, "stop"), (-1, Status.INTERNAL, "not finite"), (7, Status.OK, "length")],
+)
+def test_an_end_says_why(token: int, status: Status, text: str) -> None:
+    """A stop token is not sent; a limit's last token is; logits that are not finite end this generation."""
+    generation = begin(Generate(1, [3], 1))
+    generation.next_chunk(others_wait=False)
+
+    sent, end = generation.step(token, 0.0)
+
+    assert sent == (token == 7)
+    assert end is not None
+    assert end.status is status
+    assert text in end.text
+
+
+def test_the_full_context_ends_an_answer() -> None:
+    """Prompt and answer together have no more tokens than the context."""
+    generation = begin(Generate(1, [3] * 62, 8), chunks=Chunks((1, 64), (0.001, 0.001)))
+    generation.next_chunk(others_wait=False)
+
+    assert generation.step(5, 0.0) == (True, None)
+    assert generation.step(5, 0.0) == (True, End(Status.OK, "length"))
+
+
+def test_own_stop_tokens_replace_the_models() -> None:
+    """A client that wants no end but the limit sends an empty list."""
+    generation = begin(Generate(1, [3], 2, stop=[9]))
+    generation.next_chunk(others_wait=False)
+
+    assert generation.step(0, 0.0) == (True, None)
+    assert generation.step(9, 0.0) == (False, End(Status.OK, "stop"))
+
+
+def test_chunks_are_the_fastest_that_let_others_wait_briefly() -> None:
+    """A long chunk reads most tokens per second, and would hold up other requests for too long."""
+    assert CHUNKS.choose(128, others_wait=False) == 1
+    assert Chunks((1, 128), (0.001, 0.06)).choose(128, others_wait=False) == 1
+    assert Chunks((1, 128), (0.001, 0.06)).choose(128, others_wait=True) == 0
+    assert Chunks((1, 128), (0.1, 0.2)).choose(128, others_wait=True) == 0
+
+
+def test_a_last_token_takes_the_shortest_chunk() -> None:
+    """It executes with the steps of others, even if a longer chunk was measured to be cheaper."""
+    assert Chunks((16, 1), (0.001, 0.002)).choose(1, others_wait=False) == 1
+
+
+def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
+    """The wait for a slot and the prompt are a part of the first token's time."""
+    counts = GenerationCounts()
+    generation = begin(Generate(1, [3] * 20), counts)
+    for now in (1.0, 2.0, 2.5, 3.0):
+        generation.next_chunk(others_wait=False)
+        generation.step(5, now)
+
+    assert (sum(counts.first.counts), counts.first.sum) == (1, 2.0)
+    assert (sum(counts.between.counts), counts.between.sum) == (2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ask", "problem"),
+    [
+        (Generate(1, []), "empty"), (Generate(1, [1] * 64), "at most 63"), (Generate(1, [1], 0), "max_tokens is 0"),
+        (Generate(1, [1], temperature=nan), "temperature"), (Generate(1, [1], temperature=-1.0), "temperature"),
+        (Generate(1, [1], temperature=inf), "temperature"), (Generate(1, [1], top_p=0), "top_p"),
+        (Generate(1, [1], top_p=1.5), "top_p"), (Generate(1, [1], top_p=nan), "top_p"),
+        (Generate(1, [1], seed=1 << 24), "seed"), (Generate(1, [1] * 63), ""), (Generate(1, [1], 1000), ""),
+    ],
+)  # fmt: skip
+def test_a_generation_that_cannot_be_has_a_reason(ask: Generate, problem: str) -> None:
+    """A client learns which value is senseless, and what it may be."""
+    found = find_problem(ask, SPEC)
+
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_a_step_without_a_slot_is_an_error() -> None:
+    """It would have executed on the state of another sequence."""
+    generation = Generation(Generate(1, [1]), SPEC, CHUNKS, GenerationCounts(), 0.0)
+
+    with pytest.raises(GenerationError, match="waits for a slot"):
+        generation.step(5, 0.0)
+    assert {state for state, _ in TRANSITIONS} == set(GenerationState) - {GenerationState.ENDED}

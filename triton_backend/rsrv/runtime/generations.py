@@ -1,0 +1,233 @@
+"""Generations: which chunk of tokens each one reads next, and what follows from the token that comes out.
+
+A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths; then each token
+that comes out is the next chunk. Time is an argument, and nothing here sends or executes: `requests` does. A live
+generation always has one step under way, so whatever ends that step can end the generation, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf, isfinite
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.histogram import SECONDS, Histogram
+from rsrv.wire.frames import Status
+from rsrv.wire.generation import Generate
+from rsrv_bundle.spec import GenerateSpec
+
+#: seconds that a chunk of a prompt may take if other requests wait, unless it is the shortest
+_CHUNK_S = 0.05
+#: seeds are exact in f32
+_SEEDS = 1 << 24
+
+
+class GenerationState(StrEnum):
+    """Stage of a generation."""
+
+    #: for a slot
+    WAITING = "waiting"
+    #: chunks of its prompt execute
+    PREFILLING = "prefilling"
+    #: each step gives a token
+    GENERATING = "generating"
+    ENDED = "ended"
+
+
+class GenerationEvent(StrEnum):
+    """Occurrence that moves a generation to another state."""
+
+    #: its sequence got a slot
+    GRANTED = "granted"
+    #: the last chunk of its prompt executed
+    PROMPT_READ = "prompt read"
+    END = "end"
+
+
+S, E = GenerationState, GenerationEvent
+
+TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = {
+    (S.WAITING, E.GRANTED): S.PREFILLING,
+    (S.WAITING, E.END): S.ENDED,
+    (S.PREFILLING, E.PROMPT_READ): S.GENERATING,
+    (S.PREFILLING, E.END): S.ENDED,
+    (S.GENERATING, E.END): S.ENDED,
+}
+
+
+#: what carries an event out
+EFFECTS: Mapping[GenerationEvent, str] = {E.END: "DONE"}
+
+
+class GenerationError(AssertionError):
+    """An event that the generation's state does not allow."""
+
+
+@dataclass(slots=True)
+class GenerationCounts:
+    """Counters of one model's generations."""
+
+    #: those in progress
+    active: int = 0
+    #: tokens of prompts that were read, and of answers that were sent
+    tokens_in: int = 0
+    tokens_out: int = 0
+    #: seconds from a generation's arrival to its first token, and from each token to the next
+    first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    between: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+
+class Chunk(NamedTuple):
+    """The input of one step: tokens of one sequence, for the variant that has room for them."""
+
+    variant: int
+    tokens: Sequence[int] | npt.NDArray[np.int32]
+
+
+class End(NamedTuple):
+    """The end of a generation, as its completion tells it."""
+
+    status: Status
+    text: str
+
+
+class Chunks:
+    """The compiled lengths of chunks, by variant, and the seconds that one row of each takes."""
+
+    def __init__(self, lengths: Sequence[int], seconds: Sequence[float]) -> None:
+        self.lengths = tuple(lengths)
+        self._seconds = tuple(seconds)
+        self.shortest = self.lengths.index(min(self.lengths))
+
+    def choose(self, left: int, *, others_wait: bool) -> int:
+        """Return the variant that reads the next of `left` tokens fastest, by tokens per second.
+
+        A last token goes to the shortest, as all steps after the prompt do: so they share executions.
+        """
+        if left <= self.lengths[self.shortest]:
+            return self.shortest
+        limit = max(_CHUNK_S, self._seconds[self.shortest]) if others_wait else inf
+        variants = [one for one, seconds in enumerate(self._seconds) if seconds <= limit]
+        return min(
+            variants, key=lambda one: (self._seconds[one] / min(self.lengths[one], left), -self.lengths[one])
+        )
+
+
+def find_problem(ask: Generate, spec: GenerateSpec) -> str:
+    """Return why a generation cannot be; empty if it can."""
+    tokens = len(ask.prompt)
+    if not tokens:
+        return "the prompt is empty; send at least one token"
+    if tokens >= spec.context:
+        return (
+            f"the prompt has {tokens} tokens; the model's context of {spec.context} has room for at most "
+            f"{spec.context - 1}, and one of the answer"
+        )
+    if ask.max_tokens is not None and ask.max_tokens < 1:
+        return f"max_tokens is {ask.max_tokens}; it must be at least 1"
+    if not (isfinite(ask.temperature) and ask.temperature >= 0):
+        return f"temperature is {ask.temperature}; it must be a number of at least 0"
+    if not 0 < ask.top_p <= 1:
+        return f"top_p is {ask.top_p}; it must be above 0 and at most 1"
+    if ask.seed >= _SEEDS:
+        return f"seed is {ask.seed}; it must be below {_SEEDS}"
+    return ""
+
+
+class Generation:
+    """One generation, from its arrival to its end."""
+
+    __slots__ = (
+        "_chunks",
+        "_counts",
+        "_last",
+        "_last_at",
+        "_left",
+        "_prompt",
+        "_read",
+        "_stop",
+        "_taken",
+        "ending",
+        "sampling",
+        "sent",
+        "state",
+    )
+
+    def __init__(
+        self, ask: Generate, spec: GenerateSpec, chunks: Chunks, counts: GenerationCounts, now: float
+    ) -> None:
+        """Begin a generation that has no problem (`find_problem`)."""
+        self.state = S.WAITING
+        #: how it ends with the step that is under way, whatever comes out; None: it goes on
+        self.ending: End | None = None
+        #: temperature, top_k, top_p and seed, as the model takes them
+        self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)
+        #: tokens of the answer that were sent
+        self.sent = 0
+        most = spec.max_tokens if ask.max_tokens is None else ask.max_tokens
+        self._left = min(most, spec.context - len(ask.prompt))
+        self._stop = frozenset(spec.stop if ask.stop is None else ask.stop)
+        self._chunks = chunks
+        self._prompt = np.asarray(ask.prompt, np.int32)
+        #: tokens of the prompt that executed, and those of the step under way
+        self._read = self._taken = 0
+        #: the latest token, and when it or the request came
+        self._last, self._last_at = 0, now
+        self._counts = counts
+        counts.active += 1
+
+    def _advance(self, event: GenerationEvent) -> None:
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            raise GenerationError(f"a generation is {self.state}, and cannot be {event} now")
+        self.state = state
+
+    def grant(self) -> None:
+        """Note that its sequence has a slot."""
+        self._advance(E.GRANTED)
+
+    def end(self) -> None:
+        """Note its end, which comes once."""
+        self._advance(E.END)
+        self._counts.active -= 1
+
+    def next_chunk(self, *, others_wait: bool) -> Chunk:
+        """Return the input of its next step."""
+        left = len(self._prompt) - self._read
+        if not left:
+            return Chunk(self._chunks.shortest, (self._last,))
+        variant = self._chunks.choose(left, others_wait=others_wait)
+        self._taken = min(self._chunks.lengths[variant], left)
+        return Chunk(variant, self._prompt[self._read : self._read + self._taken])
+
+    def step(self, token: int, now: float) -> tuple[bool, End | None]:
+        """Take the token that came out of a step; return whether it is one of the answer's, and the end, if it is that.
+
+        Before the last chunk of the prompt, the tokens that come out are not the answer's.
+        """
+        if self.state is S.WAITING:
+            raise GenerationError("a generation that waits for a slot has executed a step")
+        if self.state is S.PREFILLING:
+            self._read += self._taken
+            self._counts.tokens_in += self._taken
+        if self.ending is not None:
+            return False, self.ending
+        if token < 0:
+            return False, End(
+                Status.INTERNAL, "the model's logits were not finite, so there is no next token"
+            )
+        if self._read < len(self._prompt):
+            return False, None
+        if self.state is S.PREFILLING:
+            self._advance(E.PROMPT_READ)
+        if token in self._stop:
+            return False, End(Status.OK, "stop")
+        seconds = self._counts.between if self.sent else self._counts.first
+        seconds.observe(now - self._last_at)
+        self._last, self._last_at = token, now
+        self._counts.tokens_out += 1
+        self.sent += 1
+        return True, End(Status.OK, "length") if self.sent == self._left else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,18 @@ def from_text(rows: Array) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
+def _open(path: Path | str) -> tokenizers.Tokenizer:
+    """Read a tokeniser's file. Raises ImportError without tokenizers, ValueError."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise needs("tokenizers") from None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - that is what it raises
+        raise ValueError(f"{path} is no tokeniser: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens, [n, length] each: their ids, 1 for a token and 0 behind the last, 1 in the second text of a pair."""
@@ -68,14 +80,7 @@ class Tokeniser:
         Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser, and when the largest length
         does not hold the marks that the file puts around each text or pair.
         """
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise needs("tokenizers") from None
-        try:
-            self._tokenizer: tokenizers.Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - that is what it raises
-            raise ValueError(f"{path} is no tokeniser: {error}") from None
+        self._tokenizer = _open(path)
         self._lengths = sorted(lengths)
         least = max(1, *(self._tokenizer.num_special_tokens_to_add(pair) for pair in (False, True)))
         if max(self._lengths, default=0) < least:
@@ -115,3 +120,102 @@ class Tokeniser:
             tokens.mask[index, : len(row.ids)] = 1
             tokens.types[index, : len(row.ids)] = row.type_ids
         return tokens
+
+
+class PromptTokeniser:
+    """Makes prompts of texts for a model that generates, and text of its tokens. Safe to use from any thread.
+
+    The text takes the place of `{text}` in a template. Special tokens, as of a chat's turns, count in the template only:
+    in the text they are characters like others.
+    """
+
+    def __init__(self, path: Path | str, template: str = "{text}") -> None:
+        """Read the file `tokenizer.json`. Raises ImportError without tokenizers, ValueError for a file that cannot be read."""
+        tokenizer = _open(path)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        before, after = template.split("{text}")
+        marks = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
+        # Only what stands between the special tokens around the text depends on it, as spaces belong to words.
+        begin = max((before.rfind(one) + len(one) for one in marks if one in before), default=0)
+        end = min((after.find(one) for one in marks if one in after), default=len(after))
+        self._left, self._right = before[begin:], after[:end]
+        #: without special tokens in the template, the file puts its own around the text
+        self._marked = not (begin or after[end:])
+        self._before = tokenizer.encode(before[:begin], add_special_tokens=False).ids
+        self._after = tokenizer.encode(after[end:], add_special_tokens=False).ids
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the prompt for a text."""
+        own = self._tokenizer.encode(self._left + text + self._right, add_special_tokens=self._marked).ids
+        return [*self._before, *own, *self._after]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+#: stands for bytes that are no character, or not yet
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+#: tokens without a whole character after which their bytes are none
+_MAX_HELD = 16
+
+
+class TextStream:
+    """The text of an answer while its tokens come: whole characters only, and nothing that a stop text may begin with.
+
+    Tokens are decoded together with those before them, because a character can have several, and a space may depend on
+    its neighbours.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        """Decode with `decode`. The text ends before the first of the texts `stop`, none of them empty."""
+        self._decode = decode
+        self._stop = stop
+        #: the latest tokens, and the number of those whose text is in `_text`
+        self._tokens: list[int] = []
+        self._read = 0
+        #: text that is not given out, as it may be the beginning of a stop text
+        self._held = ""
+        #: true once a stop text has come
+        self.stopped = False
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """Take further tokens, and return the text that is certain now."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self._tokens.append(token)
+            known, whole = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+            if not whole.endswith(_BROKEN) or len(self._tokens) - self._read > _MAX_HELD:
+                self._held += whole[len(known) :]
+                if whole or len(self._tokens) > _MAX_HELD:
+                    # The tokens that came last are the next ones' neighbours.
+                    del self._tokens[: self._read]
+                self._read = len(self._tokens)
+                self._find_stop()
+        certain = len(self._held) - (0 if self.stopped else self._uncertain())
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+    def finish(self) -> str:
+        """Return the rest of the text, at the answer's end."""
+        known, whole = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        if not self.stopped:
+            # A limit may have cut the last character.
+            self._held += whole[len(known) :].rstrip(_BROKEN)
+            self._find_stop()
+        text, self._held, self._tokens, self._read = self._held, "", [], 0
+        return text
+
+    def _find_stop(self) -> None:
+        found = [at for one in self._stop if (at := self._held.find(one)) >= 0]
+        if found:
+            self._held, self.stopped = self._held[: min(found)], True
+
+    def _uncertain(self) -> int:
+        """Return the number of characters at the end that may be the beginning of a stop text."""
+        lengths = (n for one in self._stop for n in range(1, len(one)) if self._held.endswith(one[:n]))
+        return max(lengths, default=0)

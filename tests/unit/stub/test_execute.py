@@ -51,10 +51,11 @@ def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientR
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), SystemExit(1), KeyboardInterrupt()])
-def test_a_batch_that_fails_is_answered_in_place_while_no_request_has_a_reply(error: BaseException) -> None:
-    """The batch gets a list of failures."""
+def test_a_batch_that_fails_is_answered_through_replies(error: BaseException) -> None:
+    """A model whose answers are streams must never return a list."""
     requests = [FakeRequest({}) for _ in range(3)]
     returned = entry(raising(error)).execute(requests)
+    assert returned is None
     assert answers(requests, returned) == [FakeError.INTERNAL] * 3
 
 

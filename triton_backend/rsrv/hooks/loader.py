@@ -14,7 +14,7 @@ Hook = Callable[[Arrays], Arrays]
 
 
 class HookError(Exception):
-    """model.py is wrong; the message names the fault and the remedy."""
+    """model.py or the tokeniser is wrong; the message names the fault and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -29,6 +29,7 @@ from rsrv.wire.calls import (
     pack_releases,
 )
 from rsrv.wire.frames import Completion, Kind, ProtocolError, check_hello, hello
+from rsrv.wire.generation import unpack_tokens
 from rsrv.wire.memory import SILENT_S, Arena, Bytes, Place, read_board, read_document
 from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
@@ -149,6 +150,8 @@ class RuntimeConnection:
         self._demand: Mapping[str, int] | None = None
         #: set by COLD on a registered connection: the seconds that requests may wait for the next start
         self.dismissed: float | None = None
+        #: requests and their next tokens, of the latest TOKENS
+        self._tokens: Iterable[tuple[int, int]] = ()
         #: whether this process has left the runtime, which lives on
         self.left = False
         #: places of arrays that were garbage-collected
@@ -374,7 +377,9 @@ class RuntimeConnection:
         return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
-        """Return the next completions, within `timeout` seconds; none after COLD, which sets `dismissed`.
+        """Return the next completions, within `timeout` seconds.
+
+        There are none after COLD, which sets `dismissed`, and after TOKENS, which `take_tokens` returns.
 
         Raises TimeoutError, Closed, ProtocolError.
         """
@@ -387,9 +392,17 @@ class RuntimeConnection:
         if kind is Kind.COLD:
             self.dismissed = _start_timeout(frame)
             return []
+        if kind is Kind.TOKENS:
+            self._tokens = unpack_tokens(frame, count)
+            return []
         if kind is not Kind.DONE:
             raise ProtocolError(f"{kind.name} where DONE was expected")
         return frames.unpack_completions(frame, count)
+
+    def take_tokens(self) -> Iterable[tuple[int, int]]:
+        """Return each request's next token, of the frame that was received last, once."""
+        tokens, self._tokens = self._tokens, ()
+        return tokens
 
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free.

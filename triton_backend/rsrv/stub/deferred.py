@@ -92,6 +92,8 @@ class DeferredReplies(Generic[W]):
         self.dismissed: Callable[[Attachment, float], object] = lambda attachment, seconds: None
         #: gives a request, whose runtime is gone, to another device; False: it cannot
         self.rescue: Callable[[W], bool] = lambda one: False
+        #: takes a token of an answer, on the reading thread
+        self.on_token: Callable[[W, int], object] = lambda one, token: None
         self._pack = pack
         self._respond = respond
         self._threads = threads
@@ -303,10 +305,13 @@ class DeferredReplies(Generic[W]):
         idle = None
         with self._lock:
             pending = self._connections.get(connection, {})
+            tokens = [(pending[id], token) for id, token in connection.take_tokens() if id in pending]
             requests = [(pending.pop(done.request), done) for done in completions if done.request in pending]
             if not pending and connection in self._when_idle:
                 idle = self._when_idle.pop(connection)
                 self._forget(connection)
+        for one, token in tokens:
+            self.on_token(one, token)
         for one, done in requests:
             one.finish(done)
             self.finish(one)

@@ -13,10 +13,12 @@ from typing import Any
 
 from rsrv import logs
 from rsrv.hooks.loader import HookError, Hooks, load_hooks
+from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.generation import GenerationEngine
 from rsrv.stub.metrics import make_mirror
 from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
 from rsrv.stub.replies import Responses
@@ -30,7 +32,7 @@ from rsrv.wire.placement_table import PlacementReader
 _DTYPES = {
     "TYPE_BOOL": "bool", "TYPE_UINT8": "u8", "TYPE_UINT16": "u16", "TYPE_UINT32": "u32", "TYPE_UINT64": "u64",
     "TYPE_INT8": "i8", "TYPE_INT16": "i16", "TYPE_INT32": "i32", "TYPE_INT64": "i64",
-    "TYPE_FP16": "f16", "TYPE_FP32": "f32", "TYPE_FP64": "f64", "TYPE_BF16": "bf16",
+    "TYPE_STRING": "bytes", "TYPE_FP16": "f16", "TYPE_FP32": "f32", "TYPE_FP64": "f64", "TYPE_BF16": "bf16",
 }  # fmt: skip
 
 
@@ -47,6 +49,8 @@ class ModelStub:
         setup = set_up(args, pb_utils)
         try:
             tensors, responses = Tensors(pb_utils), Responses(pb_utils)
+            if any(one["data_type"] == "TYPE_STRING" for one in setup.config["input"]):
+                tensors.check_text()
             process = StubProcess(responses)
             if batching := setup.config.get("sequence_batching"):
                 process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
@@ -55,8 +59,14 @@ class ModelStub:
             def hooks() -> Hooks:
                 return load_hooks(setup.bundle / "model.py")
 
-            def make(device: int) -> Engine:
+            prompts = cache(setup.prompts)
+
+            def make(device: int) -> ModelReplica:
                 with setup.session(process, device) as session:
+                    facts = process.begin(session).models[0].generate
+                    if facts is not None:
+                        made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
+                        return GenerationEngine(tensors, responses, made, session, process)
                     return Engine(
                         tensors,
                         responses,
@@ -98,6 +108,13 @@ class Setup:
     launcher: Launcher
     #: Triton's number
     version: str
+
+    def prompts(self, file: str, template: str) -> PromptTokeniser:
+        """Read the tokeniser of a model that generates text. Raises HookError."""
+        try:
+            return PromptTokeniser(self.bundle / file, template)
+        except (ImportError, ValueError) as error:
+            raise HookError(str(error)) from None
 
     def serve(
         self,

@@ -104,7 +104,7 @@ class Responses:
 
 
 class Reply:
-    """A response sender that answers exactly once; if it is dropped, with an error.
+    """A response sender that ends its answer exactly once; if it is dropped, with an error.
 
     A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
     whether a request is cancelled after its answer kills the server. Hence the lock.
@@ -145,6 +145,12 @@ class Reply:
                 self._sender.send(response, flags=0)
             finally:
                 self._sender.send(flags=self._responses.final)
+
+    def send_part(self, response: Any) -> None:
+        """Send a response of an answer that goes on, unless it has ended."""
+        with self._lock:
+            if not self._sent:
+                self._sender.send(response, flags=0)
 
     def send_failure(self, status: Status, text: str) -> None:
         """Send a failure unless an answer was sent; never raises."""

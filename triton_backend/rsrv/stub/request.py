@@ -297,24 +297,19 @@ class EntryPoint:
             text = "a batch of %d requests failed: %s"
             log.exception(text, len(batch), named, extra=of_request("", requests=named))
         try:
-            return self._rescue(batch, requests)
+            self._rescue(batch, requests)
         except BaseException:
             log.exception("requests are without an answer")
             self._end("the model's process cannot answer any more; it is being restarted")
-            return None
+        return None
 
-    def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> list[Any] | None:
-        """Fail each request that has no answer. Requests of one batch must all be answered in the same way."""
-        if all(request.reply is None for request in requests):
-            arrival = ArrivalTime.now()
-            requests = [*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])]
-            failure = RequestFailure(Status.INTERNAL, _INTERNAL)
-            return [self._outcomes.failed(request, failure) for request in requests]
-        for request in requests:
+    def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> None:
+        """Fail each request that has no answer, by a reply: a decoupled model must not return a list."""
+        arrival = ArrivalTime.now()
+        for request in (*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])):
             if request.reply is None:
                 self._reply(request)
             assert request.reply is not None
             if not request.reply.sent:
                 self._outcomes.ended(request, Status.INTERNAL, _INTERNAL)
                 request.reply.send_failure(Status.INTERNAL, _INTERNAL)
-        return None

@@ -46,6 +46,19 @@ class Tensors:
                 np.__version__,
             )
 
+    @property
+    def carries_text(self) -> bool:
+        """True if BYTES tensors can be read and made; with numpy 2, Triton 24.10 ends the process that reads one."""
+        return self._numpy_works
+
+    def check_text(self) -> None:
+        """Raise BrokenPairing if clients cannot send text."""
+        if not self.carries_text:
+            raise BrokenPairing(
+                f"this Triton's Python stub and numpy {np.__version__} exchange no text: install numpy<2 for the Python that "
+                "the stubs run in (Triton up to 24.10), or a newer Triton"
+            )
+
     def read(self, tensor: Any, dtype: str) -> Array:
         """Return the tensor's elements; they are valid while `tensor` is held."""
         if self._numpy_works and dtype != "bf16":

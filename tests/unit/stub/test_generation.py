@@ -1,0 +1,427 @@
+"""The stub of a model that generates: streams of responses, their ends, and bad requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.text import PromptTokeniser
+from rsrv.stub.connection import Greeted, RuntimeConnection
+from rsrv.stub.generation import GenerationEngine
+from rsrv.stub.replicas import StubProcess
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import DOWN, Attachment, Remote, Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.frames import (
+    Completion,
+    Kind,
+    Status,
+    pack_completions,
+    read_header,
+    unpack_ids,
+    unpack_json,
+)
+from rsrv.wire.generation import Generate, pack_tokens, read_generate
+from rsrv.wire.layout import Interface
+from rsrv.wire.socket import Receiver, send
+from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+from tests.waiting import wait_until
+
+SETTINGS: dict[str, dict[str, Any]] = {"traces": {"enabled": False}, "stub": {"retry_s": 30.0}}
+FACTS = {"context": 16, "stop": [2], "max_tokens": 8, "tokenizer": None, "template": "{text}"}
+
+
+class Characters:
+    """A tokeniser whose tokens are the bytes of the text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@dataclass
+class Life:
+    """One life of a runtime that generates what the test says."""
+
+    sock: socket.socket
+    attachment: Attachment
+    receiver: Receiver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.receiver = Receiver(self.sock)
+
+    def asked(self) -> Generate:
+        frame, _ = self.receiver.receive()
+        assert read_header(frame)[0] is Kind.GENERATE
+        return read_generate(unpack_json(frame))
+
+    def cancelled(self) -> int:
+        frame, _ = self.receiver.receive()
+        kind, count = read_header(frame)
+        assert kind is Kind.CANCEL
+        (id,) = unpack_ids(frame, count)
+        return id
+
+    def say(self, id: int, *tokens: int) -> None:
+        for frame in pack_tokens([(id, token) for token in tokens]):
+            send(self.sock, frame)
+
+    def end(self, id: int, text: str = "length", status: Status = Status.OK) -> None:
+        for frame in pack_completions([Completion(id, status, text=text)]):
+            send(self.sock, frame)
+
+
+class FakeSession:
+    """A session whose runtimes are sockets of the test."""
+
+    def __init__(self) -> None:
+        self.on_attach: Callable[[Attachment], None] = lambda attachment: None
+        self.down, self.cold, self.started, self.device = DOWN, False, True, 0
+        self.attachment: Attachment | None = None
+        self.lives: list[Life] = []
+        self.live()
+
+    def live(self) -> Life:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(30)
+        board = memoryview(array("Q", [time.monotonic_ns() | 1] * 8))
+        connection = RuntimeConnection(Greeted(theirs, Receiver(theirs), board, 1))
+        model = Remote("m", cast(Interface, None), (), (), False, (), 0, stateful=True, generate=FACTS)
+        self.life = Life(ours, Attachment("m@1", {}, (model,), SETTINGS, connection, connection))
+        self.lives.append(self.life)
+        self.on_attach(self.life.attachment)
+        self.attachment = self.life.attachment
+        return self.life
+
+    @property
+    def reading(self) -> Attachment | None:
+        return self.attachment
+
+    ready = True
+
+    def lost(self, attachment: Attachment) -> None:
+        self.attachment = None
+
+    def close(self) -> None:
+        for life in self.lives:
+            life.sock.close()
+            life.attachment.deferred.close()
+
+
+class Model:
+    """A model that generates text, or tokens, and its runtime."""
+
+    def __init__(self, *, text: bool = True) -> None:
+        self.session = FakeSession()
+        responses = Responses(FakePbUtils)
+        self.process = StubProcess(responses)
+        self.process.sessions.append(cast(Session, self.session))
+        prompts = cast(PromptTokeniser, Characters()) if text else None
+        tensors = Tensors(FakePbUtils)
+        self.engine = GenerationEngine(tensors, responses, prompts, cast(Session, self.session), self.process)
+        self.process.live = lambda: [self.engine]
+        self._text = text
+
+    @property
+    def life(self) -> Life:
+        return self.session.life
+
+    def ask(self, prompt: Any = "hi", **parameters: Any) -> FakeRequest:
+        if self._text:
+            data = prompt if isinstance(prompt, bytes) else prompt.encode()
+            inputs = {"text_input": np.asarray([data], object)}
+        else:
+            inputs = {"tokens": np.asarray(prompt, np.int32)}
+        request = FakeRequest(inputs, parameters=json.dumps(parameters))
+        assert self.engine.execute([request]) is None
+        return request
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    made = Model()
+    yield made
+    made.engine.close()
+
+
+def next_of(request: FakeRequest) -> FakeResponse:
+    return request.answers.get(timeout=30)
+
+
+def text_of(response: FakeResponse) -> str:
+    assert response.error is None, response.error.message
+    (text,) = response.arrays["text_output"]
+    return str(text.decode())
+
+
+def failure_of(request: FakeRequest) -> tuple[str, str]:
+    """Return code and text of a request's next response, which is its last one."""
+    error = next_of(request).error
+    assert error is not None
+    return error.code, error.message
+
+
+def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> None:
+    """Each token's text is a response, a character of three tokens one, and the end says why and how much."""
+    request = model.ask("hi")
+    asked = model.life.asked()
+    assert (asked.prompt, asked.stop, asked.temperature) == (list(b"hi"), None, 0.0)
+
+    model.life.say(asked.request, ord("a"))
+    assert text_of(next_of(request)) == "a"
+    model.life.say(asked.request, *"\N{SNOWMAN}".encode())
+    assert text_of(next_of(request)) == "\N{SNOWMAN}"
+    model.life.end(asked.request, "stop")
+
+    last = next_of(request)
+    assert text_of(last) == ""
+    usage = {name: found.tolist() for name, found in last.arrays.items()}
+    assert (usage["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]) == (
+        [b"stop"],
+        [2],
+        [4],
+    )
+    assert usage["first_token_s"][0] > 0
+    assert request.answers.empty()
+
+
+def test_an_answer_that_is_not_streamed_has_one_response() -> None:
+    """As `generate` wants it; also for tokens."""
+    model = Model(text=False)
+    request = model.ask([5, 6], stream=False, max_tokens=3, stop="[9]")
+    asked = model.life.asked()
+    assert (asked.prompt, asked.stop, asked.max_tokens) == ([5, 6], [2, 9], 3)
+
+    model.life.say(asked.request, 7, 8)
+    model.life.end(asked.request)
+
+    assert next_of(request).arrays["tokens"].tolist() == [7, 8]
+    assert request.answers.empty()
+    model.engine.close()
+
+
+def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
+    """Nothing of it is sent, and the runtime is asked to end."""
+    request = model.ask(stop='["END", "x"]')
+    asked = model.life.asked()
+    model.life.say(asked.request, *b"ab E")
+    model.life.say(asked.request, *b"ND more")
+
+    assert model.life.cancelled() == asked.request
+    model.life.end(asked.request, "cancelled", Status.CANCELLED)
+
+    pieces = [next_of(request)]
+    while "finish_reason" not in pieces[-1].arrays:
+        pieces.append(next_of(request))
+    assert "".join(map(text_of, pieces)) == "ab "
+    assert pieces[-1].arrays["finish_reason"].tolist() == [b"stop"]
+    wait_until(lambda: model.engine._deferred.idle)
+    assert request.answers.empty()
+
+
+def test_a_client_that_is_gone_ends_the_work(model: Model) -> None:
+    """Also while no token comes."""
+    request = model.ask()
+    asked = model.life.asked()
+    request.cancelled = True
+
+    assert model.life.cancelled() == asked.request
+    model.life.end(asked.request, "the client has cancelled", Status.CANCELLED)
+
+    assert failure_of(request) == ("can", "the client has cancelled")
+
+
+def test_each_answer_has_a_deadline(model: Model) -> None:
+    """The client's, or one of some minutes."""
+    model.ask()
+    for timeout_us, most_s in ((0, 301), (2_000_000, 3)):
+        request = FakeRequest({"text_input": np.asarray([b"hi"], object)}, timeout_us=timeout_us)
+        before = time.monotonic()
+        model.engine.execute([request])
+        deadline_s = max(model.life.asked().deadline_ns for _ in range(1 if timeout_us else 2)) / 1e9
+        assert 0 < deadline_s - before <= most_s
+
+
+def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
+    """The client has a part of it, so another runtime must not begin again; the error is tagged."""
+    request = model.ask()
+    asked = model.life.asked()
+    model.life.say(asked.request, ord("a"))
+    assert text_of(next_of(request)) == "a"
+
+    model.life.sock.close()
+
+    code, text = failure_of(request)
+    assert code == "una"
+    assert text.startswith("[rsrv:RUNTIME_DOWN] the model runtime ended after a part of this answer was sent")
+
+
+@pytest.mark.parametrize("parameters", [{}, {"stream": False}])
+def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameters: dict[str, Any]) -> None:
+    """In the next runtime, with the same prompt, and without tokens of the first."""
+    request = model.ask("hi", **parameters)
+    asked = model.life.asked()
+    if parameters:
+        model.life.say(asked.request, ord("a"))
+    model.life.sock.close()
+    wait_until(lambda: model.session.attachment is None)
+
+    life = model.session.live()
+    again = life.asked()
+    assert again.prompt == asked.prompt
+    life.say(again.request, ord("b"))
+    life.end(again.request)
+
+    pieces = [next_of(request)]
+    while "finish_reason" not in pieces[-1].arrays:
+        pieces.append(next_of(request))
+    assert "".join(map(text_of, pieces)) == "b"
+
+
+def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> None:
+    """Neither by this request nor by another one with the same prompt."""
+    request = model.ask("bad")
+    for _ in range(2):
+        model.session.life.asked()
+        model.session.life.sock.close()
+        wait_until(lambda: model.session.attachment is None)
+        model.session.live()
+    assert "two runtimes ended" in failure_of(request)[1]
+    assert "equal inputs" in failure_of(model.ask("bad"))[1]
+
+
+def test_unloading_ends_answers(model: Model) -> None:
+    """Each gets one error."""
+    requests = [model.ask(), model.ask()]
+    asked = model.life.asked()
+    model.life.say(asked.request, ord("a"))
+    wait_until(lambda: any(not one.answers.empty() for one in requests))
+
+    model.engine.close()
+
+    ends = [next_of(one).error or next_of(one).error for one in requests]
+    assert ["unloaded" in str(end and end.message) for end in ends] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 on, got 0"),
+        ({"max_tokens": 17}, "max_tokens must be at most this model's context, 16 tokens"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"max_tokens": [1]}, "max_tokens must be a whole number"),
+        ({"temperature": -0.1}, "temperature must be a number from 0"),
+        ({"temperature": "hot"}, "got 'hot'"),
+        ({"temperature": "nan"}, "temperature must be a number from 0"),
+        ({"temperature": "1e999"}, "temperature must be a number from 0"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"top_p": 0}, "top_p must be a number above 0, at most 1"),
+        ({"top_p": 1.01}, "top_p must be"),
+        ({"seed": 2**24}, "seed must be a whole number from 0 below 2^24"),
+        ({"stop": ""}, "stop must be a text"),
+        ({"stop": "[1]"}, "stop must be a text"),
+        ({"stop": "[" * 5000}, "stop must be a text"),
+        ({"stop": json.dumps(["x"] * 17)}, "at most 16 texts"),
+        ({"stream": "yes"}, "stream must be true or false"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"frequency_penalty": 1}, "unknown parameter 'frequency_penalty'"),
+        ({"rsrv_run": "5"}, "a meta model cannot call"),
+    ],
+)  # fmt: skip
+def test_parameters_that_make_no_sense_are_refused(
+    model: Model, parameters: dict[str, Any], why: str
+) -> None:
+    """The text names the parameter and its rule, and the runtime hears nothing."""
+    code, text = failure_of(model.ask(**parameters))
+    assert code == "inv"
+    assert why in text
+
+
+def test_parameters_reach_the_runtime(model: Model) -> None:
+    """Numbers may be texts, as not every client sends fractions; headers and Triton's own are no parameters."""
+    model.ask(
+        temperature="0.7", top_k=5, top_p=0.9, seed=7, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
+    )  # fmt: skip
+    asked = model.life.asked()
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.seed) == (0.7, 5, 0.9, 7)
+    assert (asked.max_tokens, asked.priority) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ("", "the prompt has 0 tokens, and this model takes 1 to 15"),
+        ("x" * 16, "the prompt has 16 tokens"),
+        ("x" * 2000, "text_input has 2000 bytes, far more than this model's 16 tokens hold"),
+        (b"a\xff", "text_input is not UTF-8: byte 1 is 0xff"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, why: str) -> None:
+    """The text says the limit."""
+    code, text = failure_of(model.ask(prompt))
+    assert code == "inv"
+    assert why in text
+
+
+def test_negative_tokens_are_refused() -> None:
+    """A module would read a wrong row for them."""
+    model = Model(text=False)
+    assert failure_of(model.ask([3, -1])) == ("inv", "tokens must not be negative, got -1")
+    model.engine.close()
+
+
+def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:
+    """Also after tokens; then the client has a part, and the error."""
+    request = model.ask()
+    asked = model.life.asked()
+    model.life.say(asked.request, ord("a"))
+    model.life.end(asked.request, "the logits are not finite", Status.INTERNAL)
+    found = [next_of(request)]
+    if found[-1].error is None:
+        found.append(next_of(request))
+    assert found[-1].error is not None
+    assert found[-1].error.message == "the logits are not finite"
+
+
+def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
+    """Other devices answer, and batches are not divided."""
+    assert model.engine.answers_in_s() < 1
+    assert model.engine.forecast() is None
+    model.life.sock.close()
+    wait_until(lambda: model.session.attachment is None)
+    assert model.engine.answers_in_s() == inf
+
+
+def test_a_hundred_answers_end_each_once(model: Model) -> None:
+    """Pieces stay in their order, and nothing is left when all have ended."""
+    files = len(os.listdir("/proc/self/fd"))
+    requests = [model.ask("p") for _ in range(100)]
+    ids = [model.life.asked().request for _ in requests]
+    words = b"the order of pieces"
+    for token in words:
+        for frame in pack_tokens([(id, token) for id in ids]):
+            send(model.life.sock, frame)
+    for id in ids:
+        model.life.end(id)
+
+    for request in requests:
+        pieces = [next_of(request)]
+        while "finish_reason" not in pieces[-1].arrays:
+            pieces.append(next_of(request))
+        assert "".join(map(text_of, pieces)) == words.decode()
+    wait_until(lambda: model.engine._deferred.idle)
+    assert all(one.answers.empty() for one in requests)
+    assert len(os.listdir("/proc/self/fd")) <= files

@@ -1,0 +1,132 @@
+"""Parameters of a request for generated tokens: what its client may set, and how it is refused otherwise."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rsrv.stub.replies import RequestFailure
+from rsrv.text import nearest
+from rsrv.wire.frames import Status
+
+#: limits of a client's stop texts or tokens
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+#: a seed, and a number of tokens, is exact as f32 below this
+_EXACT = 1 << 24
+_MAX_TEMPERATURE = 100.0
+#: parameters of any request, which are read elsewhere
+_OTHERS = ("rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "rsrv_device", "reactant_timeout_ns")
+#: headers of one word that Triton may forward; the others have a hyphen or a capital letter
+_HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
+
+
+class GenerationParams(NamedTuple):
+    """The parameters of one answer."""
+
+    max_tokens: int | None = None  # None: the model's
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_texts: Sequence[str] = ()
+    stop_tokens: Sequence[int] | None = None  # None: the model's
+    #: a response for each piece; otherwise one for the whole answer
+    stream: bool = True
+
+
+#: parameter -> how its number is read
+_NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
+    "max_tokens": (int, lambda value: value >= 1, "a whole number from 1 on"),
+    "temperature": (float, lambda value: 0 <= value <= _MAX_TEMPERATURE, "a number from 0 (greedy) to 100"),
+    "top_k": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 (off) below 2^24"),
+    "top_p": (float, lambda value: 0 < value <= 1, "a number above 0, at most 1 (off)"),
+    "seed": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 below 2^24"),
+}
+_KNOWN = (*_NUMBERS, "stop", "stream")
+
+
+def read_generation_params(
+    parameters: Mapping[str, Any], *, context: int, stop: Sequence[int], text: bool
+) -> GenerationParams:
+    """Return the parameters of a request, for a model with these facts. Raises RequestFailure for wrong or unknown ones.
+
+    `text` is true if clients get text, and their `stop` is text, too.
+    """
+    for name in parameters:
+        if name not in _KNOWN and not _is_for_others(name):
+            raise _wrong(f"unknown parameter {name[:80]!r}{nearest(name, _KNOWN)}")
+    found: dict[str, Any] = {"seed": random.randrange(_EXACT)}
+    for name, (kind, is_right, rule) in _NUMBERS.items():
+        if name in parameters:
+            value = _number(parameters[name], kind)
+            if value is None or not is_right(value):
+                raise _wrong(f"parameter {name} must be {rule}, got {parameters[name]!r:.50}")
+            found[name] = value
+    if found.get("max_tokens", 0) > context:
+        raise _wrong(f"parameter max_tokens must be at most this model's context, {context} tokens")
+    if "stream" in parameters:
+        found["stream"] = parameters["stream"]
+        if not isinstance(found["stream"], bool):
+            raise _wrong(f"parameter stream must be true or false, got {parameters['stream']!r:.50}")
+    if "stop" in parameters:
+        if text:
+            found["stop_texts"] = _stop_texts(parameters["stop"])
+        else:
+            found["stop_tokens"] = [*stop, *_stop_tokens(parameters["stop"])]
+    return GenerationParams(**found)
+
+
+def _is_for_others(name: str) -> bool:
+    """Tell whether a parameter is not of a generation: Triton's, rsrv's, or a header that Triton forwards."""
+    return name.startswith("triton_") or name in (*_OTHERS, *_HEADERS) or "-" in name or name != name.lower()
+
+
+def _number(value: Any, kind: type) -> float | int | None:
+    """Return a number; as text, too, because tritonclient sends no floating-point parameters."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value[:40] if isinstance(value, str) else value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        return None
+    return kind(number)  # type: ignore[no-any-return]
+
+
+def _stop_texts(value: Any) -> list[str]:
+    texts = _listed(value) if isinstance(value, str) and value.startswith("[") else [value]
+    if (
+        texts is None
+        or len(texts) > _MAX_STOPS
+        or not all(isinstance(one, str) and 0 < len(one) <= _MAX_STOP_CHARACTERS for one in texts)
+    ):
+        raise _wrong(
+            f"parameter stop must be a text, or a JSON list of at most {_MAX_STOPS} texts, of 1 to {_MAX_STOP_CHARACTERS} "
+            "characters each"
+        )
+    return texts
+
+
+def _stop_tokens(value: Any) -> list[int]:
+    tokens = _listed(value) if isinstance(value, str) else [value]
+    if (
+        tokens is None
+        or len(tokens) > _MAX_STOPS
+        or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens)
+    ):
+        raise _wrong(f"parameter stop must be a token, or a JSON list of at most {_MAX_STOPS} tokens")
+    return tokens
+
+
+def _listed(text: str) -> list[Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _wrong(text: str) -> RequestFailure:
+    return RequestFailure(Status.INVALID, text)

@@ -8,8 +8,9 @@ from typing import Any
 
 import grpc
 
+from rsrv.control.sentences import history_lines
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.live.source import RESIDENCIES, PageError, story_lines
+from rsrv.live.source import RESIDENCIES, PageError
 from rsrv_gateway.connections import ControlClient, is_cancelled
 from rsrv_gateway.probes import Probes
 
@@ -82,10 +83,10 @@ class Workers:
             await queue.put((name, "state", json.dumps(state)))
             await asyncio.sleep(self._every)
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         control = self._control(server)
-        answer = await self._ask(control, control.stub.GetStory, pb.GetStoryRequest(model=model))
-        return story_lines((story.device, story.key, story.lines) for story in answer.stories)
+        answer = await self._ask(control, control.stub.GetHistory, pb.GetHistoryRequest(model=model))
+        return history_lines(answer, self._clock())
 
     async def steer(self, server: str, model: str, what: str) -> None:
         control = self._control(server)

@@ -82,7 +82,7 @@ async def _take(url: str, file: Path) -> None:
         await asyncio.sleep(32)
         name = MODELS[0]
         await page.value(f"document.querySelector('tr[data-model={name}] button').click()")
-        await page.until("document.querySelectorAll('#story-lines li').length > 3")
+        await page.until("document.querySelectorAll('#history-lines li').length > 3")
         await page.picture(file)
 
 

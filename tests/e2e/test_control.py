@@ -325,13 +325,13 @@ def test_waiting_requests_are_aborted_by_their_id(
     assert control.model("exact").dispatches == before + 1
 
 
-def test_a_story_has_what_happened(control: Control) -> None:
-    """The story has the eviction of the weights with its reason, and the status names their state."""
+def test_a_history_has_what_happened(control: Control) -> None:
+    """The history has the eviction of the weights with its reason, and the status names their state."""
     control.rsrv("evict", "exact")
 
-    assert "weights absent (evicted: asked)" in control.rsrv("story", "exact")
+    assert "evicted: an operator asked for it" in control.rsrv("history", "exact")
     assert json.loads(control.rsrv("status", "exact", "--json"))["models"][0]["weightsState"] == "absent"
-    control.rsrv("story", "nobody", status=1)
+    control.rsrv("history", "nobody", status=1)
 
 
 def test_a_timeline_of_what_the_device_did(

@@ -37,7 +37,7 @@ async def show(page: Page, url: str) -> None:
 
 
 def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
-    """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a story."""
+    """The page shows ten models on a device for six: bars, rows, moving figures, the timeline, events and a history."""
 
     async def look(url: str) -> None:
         async with browsing() as page:
@@ -61,7 +61,7 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
                 "[...document.querySelectorAll('#log li')].some((line) => /: warm/.test(line.textContent))"
             )
             await page.value(f"document.querySelector('tr[data-model={MODELS[0]}] button').click()")
-            await page.until("document.querySelectorAll('#story-lines li').length > 0")
+            await page.until("document.querySelectorAll('#history-lines li').length > 0")
             assert await page.value("document.querySelectorAll('#actions button').length") == 0
             assert page.errors == []
 
@@ -81,7 +81,7 @@ class FakeEvents:
             server, name, said = await self.told.get()
             yield server, name, json.dumps(said)
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         return [f"{model} at {server}", "<img src=x onerror=alert(1)>"]
 
     async def steer(self, server: str, model: str, what: str) -> None:
@@ -252,7 +252,7 @@ def test_the_page_sends_commands_with_the_token() -> None:
             await page.value(f"{find}.value = '-007'; {find}.dispatchEvent(new Event('input'))")
             assert await page.value(ROWS) == 1
             await page.value("document.querySelector('#models button').click()")
-            await page.until("document.querySelector('#story-lines').textContent.includes('<img src=x')")
+            await page.until("document.querySelector('#history-lines').textContent.includes('<img src=x')")
             for what in ("pin", "evict"):
                 await page.value(
                     f"[...document.querySelectorAll('#actions button')].find((one) => one.textContent === '{what}').click()"

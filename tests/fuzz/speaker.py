@@ -197,7 +197,7 @@ class Speaker:
 
 
 _COMMANDS = (
-    "residency", "compact", "ping", "policy", "prefetch", "evict", "pause", "continue", "abort", "story", "load", "profile", "traces", "nothing"
+    "residency", "compact", "ping", "policy", "prefetch", "evict", "pause", "continue", "abort", "history", "load", "profile", "traces", "nothing"
 )  # fmt: skip
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"residency": "device"}, {"residency": "unpinned"}, {"mode": "drain"}, {"mode": "hold"}, {"mode": "reject"}, {"mode": 1},

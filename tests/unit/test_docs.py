@@ -131,7 +131,7 @@ PAGE = """
 ```sh
 rsrv status  # all
 for x in 1 2; do
-  rsrv story $x
+  rsrv history $x
 done
 curl a \\
   b
@@ -151,7 +151,7 @@ def test_blocks_are_taken_apart() -> None:
     found = [(command.line, command.text) for command in commands_of(PAGE, "page.md")]
     assert found == [
         (3, "rsrv status  # all"),
-        (4, "for x in 1 2; do\n  rsrv story $x\ndone"),
+        (4, "for x in 1 2; do\n  rsrv history $x\ndone"),
         (7, "curl a \\\n  b"),
     ]
     assert strays(PAGE) == [12, 15]

@@ -22,6 +22,7 @@ from rsrv.cli.server_pages import print_update, reasons
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.grpc_server import listen
+from rsrv.control.sentences import clock_time
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
@@ -337,6 +338,12 @@ def test_json_is_protobufs_json() -> None:
     assert str(again) == str(message)
 
 
+RECORDS: list[dict[str, Any]] = [
+    {"at": 0.0, "what": "model ready", "why": "warmed up"},
+    {"at": 2.5, "what": "weights absent", "why": "room", "model": "cats", "bytes": 6_500_000},
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "command", "out"),
     [
@@ -369,7 +376,11 @@ def test_json_is_protobufs_json() -> None:
         (["continue", "a"], {"command": "continue", "model": "a"}, "a: not paused"),
         (["resume", "--all"], {"command": "continue", "model": None}, "all models: not paused"),
         (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 already execute"),
-        (["story", "a"], {"command": "story", "model": "a"}, "one\ntwo"),
+        (
+            ["history", "a"],
+            {"command": "history", "model": "a"},
+            f"{clock_time(1e9, 0)} ready\n{clock_time(1e9 + 2.5, 0)} evicted to make room for cats (6.5 MB)",
+        ),
     ],
 )
 def test_a_subcommand_is_one_command(
@@ -383,7 +394,7 @@ def test_a_subcommand_is_one_command(
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["a", "b"]},
         "abort": {"aborted": 2, "executing": 1},
-        "story": {"stories": {"a@1": ["one", "two"]}},
+        "history": {"unix_s": 1e9, "histories": {"a@1": {"records": RECORDS, "waits_for": ""}}},
     }
 
     @looped
@@ -393,6 +404,34 @@ def test_a_subcommand_is_one_command(
 
             assert await rsrv(*arguments) == Said(0, out + "\n", "")
             assert rsrv.server.runtime.commands == [command]
+
+    run()
+
+
+def test_a_followed_history_has_each_record_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A followed history goes on with the records that are new, and with another obstacle of the weights."""
+    looks: list[tuple[int, str]] = [(1, ""), (1, ""), (2, "queued: waits for a"), (2, "queued: waits for a")]
+    monkeypatch.setattr("rsrv.cli.server_commands._FOLLOW_S", 0.0)
+
+    @looped
+    async def run() -> None:
+        def answer(command: dict[str, Any]) -> dict[str, Any]:
+            if not looks:
+                return {"error": "there is no model 'a'", "code": "NOT_FOUND"}
+            records, waits_for = looks.pop(0)
+            history = {"records": RECORDS[:records], "waits_for": waits_for}
+            return {"unix_s": 1e9, "histories": {"a@1": history}}
+
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = answer
+            said = await rsrv("history", "a", "--follow")
+            ready, evicted, waits = said.out.splitlines()
+            assert (ready[-6:], evicted[-9:], waits[-31:]) == (
+                *(" ready", " (6.5 MB)"),
+                "weights are queued: waits for a",
+            )
 
     run()
 

@@ -7,13 +7,15 @@ from typing import Any
 import grpc
 import pytest
 
-from rsrv.cli.server_pages import model_page, print_update, status_page, story_page
+from rsrv.cli.server_pages import history_page, model_page, print_update, status_page
 from rsrv.control.card_memory import CardMemory, Cards, NoFigures
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.paths import NO_DEVICE
 from tests.unit.control.peers import entry, model_status, served, until
 from tests.waiting import looped
+
+READY = {"records": [{"at": 1.0, "what": "model ready", "why": "warmed up"}], "waits_for": ""}
 
 
 @looped
@@ -125,12 +127,12 @@ async def test_a_model_is_on_the_disk_of_one_device_and_in_memory_for_another(
 async def test_pages_name_devices_where_there_are_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The pages have a line per device, the devices of each model's weights, and a story per device."""
+    """The pages have a line per device, the devices of each model's weights, and a history over all of them."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", weights="absent"))
         await until(server.runtimes, lambda: server.runtimes.links[1].revision == 6)
         for one in server.all:
-            one.answers = lambda command: {"stories": {"a@1": ["loaded"]}}
+            one.answers = lambda command: {"unix_s": 1e9, "histories": {"a@1": READY}}
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
         status_page(status)
@@ -140,10 +142,9 @@ async def test_pages_name_devices_where_there_are_several(
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["weights", "1", "kB", "on", "device", "0"] in rows
         assert ["1", "resident", "1", "2", "4", "250", "ms", "3", "2"] in rows
-        story_page(await server.control.GetStory(pb.GetStoryRequest(model="a")))
-        assert capsys.readouterr().out.splitlines() == [
-            *("a@1 on device 0:", "loaded", "a@1 on device 1:", "loaded")
-        ]
+        history_page(await server.control.GetHistory(pb.GetHistoryRequest(model="a")))
+        lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+        assert lines == ["device 0, a@1: ready", "device 1, a@1: ready"]
 
 
 @looped

@@ -49,10 +49,16 @@ class Spans:
                 some = self.spans[since : since + 2]
                 end = len(self.spans)
                 return {"instance": self.instance, "next": since + len(some), "end": end, "spans": some}
-            case "story":
-                stories = {"a@1": ["loaded"], "a@2": ["waits"]} if command["model"] == "a" else {}
-                known = command["model"] in "ab"
-                return {"stories": stories or {"b@1": ["one"]}} if known else REFUSED
+            case "history" if command["model"] == "a":
+                records = [{"at": 1.0, "what": "model ready", "why": "warmed up"}]
+                waits_for = "queued (demand): waits for the load of b"
+                two = {
+                    "a@1": {"records": records, "waits_for": ""},
+                    "a@2": {"records": [], "waits_for": waits_for},
+                }
+                return {"unix_s": 1e9, "histories": two}
+            case "history":
+                return REFUSED
         return {}
 
 
@@ -203,16 +209,17 @@ async def test_figures_that_cannot_be_read_end_nothing(
 
 
 @looped
-async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -> None:
-    """The page of one server shows stories and sends commands; a refusal becomes an HTTP status."""
+async def test_the_page_of_one_server_shows_histories_and_steers(tmp_path: Path) -> None:
+    """The page of one server shows histories and sends commands; a refusal becomes an HTTP status."""
     async with watched(tmp_path) as server:
         source = OneServer(server.live, server.runtimes)
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
-        assert await source.story("", "a") == ["a@1: loaded", "a@2: waits"]
-        assert await source.story("", "b") == ["one"]
+        ready, waits = await source.history("", "a")
+        assert ready.endswith(" a@1: ready")
+        assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")
         with pytest.raises(PageError, match="no model 'x'") as wrong:
-            await source.story("", "x")
+            await source.history("", "x")
         assert wrong.value.status == 404
         server.runtime.commands.clear()
         for what in ("pin", "unpin", "prefetch", "evict"):

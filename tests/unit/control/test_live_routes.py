@@ -36,7 +36,7 @@ class FakeSource:
         finally:
             self.watchers -= 1
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         if model != "a":
             raise PageError.of("NOT_FOUND", f"there is no model {model!r} at {server!r}")
         return ["loaded", "<b>evicted</b>"]
@@ -114,12 +114,12 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @looped
-async def test_a_story_is_a_list_of_lines() -> None:
-    """The story of a model is a JSON list of lines; an unknown model is 404 with a reason."""
+async def test_a_history_is_a_list_of_lines() -> None:
+    """The history of a model is a JSON list of lines; an unknown model is 404 with a reason."""
     async with page() as (_, client):
-        async with client.get("/live/story", params={"server": "w", "model": "a"}) as answer:
+        async with client.get("/live/history", params={"server": "w", "model": "a"}) as answer:
             assert await answer.json() == ["loaded", "<b>evicted</b>"]
-        async with client.get("/live/story", params={"server": "w", "model": "x"}) as answer:
+        async with client.get("/live/history", params={"server": "w", "model": "x"}) as answer:
             assert (answer.status, await answer.text()) == (404, "there is no model 'x' at 'w'\n")
             assert answer.content_type == "text/plain"
 

@@ -227,7 +227,7 @@ class Unasked:
         await asyncio.Event().wait()
         yield "", "", ""
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         raise AssertionError
 
     async def steer(self, server: str, model: str, what: str) -> None:

@@ -141,7 +141,7 @@ async def test_large_requests_are_refused(tmp_path: Path) -> None:
     """A request of two megabytes is refused with RESOURCE_EXHAUSTED."""
     async with served(tmp_path) as server:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await server.control.GetStory(pb.GetStoryRequest(model="a" * 2_000_000))
+            await server.control.GetHistory(pb.GetHistoryRequest(model="a" * 2_000_000))
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

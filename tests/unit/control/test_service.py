@@ -157,7 +157,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         ),
         ("Continue", pb.ContinueRequest(target=ALL), {"command": "continue", "model": None}),
         ("Abort", pb.AbortRequest(request_id="r"), {"command": "abort", "request": "r"}),
-        ("GetStory", pb.GetStoryRequest(model="a"), {"command": "story", "model": "a"}),
+        ("GetHistory", pb.GetHistoryRequest(model="a"), {"command": "history", "model": "a"}),
         ("GetLoad", pb.GetLoadRequest(), {"command": "load", "since": 0}),
         ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
     ],
@@ -167,7 +167,15 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["b", "a"]},
         "abort": {"aborted": 2, "executing": 1},
-        "story": {"stories": {"a@1": ["one", "two"]}},
+        "history": {
+            "unix_s": 1e9,
+            "histories": {
+                "a@1": {
+                    "records": [{"at": 2.5, "what": "model ready", "why": "x", "new": 1}],
+                    "waits_for": "b",
+                }
+            },
+        },
         "load": {
             "instance": "1",
             "since": 0,
@@ -191,8 +199,10 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
                     assert list(answer.models) == ["a", "b"]
                 case "Abort":
                     assert (answer.aborted, answer.executing) == (2, 1)
-                case "GetStory":
-                    assert [(one.key, list(one.lines)) for one in answer.stories] == [("a@1", ["one", "two"])]
+                case "GetHistory":
+                    (one,), record = answer.histories, pb.HistoryRecord(what="model ready", why="x")
+                    record.unix_s, record.clock_s = 1e9 + 2.5, 2.5
+                    assert (one.key, list(one.records), one.waits_for) == ("a@1", [record], "b")
 
     run()
 
@@ -255,7 +265,7 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ("Abort", pb.AbortRequest(), "request_id is empty"),
         ("Prefetch", pb.PrefetchRequest(), "model is empty"),
         ("Prefetch", pb.PrefetchRequest(model="a" * 200_000), "exceeds a frame"),
-        ("GetStory", pb.GetStoryRequest(), "model is empty"),
+        ("GetHistory", pb.GetHistoryRequest(), "model is empty"),
         ("ReloadWeights", pb.ReloadWeightsRequest(), "model is empty"),
         (
             "SetScheduler",

@@ -174,7 +174,7 @@ async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
         asleep = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
         assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == asleep
-        assert await refusal(server.control.GetStory(pb.GetStoryRequest(model="a"))) == asleep
+        assert await refusal(server.control.GetHistory(pb.GetHistoryRequest(model="a"))) == asleep
         assert not woken
 
 

@@ -44,10 +44,11 @@ class PageControl(FakeControl):
             self.watchers -= 1
             self.gone.set()
 
-    async def GetStory(self, request: pb.GetStoryRequest, context: Any) -> pb.GetStoryResponse:
+    async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> pb.GetHistoryResponse:
         if request.model != "m":
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such model")
-        return pb.GetStoryResponse(stories=[pb.Story(key="m@1", lines=["loaded", "evicted"])])
+        record = pb.HistoryRecord(unix_s=1e9, what="model ready")
+        return pb.GetHistoryResponse(histories=[pb.History(key="m@1", records=[record])])
 
     async def SetResidency(self, request: pb.SetResidencyRequest, context: Any) -> pb.SetResidencyResponse:
         self.steps.append((pb.Residency.Name(request.residency), request.model))
@@ -85,7 +86,7 @@ async def test_a_closed_connection_is_reported_and_opened_again() -> None:
             await first.close()
             assert "closed" in (await find(events, "bare:8001", "state"))["why"]
             with pytest.raises(PageError, match="closed") as wrong:
-                await workers.story("bare:8001", "m")
+                await workers.history("bare:8001", "m")
             assert wrong.value.status == 503
             second = connect()
             await find(events, "bare:8001", "begin")
@@ -162,10 +163,11 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
 
 
 @looped
-async def test_stories_and_steering_go_to_the_worker() -> None:
-    """Stories and commands go to the worker; a refusal or an unknown worker becomes an HTTP status."""
+async def test_histories_and_steering_go_to_the_worker() -> None:
+    """Histories and commands go to the worker; a refusal or an unknown worker becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
-        assert await workers.story("a:8001", "m") == ["loaded", "evicted"]
+        (line,) = await workers.history("a:8001", "m")
+        assert line.endswith(" ready")
         for what in ("pin", "unpin", "prefetch", "evict"):
             await workers.steer("a:8001", "m", what)
         assert controls["a"].steps == [
@@ -176,7 +178,7 @@ async def test_stories_and_steering_go_to_the_worker() -> None:
         ]
         for server, model, status in (("a:8001", "x", 404), ("x", "m", 404), ("bare:8001", "m", 409)):
             with pytest.raises(PageError) as wrong:
-                await workers.story(server, model)
+                await workers.history(server, model)
             assert wrong.value.status == status
         with pytest.raises(PageError, match="NOT_FOUND: there is no model") as wrong:
             await workers.steer("a:8001", "unknown", "evict")

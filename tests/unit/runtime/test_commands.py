@@ -5,7 +5,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -307,35 +306,36 @@ def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, op
         assert operator.do("ping") == {"instance": watcher.instance, "revision": watcher.revision}
 
 
-def test_the_story_of_all_versions(
+def test_the_history_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A story has the lines of all versions by key, with the states of each one's life and weights, and of no other model."""
+    """A history has the records of all versions by key, with the states of each one's life and weights, and of no other model."""
     newer = make_engine(runtime, doublings["c"], name="a")
 
-    stories = operator.do("story", model="a")["stories"]
+    answer = operator.do("history", model="a")
 
-    assert len(stories) == 2
-    assert all(key.startswith("a@") for key in stories)
-    assert all("warmed up" in lines[-1] for lines in stories.values())
-    for lines in stories.values():
-        assert all(abs(datetime.fromisoformat(line[:23]).timestamp() - time.time()) < 3600 for line in lines)
-        states = [line.split(" ", 2)[2] for line in lines if line.endswith(")")]
-        assert [state for state in states if state.startswith("model ")] == [
-            "model reading (registered)",
-            "model compiling (modules read)",
-            "model warming up (compiled)",
-            "model ready (warmed up)",
+    assert len(answer["histories"]) == 2
+    for key, history in answer["histories"].items():
+        assert key.startswith("a@")
+        assert history["waits_for"] == ""
+        records = history["records"]
+        assert all(abs(answer["unix_s"] + record["at"] - time.time()) < 3600 for record in records)
+        changes = [(record["what"], record.get("why")) for record in records]
+        assert [change for change in changes if change[0].startswith("model ")] == [
+            ("model reading", "registered"),
+            ("model compiling", "modules read"),
+            ("model warming up", "compiled"),
+            ("model ready", "warmed up"),
         ]
-        assert "weights queued (required)" in states
+        assert ("weights queued", "required") in changes
     assert {one["weights_state"] for one in read_status(os.getpid())["models"].values()} == {"resident"}
     newer.close()
 
 
-def test_a_long_story_is_told_in_a_document(
+def test_a_long_history_comes_in_a_document(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long story arrives as a document, because frames are short."""
+    """A long history arrives as a document, because frames are short."""
     name = "n" * 255
     registering = register(runtime, name, doublings["a"])
     registering.join()
@@ -345,7 +345,7 @@ def test_a_long_story_is_told_in_a_document(
         operator.do("pause", model=name, mode="hold")
         watcher.until(lambda: watcher.is_(name, paused="hold"))
     monkeypatch.setattr("rsrv.wire.frames.MAX_FRAME", 500)
-    (key,) = operator.do("story", model=name)["stories"]
+    (key,) = operator.do("history", model=name)["histories"]
     monkeypatch.undo()
     assert key.startswith(name)
     registering.lane.close()
@@ -581,7 +581,7 @@ def test_more_commands_than_may_wait_end_the_connection(
         ({"command": "policy", "model": "a", "residency": "device"}, "INVALID_ARGUMENT", "unknown key"),
         ({"command": "abort", "request": 7}, "INVALID_ARGUMENT", "request: "),
         ({"command": "x" * 100_000}, "INVALID_ARGUMENT", "there is no command 'xxx"),
-        ({"command": "story", "model": "x" * 100_000}, "NOT_FOUND", "there is no model 'xxx"),
+        ({"command": "history", "model": "x" * 100_000}, "NOT_FOUND", "there is no model 'xxx"),
         ({"command": "evict", "model": ["x"] * 10_000}, "INVALID_ARGUMENT", "model: "),
         ({"command": "ping"} | {f"k{i}": i for i in range(5_000)}, "INVALID_ARGUMENT", "k0: unknown key"),
     ],
@@ -620,7 +620,7 @@ names = st.sampled_from(
         "pause",
         "continue",
         "abort",
-        "story",
+        "history",
         "load",
     ]
 )

@@ -121,7 +121,7 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
     old.close()
     with Operator(runtime) as operator:
-        wait_until(lambda: len(operator.do("story", model="m")["stories"]) == 1)
+        wait_until(lambda: len(operator.do("history", model="m")["histories"]) == 1)
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
     new.close()
     wait_until(lambda: metrics(runtime)["models"] == {})

@@ -1,4 +1,4 @@
-"""The scheduler's estimates, statistics, stories and errors."""
+"""The scheduler's estimates, statistics, histories and errors."""
 
 from __future__ import annotations
 
@@ -158,8 +158,12 @@ def test_snapshot_is_detached(machine: Driver) -> None:
     assert before.models["a"].sizes == {}
 
 
-def test_story_of_a_short_life(machine: Driver) -> None:
-    """Loads, their failures and the removal are in the story, as plain lines; it leaves with the model."""
+def lines_of(machine: Driver) -> list[str]:
+    return [str(record) for record in machine.scheduler.history("a")]
+
+
+def test_history_of_a_short_life(machine: Driver) -> None:
+    """Loads, their failures and the removal are in the history; it leaves with the model."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a", "no such file")
@@ -168,49 +172,46 @@ def test_story_of_a_short_life(machine: Driver) -> None:
     machine.arrive(machine.request())
     machine.remove("a")
 
-    assert machine.scheduler.story("a") == [
-        "t=0.000000 added sizes=[(0, 1), (0, 32)]",
-        "t=0.000000 arrived requests=1",
-        "t=0.000000 weights queued (demand)",
-        "t=0.000000 weights loading (demand)",
-        "t=0.000000 load weights epoch=1",
-        "t=0.000000 load failed epoch=1 error=no such file",
-        "t=0.000000 weights absent (not loaded)",
-        "t=0.000000 arrived requests=2",
-        "t=0.000000 weights queued (demand)",
-        "t=0.000000 weights loading (demand)",
-        "t=0.000000 load weights epoch=2",
-        "t=0.500000 weights resident (loaded)",
-        "t=0.500000 weights loaded epoch=2 seconds=0.500000",
-        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=2",
-        "t=0.500000 arrived requests=3",
+    assert lines_of(machine) == [
+        "t=0.000000 added why=sizes [(0, 1), (0, 32)]",
+        "t=0.000000 arrived requests=1 ids=[1]",
+        "t=0.000000 weights queued why=demand",
+        "t=0.000000 weights loading why=demand bytes=100",
+        "t=0.000000 load failed why=no such file",
+        "t=0.000000 weights absent why=not loaded bytes=100",
+        "t=0.000000 arrived requests=1 ids=[2]",
+        "t=0.000000 weights queued why=demand",
+        "t=0.000000 weights loading why=demand bytes=100",
+        "t=0.500000 weights resident why=loaded seconds=0.500000",
+        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=1 ids=[2]",
+        "t=0.500000 arrived requests=1 ids=[3]",
         "t=0.500000 removed",
-        "t=0.500000 refused unloaded requests=3",
-        "t=0.500000 weights evicting (release)",
+        "t=0.500000 refused unloaded requests=1 ids=[3]",
+        "t=0.500000 weights evicting why=release",
     ]
     machine.finish()
-    assert machine.scheduler.story("a") == []
+    assert machine.scheduler.history("a") == []
 
 
-def test_story_of_a_busy_model(machine: Driver) -> None:
+def test_history_of_a_busy_model(machine: Driver) -> None:
     """Arrivals, refusals, executions and their ends, with times, sizes and ids."""
     machine.add(program("a"))
     machine.now = 0.5
     machine.arrive(machine.request(rows=20), machine.request(deadline=0.25), machine.request(rows=99))
     machine.finish(seconds=0.004)
 
-    assert machine.scheduler.story("a") == [
-        "t=0.000000 added sizes=[(0, 1), (0, 32)]",
-        "t=0.000000 weights resident (adopt)",
-        "t=0.500000 expired on arrival requests=2",
-        "t=0.500000 refused too_many_rows requests=3",
-        "t=0.500000 arrived requests=1",
-        "t=0.500000 execute dispatch=1 variant=0 size=32 rows=20 requests=1",
-        "t=0.504000 answered dispatch=1 seconds=0.004000",
+    assert lines_of(machine) == [
+        "t=0.000000 added why=sizes [(0, 1), (0, 32)]",
+        "t=0.000000 weights resident why=adopt bytes=100",
+        "t=0.500000 expired on arrival requests=1 ids=[2]",
+        "t=0.500000 refused too_many_rows requests=1 ids=[3]",
+        "t=0.500000 arrived requests=1 ids=[1]",
+        "t=0.500000 execute dispatch=1 variant=0 size=32 rows=20 requests=1 ids=[1]",
+        "t=0.504000 answered dispatch=1 seconds=0.004000 size=32 rows=20 requests=1",
     ]
 
 
-def test_story_is_bounded() -> None:
+def test_history_is_bounded() -> None:
     """Old records are dropped, but not with them the changes of the weights; long lists of ids are cut."""
     machine = Driver()
     machine.add(program("a"))
@@ -219,15 +220,12 @@ def test_story_is_bounded() -> None:
         machine.pause(None, "a")
     machine.arrive(*machine.requests_of(20))
 
-    lines = machine.scheduler.story("a")
+    lines = lines_of(machine)
     assert len(lines) == LENGTH + 1
-    assert lines[0] == "t=0.000000 weights resident (adopt)"
+    assert lines[0] == "t=0.000000 weights resident why=adopt bytes=100"
     assert lines[-2:] == [
-        "t=0.000000 arrived requests=1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,... (20 in all)",
-        (
-            "t=0.000000 execute dispatch=1 variant=0 size=32 rows=20"
-            " requests=1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,... (20 in all)"
-        ),
+        f"t=0.000000 arrived requests=20 ids={[*range(1, 17)]}",
+        f"t=0.000000 execute dispatch=1 variant=0 size=32 rows=20 requests=20 ids={[*range(1, 17)]}",
     ]
 
 
@@ -240,7 +238,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
     running, waiting = machine.request(), machine.request()
     machine.arrive(running)
     machine.arrive(waiting)
-    before = (machine.scheduler.snapshot(), machine.scheduler.story("a"))
+    before = (machine.scheduler.snapshot(), machine.scheduler.history("a"))
     fresh = machine.request()
 
     contradictions: list[tuple[Event, str]] = [
@@ -265,7 +263,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
     with pytest.raises(CallerError, match="backwards"):
         machine.scheduler.handle(Tick(), machine.now - 1.0)
 
-    assert (machine.scheduler.snapshot(), machine.scheduler.story("a")) == before
+    assert (machine.scheduler.snapshot(), machine.scheduler.history("a")) == before
     machine.finish_all()
     assert machine.outcome(waiting) is Outcome.ANSWERED
 
@@ -281,7 +279,7 @@ def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
         assert out == [Finish(1, Outcome.ANSWERED)]
 
 
-def test_broken_invariant_tells_the_story(machine: Driver) -> None:
+def test_broken_invariant_tells_the_history(machine: Driver) -> None:
     """A machine whose counters lie is caught, with the history of the model concerned."""
     machine.add(program("a"))
     machine.arrive(machine.request())

@@ -1,4 +1,4 @@
-"""Why weights are not on the device: the line of a story that says what their load waits for."""
+"""Why weights are not on the device: the line of a history that says what their load waits for."""
 
 from __future__ import annotations
 
@@ -100,18 +100,19 @@ def test_restored_weights_wait_for_weights_with_work() -> None:
     assert obstacle(machine, "cats") == expected
 
 
-def test_the_story_has_the_reasons_of_loads_and_evictions() -> None:
-    """Each change of the weights' state is a line with its reason: a load's, or the model that got the room."""
+def test_the_history_has_the_reasons_of_loads_and_evictions() -> None:
+    """Each change of the weights' state is a record with its reason: a load's, or the model that got the room."""
     machine = machine_of(25, dogs=25, cats=25)
     machine.send(Prefetch("dogs"))
     machine.load("dogs")
     machine.arrive(machine.request("cats"))
     machine.load("cats")
 
-    changes = [line.split(" ", 1)[1] for line in machine.scheduler.story("dogs") if " weights " in line]
-    assert [line for line in changes if line.startswith("weights") and "(" in line] == [
-        "weights queued (prefetch)",
-        "weights loading (prefetch)",
-        "weights resident (loaded)",
-        "weights absent (evicted: room for cats)",
+    history = machine.scheduler.history("dogs")
+    assert [(what, details["why"]) for _, what, details in history if what.startswith("weights")] == [
+        ("weights queued", "prefetch"),
+        ("weights loading", "prefetch"),
+        ("weights resident", "loaded"),
+        ("weights absent", "room"),
     ]
+    assert (history[-1].details["model"], history[-1].details["bytes"]) == ("cats", 25 * MB)

@@ -515,14 +515,17 @@ def test_a_paused_model_can_be_removed(machine: Driver) -> None:
     assert executions(machine.arrive(machine.request()))
 
 
-def test_pausing_is_told_in_the_story(machine: Driver) -> None:
-    """Each change of a pause is one line of the story."""
+def test_pausing_is_in_the_history(machine: Driver) -> None:
+    """Each change of a pause is one record of the history."""
     machine.add(program("a"))
     for mode in (Pause.HOLD, Pause.HOLD, Pause.DRAIN, None):
         machine.pause(mode, "a")
 
-    lines = [line.split(" ", 1)[1] for line in machine.scheduler.story("a")]
-    assert lines[2:] == ["paused: hold", "paused: drain", "goes on"]
+    assert [record.what for record in machine.scheduler.history("a")][2:] == [
+        "paused: hold",
+        "paused: drain",
+        "goes on",
+    ]
 
 
 def test_pauses_of_unknown_models_are_refused(machine: Driver) -> None:

@@ -100,14 +100,14 @@ def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Dr
 
 
 def test_what_is_not_named_stays(machine: Driver) -> None:
-    """Each value changes alone, and the story records it."""
+    """Each value changes alone, and the history records it."""
     machine.add(program("a", max_queue_depth=1, weight=2.0))
     machine.send(PolicyChanged("a", max_delay=0.5))
     requests = machine.requests_of(2)
     machine.arrive(*requests)
 
     assert machine.outcome(requests[1]) is Reason.QUEUE_FULL
-    assert "policy changed max_delay=0.5" in machine.scheduler.story("a")[-3]
+    assert machine.scheduler.history("a")[-3].details["why"] == "max_delay 0.5"
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_what_is_not_named_stays(machine: Driver) -> None:
 def test_impossible_policies_are_refused(machine: Driver, changed: PolicyChanged, words: str) -> None:
     """An impossible value is refused with a reason, and nothing changes."""
     machine.add(program("a"))
-    story = machine.scheduler.story("a")
+    history = machine.scheduler.history("a")
     with pytest.raises(CallerError, match=words):
         machine.scheduler.handle(changed, 0.0)
 
-    assert machine.scheduler.story("a") == story
+    assert machine.scheduler.history("a") == history

@@ -39,13 +39,13 @@ def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
 def test_an_illegal_change_tells_the_history() -> None:
     """An illegal event raises with the history: absent weights cannot be evicted."""
     weights = WeightAccounts(None).add(program("a"))
-    weights.history.add(1.5, "added", "")
+    weights.history.add(1.5, "added")
 
     with pytest.raises(InvariantError) as raised:
         WeightAccounts(None).move(weights, WeightEvent.EVICT)
 
     assert raised.value.model == "a"
-    assert raised.value.story == ("t=1.500000 added",)
+    assert raised.value.history == ("t=1.500000 added",)
 
 
 def test_weights_come_to_the_device_by_a_load_or_with_their_model() -> None:

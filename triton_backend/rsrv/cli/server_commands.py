@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from math import inf
 from typing import Any
 
 from rsrv.cli import server_pages as pages
@@ -25,6 +26,8 @@ from rsrv.text import nearest
 _WARM_LOOK_S = 0.25
 #: exit statuses of `rsrv doctor`
 _STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
+#: seconds between two looks at a history that is followed
+_FOLLOW_S = 1.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,9 +78,32 @@ def _load(server: Server) -> int:
     return server.show(server.ask("GetLoad", pb.GetLoadRequest()), pages.load_page)
 
 
-def _story(server: Server) -> int:
-    answer = server.ask("GetStory", pb.GetStoryRequest(model=server.options.model))
-    return server.show(answer, pages.story_page)
+def _history(server: Server) -> int:
+    request = pb.GetHistoryRequest(model=server.options.model)
+    if not server.options.follow:
+        return server.show(server.ask("GetHistory", request), pages.history_page)
+    before: dict[tuple[int, str], pb.History] = {}
+    while True:
+        answer = server.ask("GetHistory", request)
+        fresh = pb.GetHistoryResponse(histories=[_fresh(one, before) for one in answer.histories])
+        before = {(one.device, one.key): one for one in answer.histories}
+        if not server.json:
+            pages.history_page(fresh)
+        elif any(one.records or one.waits_for for one in fresh.histories):
+            print_json(fresh, line=True)
+        time.sleep(_FOLLOW_S)
+
+
+def _fresh(history: pb.History, before: Mapping[tuple[int, str], pb.History]) -> pb.History:
+    """Return the part of a history that the answer before did not have."""
+    known = before.get((history.device, history.key), pb.History())
+    latest = max((record.clock_s for record in known.records), default=-inf)
+    return pb.History(
+        key=history.key,
+        device=history.device,
+        records=[record for record in history.records if record.clock_s > latest],
+        waits_for="" if history.waits_for == known.waits_for else history.waits_for,
+    )
 
 
 def _timeline(server: Server) -> int:
@@ -341,7 +367,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "doctor": _doctor,
     "health": _health,
     "load": _load,
-    "story": _story,
+    "history": _history,
     "timeline": _timeline,
     "top": _top,
     "watch": _watch,

@@ -7,6 +7,7 @@ from typing import Any
 
 from rsrv.cli.output import headline, print_table
 from rsrv.control.overview import life
+from rsrv.control.sentences import history_lines
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, percent, printable
 
@@ -228,13 +229,9 @@ def _print_load(device: pb.DeviceLoad) -> None:
     )
 
 
-def story_page(answer: pb.GetStoryResponse) -> None:
-    devices = {story.device for story in answer.stories}
-    for story in answer.stories:
-        if len(answer.stories) > 1:
-            print(f"{story.key}{f' on device {story.device}' if len(devices) > 1 else ''}:")
-        for line in story.lines:
-            print(printable(line))
+def history_page(answer: pb.GetHistoryResponse) -> None:
+    for line in history_lines(answer, time.time()):
+        print(line, flush=True)
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:

@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from rsrv.control import messages
 from rsrv.control.card_memory import Cards
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
@@ -17,7 +18,8 @@ from rsrv.control.overview import Overview, describe, device_picture
 from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.runtime_link import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
-from rsrv.live.source import RESIDENCIES, PageError, story_lines
+from rsrv.control.sentences import history_lines
+from rsrv.live.source import RESIDENCIES, PageError
 
 log = logging.getLogger("rsrv.control")
 
@@ -230,14 +232,12 @@ class OneServer:
             async for event in events:
                 yield "server", event.name, event.json
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         try:
-            said = await self._runtimes.query({"command": "story", "model": model})
+            said = await self._runtimes.query({"command": "history", "model": model})
         except StatusError as refused:
             raise PageError.of(refused.code, str(refused)) from None
-        return story_lines(
-            (number, key, lines) for number, one in said.items() for key, lines in one["stories"].items()
-        )
+        return history_lines(messages.history(said), time.time())
 
     async def steer(self, server: str, model: str, what: str) -> None:
         devices = None

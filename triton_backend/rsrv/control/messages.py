@@ -367,6 +367,30 @@ def finding(found: ServerFinding) -> pb.Finding:
     )
 
 
+def history(said: Mapping[int, Json]) -> pb.GetHistoryResponse:
+    """`said`: the answers of the devices."""
+    fields = pb.HistoryRecord.DESCRIPTOR.fields_by_name
+    return pb.GetHistoryResponse(
+        histories=[
+            pb.History(
+                key=key,
+                device=number,
+                waits_for=one["waits_for"],
+                records=[
+                    pb.HistoryRecord(
+                        unix_s=answer["unix_s"] + record["at"],
+                        clock_s=record["at"],
+                        **{name: value for name, value in record.items() if name in fields},
+                    )
+                    for record in one["records"]
+                ],
+            )
+            for number, answer in said.items()
+            for key, one in answer["histories"].items()
+        ]
+    )
+
+
 def failure(name: str, failed: BundleFailure) -> pb.Failure:
     return pb.Failure(name=name, text=failed.text, since_unix_s=failed.since, tries=failed.tries)
 

@@ -170,15 +170,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.GetMetricsResponse(text=await self._monitoring.metrics.text())
 
     @answers
-    async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:
-        said = await self._runtimes.query({"command": "story", "model": _model(request.model)})
-        return pb.GetStoryResponse(
-            stories=[
-                pb.Story(key=key, lines=lines, device=number)
-                for number, one in said.items()
-                for key, lines in one["stories"].items()
-            ]
-        )
+    async def GetHistory(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
+        said = await self._runtimes.query({"command": "history", "model": _model(request.model)})
+        return messages.history(said)
 
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
@@ -527,7 +521,7 @@ async def _until_resident(update: StateUpdate, subscription: Subscription, model
         if any(where == "absent" and key in loading for key, where in weights.items()):
             raise StatusError(
                 "ABORTED",
-                f"the load of the weights of {model!r} failed, or the weights were evicted; see rsrv story {model}",
+                f"the load of the weights of {model!r} failed, or the weights were evicted; see rsrv history {model}",
             )
         loading |= {key for key, where in weights.items() if where == "loading"}
         update = await subscription.next()

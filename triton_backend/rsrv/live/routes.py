@@ -44,7 +44,7 @@ class LivePage:
         return [
             *(web.get(f"/{name}", self._file) for name in _FILES),
             web.get("/live/stream", self._stream),
-            web.get("/live/story", self._story),
+            web.get("/live/history", self._history),
             web.post("/live/steer", self._steer),
         ]
 
@@ -77,10 +77,10 @@ class LivePage:
         finally:
             self._watchers -= 1
 
-    async def _story(self, request: web.Request) -> web.Response:
+    async def _history(self, request: web.Request) -> web.Response:
         query = request.query
         try:
-            lines = await self._source.story(query.get("server", ""), query.get("model", ""))
+            lines = await self._source.history(query.get("server", ""), query.get("model", ""))
         except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
         return web.json_response(lines, headers=_HEADERS)

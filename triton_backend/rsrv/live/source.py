@@ -1,6 +1,6 @@
 """Source of the live page: its events, histories, actions and errors. Without aiohttp, which only the page's server needs."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 #: Actions of clients with the token.
@@ -18,10 +18,6 @@ _STATUSES = {
 }
 
 
-#: Characters of a line's time.
-_TIME = len("2026-01-01 00:00:00,000")
-
-
 class PageError(Exception):
     """A failed request of the page, with its HTTP status."""
 
@@ -35,30 +31,13 @@ class PageError(Exception):
         return cls(_STATUSES.get(code, 500), text)
 
 
-def story_lines(stories: Iterable[tuple[int, str, Sequence[str]]]) -> list[str]:
-    """Return the lines of all stories in one list by time; with device and key if there are several.
-
-    `stories`: number of the device, key of the version, and lines that begin with the time.
-    """
-    told = list(stories)
-    if len(told) < 2:
-        return [line for *_, lines in told for line in lines]
-    several = len({device for device, *_ in told}) > 1
-    found = [
-        (line, f"{f'device {device}, ' if several else ''}{key}")
-        for device, key, lines in told
-        for line in lines
-    ]
-    return [f"{where}: {line}" for line, where in sorted(found, key=lambda one: one[0][:_TIME])]
-
-
 class PageSource(Protocol):
     """One server, or several by name. A source with one server accepts any name."""
 
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         """Yield the server, the event's name and its JSON: the current state, then each event."""
 
-    async def story(self, server: str, model: str) -> list[str]:
+    async def history(self, server: str, model: str) -> list[str]:
         """Return the history of a model. Raises PageError."""
 
     async def steer(self, server: str, model: str, what: str) -> None:

@@ -19,6 +19,7 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.transport import PeerConnection, Registration, Transport
+from rsrv.scheduler.history import HistoryRecord
 from rsrv.wire.frames import Kind
 from rsrv.wire.memory import BOARD_SLOTS
 
@@ -82,10 +83,16 @@ class ModelEntry:
         """The model will be gone as soon as the scheduler releases it."""
         return self.state in ENDING
 
-    def story(self) -> list[tuple[float, str]]:
-        """Return its changes of state with their times, oldest first."""
-        changes = [(now, f"model {state.value} ({event.value})") for now, event, state in self.history]
-        return [(self.registered, f"model {LifecycleState.READING.value} (registered)"), *changes]
+    def records(self) -> list[HistoryRecord]:
+        """Return its changes of state, oldest first."""
+        changes = [
+            HistoryRecord(now, f"model {state.value}", {"why": event.value})
+            for now, event, state in self.history
+        ]
+        return [
+            HistoryRecord(self.registered, f"model {LifecycleState.READING.value}", {"why": "registered"}),
+            *changes,
+        ]
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
         """Move to the state that the table names.

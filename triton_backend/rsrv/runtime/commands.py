@@ -122,7 +122,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     },
     "continue": _MODEL_OR_ALL,
     "abort": {"request": _Field(_is_text, "a string", required=True)},
-    "story": _MODEL,
+    "history": _MODEL,
     "load": _SINCE,
     "metrics": {},
     "overview": {},
@@ -479,8 +479,8 @@ class Commands:
                 self._pause(model, None)
             case "abort":
                 return self._abort(command["request"])
-            case "story":
-                return self._reports.stories(self._names(model))
+            case "history":
+                return self._reports.histories(self._names(model))
             case "load":
                 return self._reports.load(command.get("since", 0))
             case "timeline":

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import takewhile
 from typing import Any
 
@@ -25,13 +24,6 @@ from rsrv.wire.frames import ProtocolError, Status
 #: functions of model.py, by their names in metrics
 HOOKS = ("pre", "post", "run")
 _STATUSES = frozenset(status.name.lower() for status in Status)
-
-
-def _dated(line: str, since_epoch: float) -> str:
-    """Return a line of a story with the local time, as lines of the log have it, in place of the clock's seconds."""
-    seconds, text = line.removeprefix("t=").split(" ", 1)
-    at = datetime.fromtimestamp(float(seconds) + since_epoch).astimezone()
-    return f"{at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03} {text}"
 
 
 @dataclass(slots=True)
@@ -152,23 +144,22 @@ class Reports:
     def ping(self) -> dict[str, Any]:
         return {"instance": self._catalog.feed.instance, "revision": self._catalog.feed.revision}
 
-    def stories(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the recent history of the models of these names, by key: their states, and the scheduler's decisions.
-
-        While a model's weights wait for a load, the last line says for what.
-        """
+    def histories(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the recent history of the models of these names, by key: their states, and the scheduler's decisions."""
         now, scheduler = self._clock(), self._scheduler
-        found = {
-            key: scheduler.story(key, entry.story())
-            for key, entry in self._catalog.entries.items()
-            if entry.name in names
-        }
-        for key, lines in found.items():
-            if obstacle := scheduler.obstacle(key, now):
-                lines.append(f"t={now:.6f} now {obstacle}")
-        since_epoch = time.time() - now
         return {
-            "stories": {key: [_dated(line, since_epoch) for line in lines] for key, lines in found.items()}
+            "unix_s": time.time() - now,
+            "histories": {
+                key: {
+                    "records": [
+                        {"at": at, "what": what, **details}
+                        for at, what, details in scheduler.history(key, entry.records())
+                    ],
+                    "waits_for": scheduler.obstacle(key, now),
+                }
+                for key, entry in self._catalog.entries.items()
+                if entry.name in names
+            },
         }
 
     def timeline(self, since: int) -> dict[str, Any]:

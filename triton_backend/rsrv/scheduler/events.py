@@ -36,18 +36,18 @@ class InvariantError(AssertionError):
 
     Attributes:
         model: the model concerned, None if there is none.
-        story: the history of that model, oldest first, one readable line each.
+        history: that model's history, oldest first, one readable line each.
     """
 
-    def __init__(self, problem: str, model: str | None = None, story: tuple[str, ...] = ()) -> None:
-        super().__init__(problem, model, story)
+    def __init__(self, problem: str, model: str | None = None, history: tuple[str, ...] = ()) -> None:
+        super().__init__(problem, model, history)
         self.problem = problem
         self.model = model
-        self.story = story
+        self.history = history
 
     def __str__(self) -> str:
         about = "" if self.model is None else f" (model {self.model!r})"
-        return "\n  ".join((self.problem + about, *self.story))
+        return "\n  ".join((self.problem + about, *self.history))
 
 
 class Pause(Enum):

@@ -1,40 +1,38 @@
-"""A bounded history of one model, made readable only when it is read."""
+"""A bounded history of one model. Details become data for readers only when they are read, which is rare."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import merge
 from operator import itemgetter
+from typing import NamedTuple
 
-from rsrv.scheduler.events import (
-    AbandonLoad,
-    EvictWeights,
-    Execute,
-    ExecutionFinished,
-    LoadFailed,
-    LoadWeights,
-    PolicyChanged,
-    WeightsLoaded,
-)
+from rsrv.scheduler.events import Execute, ExecutionFinished, LoadFailed, PolicyChanged
 
-#: the details of a record: an instruction or an event as it was given, ids of requests, or text.
-Details = (
-    Execute
-    | ExecutionFinished
-    | LoadWeights
-    | WeightsLoaded
-    | LoadFailed
-    | AbandonLoad
-    | EvictWeights
-    | PolicyChanged
-    | Sequence[int]
-    | str
-)
+Value = str | int | float | list[int]
+#: the details of a record: an instruction or an event as it was given, ids of requests, text, or named values.
+Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[int] | str | Mapping[str, Value]
 
-#: ids that one line shows at most.
+#: ids that one record shows at most.
 _MAX_IDS = 16
 
 #: records kept of each model, and changes of state, which outlast the records of its requests.
 LENGTH, CHANGES_LENGTH = 50, 30
+
+
+class HistoryRecord(NamedTuple):
+    """One record of a model's history."""
+
+    at: float
+    #: such as `arrived`, or `weights loading` for a change of state.
+    what: str
+    details: Mapping[str, Value]
+
+    def __str__(self) -> str:
+        shown = (
+            f"{key}={value:.6f}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in self.details.items()
+        )
+        return " ".join((f"t={self.at:.6f}", self.what, *shown))
 
 
 class History:
@@ -48,51 +46,45 @@ class History:
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
         self._changes: deque[tuple[int, float, str, Details]] = deque(maxlen=CHANGES_LENGTH)
 
-    def add(self, now: float, what: str, details: Details) -> None:
-        """Add a record. The details become text only when they are read, which is rare."""
+    def add(self, now: float, what: str, details: Details = "") -> None:
         self._added += 1
         self._records.append((self._added, now, what, details))
 
-    def change(self, now: float, state: str, why: str) -> None:
+    def change(self, now: float, state: str, details: Mapping[str, Value]) -> None:
         """Add a change of state."""
         self._added += 1
-        self._changes.append((self._added, now, f"{state} ({why})", ""))
+        self._changes.append((self._added, now, state, details))
 
-    def lines(self, beside: Iterable[tuple[float, str]] = ()) -> list[str]:
-        """Return one line per record, oldest first: `t=<seconds> <what> <details>`.
-
-        `beside`: times and texts of other lines to insert, oldest first.
-        """
+    def records(self, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
+        """Return all records and changes, oldest first. `beside`: other records to insert, oldest first."""
+        begun = {one.dispatch: one for *_, one in self._records if isinstance(one, Execute)}
         own = merge(self._changes, self._records, key=itemgetter(0))
-        timed = ((now, f"{what} {_text(details)}".rstrip()) for _, now, what, details in own)
-        return [f"t={now:.6f} {text}" for now, text in merge(beside, timed, key=itemgetter(0))]
+        read = (HistoryRecord(now, what, _read(details, begun)) for _, now, what, details in own)
+        return list(merge(beside, read, key=itemgetter(0)))
 
 
-def _text(details: Details) -> str:
+def _read(details: Details, begun: Mapping[int, Execute]) -> Mapping[str, Value]:
     match details:
         case str():
+            return {"why": details} if details else {}
+        case Mapping():
             return details
         case Execute():
-            return (
-                f"dispatch={details.dispatch} variant={details.variant} size={details.size}"
-                f" rows={details.rows} requests={_ids(details.requests)}"
-            )
+            shape: dict[str, Value] = {"dispatch": details.dispatch, "variant": details.variant}
+            return shape | {"size": details.size, "rows": details.rows} | _ids(details.requests)
         case ExecutionFinished():
-            error = "" if details.error is None else f" error={details.error}"
-            return f"dispatch={details.dispatch} seconds={details.seconds:.6f}{error}"
-        case WeightsLoaded():
-            return f"epoch={details.epoch} seconds={details.seconds:.6f}"
+            ended: dict[str, Value] = {"dispatch": details.dispatch, "seconds": details.seconds}
+            if (execute := begun.get(details.dispatch)) is not None:
+                ended |= {"size": execute.size, "rows": execute.rows, "requests": len(execute.requests)}
+            return ended if details.error is None else ended | {"why": details.error}
         case LoadFailed():
-            return f"epoch={details.epoch} error={details.error}"
+            return {"why": details.error}
         case PolicyChanged():
             changed = {key: getattr(details, key) for key in ("weight", "max_delay", "max_queue_depth")}
-            return " ".join(f"{key}={value}" for key, value in changed.items() if value is not None)
-        case LoadWeights() | AbandonLoad() | EvictWeights():
-            return f"epoch={details.epoch}"
+            return {"why": ", ".join(f"{key} {value}" for key, value in changed.items() if value is not None)}
         case _:
-            return f"requests={_ids(details)}"
+            return _ids(details)
 
 
-def _ids(ids: Sequence[int]) -> str:
-    shown = ",".join(str(request) for request in ids[:_MAX_IDS])
-    return shown if len(ids) <= _MAX_IDS else f"{shown},... ({len(ids)} in all)"
+def _ids(ids: Sequence[int]) -> dict[str, Value]:
+    return {"requests": len(ids), "ids": list(ids[:_MAX_IDS])}

@@ -79,7 +79,7 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
         raise InvariantError(
             problem,
             None if state is None else state.name,
-            () if state is None else tuple(state.history.lines()),
+            () if state is None else tuple(map(str, state.history.records())),
         )
 
 

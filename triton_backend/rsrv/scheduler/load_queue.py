@@ -123,7 +123,7 @@ class LoadQueue:
         elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and reason is not None:
             self.weights.move(weights, WeightEvent.QUEUE, reason.value)
         if weights.state is WeightState.ABSENT and model in self.backing_off:
-            self.weights.move(weights, WeightEvent.BACK_OFF, f"for {duration(weights.backoff_seconds)}")
+            self.weights.move(weights, WeightEvent.BACK_OFF, seconds=weights.backoff_seconds)
         elif weights.state is WeightState.BACKOFF and model not in self.backing_off:
             self.weights.move(weights, WeightEvent.END_BACKOFF)
 

@@ -203,7 +203,6 @@ class DeviceResidency:
         if weights.state in RUNNABLE:
             self.loads.end_backoffs()
             evict = self.weights.evict(weights, why="removed")
-            model.history.add(now, "evict weights", evict)
             out.append(evict)
         self.weights.groups.leave(weights)
         self.loads.retry()
@@ -215,7 +214,7 @@ class DeviceResidency:
         changed = pinned != weights.pinned
         if changed:
             self.weights.pin(weights, pinned)
-            model.history.add(now, "pinned" if pinned else "unpinned", "")
+            model.history.add(now, "pinned" if pinned else "unpinned")
         if pinned:
             weights.desired = True
             weights.end_backoff()
@@ -237,7 +236,7 @@ class DeviceResidency:
 
     def prefetch(self, model: ModelState, now: float) -> None:
         """Load a model's weights, or keep them if they are about to be evicted."""
-        model.history.add(now, "prefetch", "")
+        model.history.add(now, "prefetch")
         model.weights.end_backoff()
         self._keep(model)
         self._desire(model)
@@ -263,7 +262,7 @@ class DeviceResidency:
             weights = model.weights
             if weights.pinned:
                 continue
-            model.history.add(now, "to be evicted", "")
+            model.history.add(now, "to be evicted")
             weights.desired = False
             if not model.needs_warm_up:
                 self._end_requirement(model)
@@ -375,7 +374,6 @@ class DeviceResidency:
                 model.totals.load.observe(event.seconds)
                 weights.unserved = model.has_work
                 self.limit_idleness(model, now)
-                model.history.add(now, "weights loaded", event)
                 if not model.draining:
                     self._start_warm_up(model, out)
                 self._release_requested(model)
@@ -385,7 +383,6 @@ class DeviceResidency:
                 self.loads.requeue(model)
                 if weights.pinned and not model.draining:
                     self.loads.require(model)
-                model.history.add(now, "load abandoned", "")
                 self.loads.retry()
             case LoadFailed():
                 model.history.add(now, "load failed", event)
@@ -448,7 +445,6 @@ class DeviceResidency:
             self.evict(victim, Cause.ROOM, now, out, loading_for=model, returns=returns)
         self.loads.started(model)
         self._queues.discipline.link(not victims)
-        model.history.add(now, "load weights", load)
         out.append(load)
         self._queues.dirty[model] = None
 
@@ -471,7 +467,7 @@ class DeviceResidency:
             f"{model.weights.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
             f"{weights.budget}; evict or unpin other models first"
         )
-        model.history.add(now, "no room", "")
+        model.history.add(now, "no room")
         model.weights.desired = False
         self.loads.forget(model)
         self.loads.end_demand(model)
@@ -479,9 +475,8 @@ class DeviceResidency:
         self._refuse_waiting(model, now, out)
 
     def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        abandon = self.weights.abandon(model.weights)
-        model.history.add(now, "abandon load", abandon)
-        out.append(abandon)
+        model.history.add(now, "abandon load")
+        out.append(self.weights.abandon(model.weights))
 
     def carry_out_evictions(self, now: float, out: list[Instruction]) -> None:
         """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
@@ -576,9 +571,9 @@ class DeviceResidency:
         if loading_for is None:
             evict = self.weights.evict(model.weights, why=cause.value)
         else:
-            why = f"{cause.value} for {loading_for.family}"
-            evict = self.weights.evict(model.weights, loading_for.name, why=why)
-        model.history.add(now, "evict weights", evict)
+            evict = self.weights.evict(
+                model.weights, loading_for.name, why=cause.value, family=loading_for.family
+            )
         model.totals.evict(cause)
         self.evictions.pop(model, None)
         out.append(evict)

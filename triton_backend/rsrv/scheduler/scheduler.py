@@ -43,7 +43,7 @@ from rsrv.scheduler.events import (
     WindDown,
     WoundDown,
 )
-from rsrv.scheduler.history import History
+from rsrv.scheduler.history import History, HistoryRecord
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.meta_admission import MetaAdmission
 from rsrv.scheduler.model import ModelState, check_program, with_policy
@@ -299,7 +299,8 @@ class Scheduler:
             return
         queue = model.front
         if queue is None:
-            raise InvariantError("the discipline chose a model without work", name, tuple(self.story(name)))
+            told = tuple(map(str, self.history(name)))
+            raise InvariantError("the discipline chose a model without work", name, told)
         batch = model.plan(queue, self._patience(queue, now) if self._discipline.sheds else inf)
         execute = Execute(
             running.started + 1,
@@ -352,7 +353,7 @@ class Scheduler:
         model = ModelState(program, costs, self._residency.weights.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
         self._touched[model] = None
-        model.history.add(now, "added", f"sizes={sorted(program.costs)}")
+        model.history.add(now, "added", f"sizes {sorted(program.costs)}")
         self._residency.admit(model, event, now, out)
         self._admission.reconsider()
 
@@ -361,13 +362,13 @@ class Scheduler:
         compaction = self._residency.compaction
         retried = compaction.retried_warm_up is model
         if event.out_of_memory and not retried:
-            model.history.add(now, "no memory to warm up", "")
+            model.history.add(now, "no memory to warm up")
             compaction.retry_warm_up(model)
             return
         if retried:
             compaction.end_retry()
         self._residency.warmed_up(model)
-        model.history.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
+        model.history.add(now, "warm-up failed" if event.costs is None else "warmed up")
         if model.draining:
             self._drain(model, now, out)
         elif event.costs is not None:
@@ -378,7 +379,7 @@ class Scheduler:
             return
         model.paused = mode
         model.finishing = self._admission.under_way() if mode is Pause.DRAIN else ()
-        model.history.add(now, "goes on" if mode is None else f"paused: {mode.value}", "")
+        model.history.add(now, "goes on" if mode is None else f"paused: {mode.value}")
         if mode is Pause.REJECT:
             self._queues.refuse_all(model, Reason.PAUSED, now, out)
         elif mode is Pause.HOLD:
@@ -407,7 +408,7 @@ class Scheduler:
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
-        model.history.add(now, "removed", "")
+        model.history.add(now, "removed")
         self._queues.refuse_all(model, Reason.UNLOADED, now, out)
         # The discipline and the load queue learn that it has no work before they forget it.
         self._settle(now)
@@ -648,13 +649,13 @@ class Scheduler:
         state = self._models.get(model)
         return 0 if state is None else state.queued
 
-    def story(self, model: str, beside: Iterable[tuple[float, str]] = ()) -> list[str]:
-        """Return the latest events, instructions and states of a loaded or draining model, oldest first; [] for others.
+    def history(self, model: str, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
+        """Return the latest events, instructions and states of a loaded or draining model, oldest first; none of others.
 
-        `beside`: times and texts of other lines about the model to insert, oldest first.
+        `beside`: other records about the model to insert, oldest first.
         """
         state = self._models.get(model) or self._draining.get(model)
-        return (History() if state is None else state.history).lines(beside)
+        return (History() if state is None else state.history).records(beside)
 
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""

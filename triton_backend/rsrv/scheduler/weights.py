@@ -269,10 +269,10 @@ class WeightAccounts:
             self.groups.join(weights, program.tensors)
         return weights
 
-    def move(self, weights: ModelWeights, event: WeightEvent, why: str = "") -> None:
+    def move(self, weights: ModelWeights, event: WeightEvent, why: str = "", **details: str | float) -> None:
         """Change the state of weights by the table, account for their bytes, and record the change with its reason.
 
-        `why`: the reason, unless the event says it.
+        `why`: the reason, unless the event says it. `details`: further ones for the history.
 
         Raises:
             InvariantError: the table has no such change; with the model's history.
@@ -283,15 +283,17 @@ class WeightAccounts:
             raise InvariantError(
                 f"weights that are {before.value} cannot take the event {event.value!r}",
                 weights.model,
-                tuple(weights.history.lines()),
+                tuple(map(str, weights.history.records())),
             )
-        if after is not before:
-            weights.history.change(self.now, f"weights {after.value}", why or event.value)
         weights.state = after
         self.reserved += (after is WeightState.RESERVED) - (before is WeightState.RESERVED)
-        take = after in TAKING_BYTES
+        take, taken = after in TAKING_BYTES, self.bytes
         if take != (before in TAKING_BYTES):
             (self._take if take else self._give)(weights)
+        if after is not before:
+            moved = abs(self.bytes - taken)
+            told = {"why": why or event.value, **details, **({"bytes": moved} if moved else {})}
+            weights.history.change(self.now, f"weights {after.value}", told)
 
     # --- how much room there is --------------------------------------------------------------------------------
 
@@ -389,7 +391,7 @@ class WeightAccounts:
     def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
         """Account for a load that ended well, and learn from its duration."""
         self.loading, self.abandoning = None, False
-        self.move(weights, WeightEvent.LOADED)
+        self.move(weights, WeightEvent.LOADED, seconds=seconds)
         weights.loads += 1
         weights.abandoned = weights.out_of_memory = False
         weights.backoff_seconds, weights.backoff_until = 0.0, -inf
@@ -407,11 +409,13 @@ class WeightAccounts:
         """Account for a load that ended without weights."""
         self.loading, self.abandoning = None, False
         weights.abandoned = abandoned
-        self.move(weights, WeightEvent.NOT_LOADED)
+        self.move(weights, WeightEvent.NOT_LOADED, "abandoned" if abandoned else "")
 
-    def evict(self, weights: ModelWeights, loading_for: str | None = None, *, why: str = "") -> EvictWeights:
-        """Evict idle weights. `loading_for`: the model whose load, just started, needs the room."""
-        self.move(weights, WeightEvent.EVICT, why and f"evicted: {why}")
+    def evict(
+        self, weights: ModelWeights, loading_for: str | None = None, *, why: str = "", family: str = ""
+    ) -> EvictWeights:
+        """Evict idle weights. `loading_for`: the model whose load, just started, needs the room; `family`: its name."""
+        self.move(weights, WeightEvent.EVICT, why, **({"model": family} if family else {}))
         return EvictWeights(weights.model, weights.epoch, loading_for)
 
     def pin(self, weights: ModelWeights, pinned: bool) -> None:

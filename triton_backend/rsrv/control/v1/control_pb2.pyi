@@ -926,27 +926,53 @@ class SetPlacementResponse(_message.Message):
     generation: int
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
-class GetStoryRequest(_message.Message):
+class GetHistoryRequest(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
-class GetStoryResponse(_message.Message):
-    __slots__ = ("stories",)
-    STORIES_FIELD_NUMBER: _ClassVar[int]
-    stories: _containers.RepeatedCompositeFieldContainer[Story]
-    def __init__(self, stories: _Optional[_Iterable[_Union[Story, _Mapping]]] = ...) -> None: ...
+class GetHistoryResponse(_message.Message):
+    __slots__ = ("histories",)
+    HISTORIES_FIELD_NUMBER: _ClassVar[int]
+    histories: _containers.RepeatedCompositeFieldContainer[History]
+    def __init__(self, histories: _Optional[_Iterable[_Union[History, _Mapping]]] = ...) -> None: ...
 
-class Story(_message.Message):
-    __slots__ = ("key", "lines", "device")
+class History(_message.Message):
+    __slots__ = ("key", "device", "records", "waits_for")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    LINES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     key: str
-    lines: _containers.RepeatedScalarFieldContainer[str]
     device: int
-    def __init__(self, key: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ..., device: _Optional[int] = ...) -> None: ...
+    records: _containers.RepeatedCompositeFieldContainer[HistoryRecord]
+    waits_for: str
+    def __init__(self, key: _Optional[str] = ..., device: _Optional[int] = ..., records: _Optional[_Iterable[_Union[HistoryRecord, _Mapping]]] = ..., waits_for: _Optional[str] = ...) -> None: ...
+
+class HistoryRecord(_message.Message):
+    __slots__ = ("unix_s", "clock_s", "what", "why", "model", "requests", "rows", "size", "bytes", "seconds")
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    clock_s: float
+    what: str
+    why: str
+    model: str
+    requests: int
+    rows: int
+    size: int
+    bytes: int
+    seconds: float
+    def __init__(self, unix_s: _Optional[float] = ..., clock_s: _Optional[float] = ..., what: _Optional[str] = ..., why: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GetTimelineRequest(_message.Message):
     __slots__ = ("positions",)

@@ -144,10 +144,10 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
-        self.GetStory = channel.unary_unary(
-                '/rsrv.control.v1.Control/GetStory',
-                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.SerializeToString,
-                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.FromString,
+        self.GetHistory = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetHistory',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.FromString,
                 _registered_method=True)
         self.GetTimeline = channel.unary_unary(
                 '/rsrv.control.v1.Control/GetTimeline',
@@ -325,7 +325,7 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetStory(self, request, context):
+    def GetHistory(self, request, context):
         """The recent states of a model and its weights, and the scheduler's decisions, with reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -467,10 +467,10 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsResponse.SerializeToString,
             ),
-            'GetStory': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStory,
-                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.FromString,
-                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.SerializeToString,
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.SerializeToString,
             ),
             'GetTimeline': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTimeline,
@@ -1093,7 +1093,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def GetStory(request,
+    def GetHistory(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1106,9 +1106,9 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rsrv.control.v1.Control/GetStory',
-            rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.SerializeToString,
-            rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.FromString,
+            '/rsrv.control.v1.Control/GetHistory',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

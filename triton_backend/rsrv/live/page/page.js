@@ -54,7 +54,7 @@ const servers = new Map();
 /** By `server/model`: its figures, and its row of the table. */
 const rows = new Map();
 const sorting = { column: "share", down: true };
-let story = null;
+let shown = null;
 let writable = false;
 
 const known = (name) => {
@@ -335,22 +335,22 @@ function drawFindings() {
     make("li", {}, `${one.severity}: ${where(one)}${one.evidence}`, make("span", { textContent: `why: ${one.cause}` }), make("span", { textContent: `do: ${one.cure}` }))));
 }
 
-// --- story, steering, log ------------------------------------------------------------------------------------
+// --- history, steering, log ------------------------------------------------------------------------------------
 
 async function tell(row) {
-  story = row.key;
-  $("story").hidden = false;
-  say($("story-title"), `Story of ${row.name}`);
+  shown = row.key;
+  $("history").hidden = false;
+  say($("history-title"), `History of ${row.name}`);
   $("actions").replaceChildren(...(writable ? ["pin", "unpin", "prefetch", "evict"].map((what) => action(what, row)) : []));
   const query = new URLSearchParams({ server: row.server, model: row.name });
   let lines;
   try {
-    const answer = await fetch(`live/story?${query}`);
+    const answer = await fetch(`live/history?${query}`);
     lines = answer.ok ? await answer.json() : [await answer.text()];
   } catch (error) {
     lines = [String(error)];
   }
-  if (story === row.key) $("story-lines").replaceChildren(...lines.reverse().map((text) => make("li", { textContent: text })));
+  if (shown === row.key) $("history-lines").replaceChildren(...lines.reverse().map((text) => make("li", { textContent: text })));
 }
 
 function action(what, row) {

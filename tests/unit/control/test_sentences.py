@@ -1,0 +1,95 @@
+"""Sentences about histories: every record of the runtime has words, in order, with places where there are several."""
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rsrv.control.sentences import _REFUSALS, _SENTENCES, clock_time, history_lines, record_sentence
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.runtime.model_states import LifecycleState
+from rsrv.scheduler.events import Pause, Reason
+from rsrv.scheduler.statistics import Cause
+from rsrv.scheduler.weight_states import LoadReason, WeightState
+
+NOW = datetime(2026, 11, 23, 8, 0, 0).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (pb.HistoryRecord(what="arrived", requests=1), "a request arrived"),
+        (
+            pb.HistoryRecord(what="execute", requests=3, rows=7, size=16),
+            "3 requests executed together: 7 rows, padded to 16",
+        ),
+        (
+            pb.HistoryRecord(what="answered", requests=3, seconds=0.0042),
+            "3 requests answered after 4.2 ms on the device",
+        ),
+        (
+            pb.HistoryRecord(what="failed", requests=1, seconds=0.5, why="{broken}"),
+            "a request failed after 500 ms on the device: {broken}",
+        ),
+        (
+            pb.HistoryRecord(what="refused queue_full", requests=2),
+            "2 requests refused: the queue was full",
+        ),
+        (
+            pb.HistoryRecord(what="weights absent", why="room", model="tickets", bytes=6_500_000),
+            "evicted to make room for tickets (6.5 MB)",
+        ),
+        (
+            pb.HistoryRecord(what="weights resident", why="loaded", seconds=0.026),
+            "its weights are on the device after 26 ms",
+        ),
+        (pb.HistoryRecord(what="weights resident", why="warmed up"), ""),
+        (pb.HistoryRecord(what="of a newer runtime", why="x"), "of a newer runtime x"),
+    ],
+)
+def test_a_record_is_a_sentence(record: pb.HistoryRecord, sentence: str) -> None:
+    """Counts, sizes, times and names of a record are in its sentence."""
+    assert record_sentence(record) == sentence
+
+
+def test_every_record_of_the_runtime_has_words() -> None:
+    """Each state, reason and record that the scheduler can write has a sentence of its own."""
+    scheduler = Path(record_sentence.__code__.co_filename).parents[1] / "scheduler"
+    source = "".join(path.read_text() for path in sorted(scheduler.glob("*.py")))
+    written = set(re.findall(r'history\.add\(\s*now, "([^"]+)"', source))
+    assert {"arrived", "execute", "prefetch"} <= written
+    known = {what for what, _ in _SENTENCES}
+    states = {f"weights {state}" for state in WeightState} | {f"model {state}" for state in LifecycleState}
+    pauses = {f"paused: {mode.value}" for mode in Pause}
+
+    assert written | states | pauses <= known
+    assert {("weights queued", reason.value) for reason in LoadReason} <= _SENTENCES.keys()
+    assert {("weights absent", cause.value) for cause in Cause} <= _SENTENCES.keys()
+    assert {reason.value for reason in Reason} - {"unknown_model"} == _REFUSALS.keys()
+
+
+def test_lines_of_several_versions_are_in_one_order() -> None:
+    """The newest line is last, with the version it is about; what the weights wait for comes after all."""
+
+    def ready(at: float) -> pb.HistoryRecord:
+        return pb.HistoryRecord(unix_s=NOW + at, what="model ready")
+
+    answer = pb.GetHistoryResponse(
+        histories=[
+            pb.History(key="a@1", records=[ready(-2.0), ready(-0.25)], waits_for="queued"),
+            pb.History(key="a@2", records=[ready(-1.0)]),
+        ]
+    )
+
+    assert history_lines(answer, NOW) == [
+        "07:59:58.000 a@1: ready",
+        "07:59:59.000 a@2: ready",
+        "07:59:59.750 a@1: ready",
+        "08:00:00.000 a@1: its weights are queued",
+    ]
+
+
+def test_the_time_of_another_day_has_its_date() -> None:
+    """A line from yesterday cannot be mistaken for one of today."""
+    assert clock_time(NOW - 86400, NOW) == "2026-11-22 08:00:00.000"

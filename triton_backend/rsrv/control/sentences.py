@@ -1,0 +1,129 @@
+"""Sentences for people about what happened to a model, from the data of the control service."""
+
+from datetime import datetime
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.text import amount, duration, one_line
+
+#: (what, why) of a record -> a sentence about the model; of any other `why`: (what, "").
+#: Empty: another record of that moment says the same.
+_SENTENCES = {
+    ("added", ""): "known to the scheduler",
+    ("arrived", ""): "{requests} arrived",
+    ("expired on arrival", ""): "{requests} refused: the deadline had passed on arrival",
+    ("expired", ""): "{requests} ended: the deadline passed while waiting",
+    ("shed", ""): "{requests} ended early: the deadline could not be met any more",
+    ("cancelled", ""): "{requests} cancelled",
+    ("execute", ""): "{requests} executed together: {rows}",
+    ("execute again", ""): "{requests} executed again with all other weights evicted: {rows}",
+    ("answered", ""): "{requests} answered after {seconds} on the device",
+    ("failed", ""): "{requests} failed after {seconds} on the device: {why}",
+    ("no memory", ""): "the execution found no memory; it is tried once more",
+    ("no memory to warm up", ""): "the warm-up found no memory; it is tried once more",
+    ("warmed up", ""): "warmed up",
+    ("warm-up failed", ""): "the warm-up failed",
+    ("goes on", ""): "goes on after a pause",
+    ("paused: drain", ""): "paused: waiting requests execute, new ones are refused",
+    ("paused: hold", ""): "paused: requests wait",
+    ("paused: reject", ""): "paused: all requests are refused",
+    ("policy changed", ""): "policy changed: {why}",
+    ("removed", ""): "removed",
+    ("pinned", ""): "pinned: its weights stay on the device",
+    ("unpinned", ""): "unpinned: others may use the room of its weights",
+    ("prefetch", ""): "an operator or the placement asked for its weights",
+    ("to be evicted", ""): "an operator asked to evict its weights",
+    ("no room", ""): "its weights are not loaded: they do not fit, and may evict no others",
+    ("load failed", ""): "its weights could not be loaded: {why}",
+    ("abandon load", ""): "the load of its weights is abandoned: nothing waits for them",
+    (
+        "weights queued",
+        "required",
+    ): "its weights wait for their load: the model is pinned, or to be warmed up",
+    ("weights queued", "demand"): "its weights wait for their load: requests need them",
+    ("weights queued", "prefetch"): "its weights wait for their load ahead of requests",
+    ("weights queued", "restore"): "its weights wait for free room to return",
+    ("weights loading", ""): "its weights load ({bytes})",
+    ("weights resident", "loaded"): "its weights are on the device after {seconds}",
+    ("weights resident", "adopt"): "its weights were on the device already",
+    ("weights resident", "keep"): "its weights stay on the device after all",
+    ("weights resident", "warmed up"): "",
+    ("weights reserved", ""): "the warm-up begins",
+    ("weights evicting", ""): "its weights leave the device when no execution uses them",
+    ("weights absent", "room"): "evicted to make room for {model} ({bytes})",
+    ("weights absent", "asked"): "evicted: an operator asked for it, or a warm-up ended ({bytes})",
+    ("weights absent", "budget"): "evicted: the weights exceeded the budget ({bytes})",
+    ("weights absent", "compaction"): "evicted by a compaction of the device's memory ({bytes})",
+    ("weights absent", "idle"): "evicted: unused for longer than its limit ({bytes})",
+    ("weights absent", "removed"): "evicted: the model was removed ({bytes})",
+    ("weights absent", "withdraw"): "its weights are not needed any more",
+    ("weights absent", "not loaded"): "",
+    ("weights absent", "abandoned"): "the load of its weights ended early",
+    ("weights absent", "end of back-off"): "its weights may be loaded again",
+    ("weights backoff", ""): "its weights are not loaded for {seconds}",
+    ("model reading", ""): "registered by its first stub; its modules are read",
+    ("model compiling", ""): "compiling",
+    ("model warming up", ""): "compiled; warming up",
+    ("model ready", ""): "ready",
+    ("model draining", ""): "no stub needs the model; its last executions end",
+    ("model failed", ""): "failed to start",
+    ("model gone", ""): "gone",
+}
+#: reason of a refusal -> words
+_REFUSALS = {
+    "queue_full": "the queue was full",
+    "unloaded": "the model was removed",
+    "too_many_rows": "more rows than the largest compiled size",
+    "unknown_variant": "no module is compiled for that input shape",
+    "paused": "the model was paused",
+    "not_resident": "its weights were not on the device, and requests do not load them",
+    "no_memory": "its weights had found no memory",
+}
+
+
+def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
+    """Return a line per record of all histories, oldest first, then what absent weights wait for at Unix time `now`."""
+    several = len(answer.histories) > 1
+    devices = len({one.device for one in answer.histories}) > 1
+    timed, waits = [], []
+    for one in answer.histories:
+        where = f"device {one.device}, {one.key}: " if devices else f"{one.key}: " if several else ""
+        told = ((record.unix_s, record_sentence(record)) for record in one.records)
+        timed += [(at, where + text) for at, text in told if text]
+        if one.waits_for:
+            waits.append(f"{clock_time(now, now)} {where}its weights are {one.waits_for}")
+    timed.sort(key=lambda line: line[0])
+    return [*(f"{clock_time(at, now)} {one_line(text)}" for at, text in timed), *map(one_line, waits)]
+
+
+def record_sentence(record: pb.HistoryRecord) -> str:
+    """Return the sentence of one record; empty if the record beside it says the same."""
+    if record.what.startswith("refused "):
+        reason = record.what.partition(" ")[2]
+        return f"{_requests(record.requests)} refused: {_REFUSALS.get(reason, reason)}"
+    found = _SENTENCES.get((record.what, record.why), _SENTENCES.get((record.what, "")))
+    if found is None:  # of a newer runtime
+        return f"{record.what} {record.why}".rstrip()
+    return found.format(
+        requests=_requests(record.requests),
+        rows=_rows(record),
+        seconds=duration(record.seconds),
+        bytes=amount(record.bytes),
+        model=record.model,
+        why=record.why,
+    )
+
+
+def clock_time(at: float, now: float) -> str:
+    """Return the local time with milliseconds; with the date, if `now` is on another day."""
+    when = datetime.fromtimestamp(at)
+    day = "" if when.date() == datetime.fromtimestamp(now).date() else f"{when:%Y-%m-%d} "
+    return f"{day}{when:%H:%M:%S}.{when.microsecond // 1000:03}"
+
+
+def _requests(count: int) -> str:
+    return f"{count} requests" if count > 1 else "a request"
+
+
+def _rows(record: pb.HistoryRecord) -> str:
+    padded = f", padded to {record.size}" if record.size > record.rows else ""
+    return f"{record.rows} {'row' if record.rows == 1 else 'rows'}{padded}"

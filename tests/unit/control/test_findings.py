@@ -401,6 +401,9 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     assert "replaced 2 times" in findings["runtime_restarts"].evidence
     assert findings["runtime_restarts"].severity == "warning"
 
+    before_the_first = server(counts({}), devices={0: DeviceFigures(lives=0)})
+    assert found(server(counts({}), t=120.0), before_the_first) == {}
+
     again = server(counts({"a": model(100)}), t=120.0)
     assert found(again, past) == {}
 

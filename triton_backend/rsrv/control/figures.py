@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.protocols import ModelVersion
@@ -12,6 +13,8 @@ from rsrv.settings import Settings
 Json = Mapping[str, Any]
 #: Shortest window of rates, seconds.
 _MIN_WINDOW_S = 0.5
+#: A histogram without values, as the runtime answers.
+_NO_VALUES = [0.0, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,79 +81,114 @@ class ServerFigures:
         return self.scheduler.get(key, getattr(self.settings.scheduler, key))
 
 
-@dataclass(slots=True)
 class ModelActivity:
-    """Figures of a model or meta model on one device; counters are of the window, the others of its end."""
+    """Figures of a model or meta model on one device; counters are of the window, the others of its end.
 
-    name: str
-    queued: int
-    requests: dict[str, int]
-    responses: dict[str, int]
-    refused: dict[str, int]
-    missed: dict[str, int]
-    device_s: float
-    request: Histogram
-    hooks: dict[str, Histogram]
-    #: Runs of a meta model in progress.
-    running: int = 0
-    resident: bool = False
-    host_bytes: int = 0
-    device_bytes: int = 0
-    executions: int = 0
-    rows: int = 0
-    padding: int = 0
-    misses: int = 0
-    evictions: dict[str, int] = field(default_factory=dict)
-    queue_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    batch_rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
+    Read from two answers on demand: with a thousand models, most rules look at few figures of few.
+    """
 
-    @property
+    def __init__(self, name: str, before: Json, now: Json) -> None:
+        """`before` and `now` are the model's parts of the answers; `before` may be empty."""
+        self.name, self._before, self._now = name, before, now
+        #: Requests that wait, and runs of a meta model in progress.
+        self.queued: int = now["queued"]
+        self.running: int = now.get("running", 0)
+
+    def _counted(self, key: str) -> dict[str, int]:
+        was = self._before.get(key, {})
+        return {one: count - was.get(one, 0) for one, count in self._now.get(key, {}).items()}
+
+    def _grown(self, key: str) -> int:
+        return int(self._now.get(key, 0) - self._before.get(key, 0))
+
+    def _measured(self, key: str, bounds: Sequence[float] = SECONDS) -> Histogram:
+        return _difference(bounds, self._before.get(key), self._now.get(key, _NO_VALUES))
+
+    @cached_property
+    def requests(self) -> dict[str, int]:
+        return self._counted("requests")
+
+    @cached_property
     def ended(self) -> int:
         """Requests that ended without being cancelled."""
         return sum(self.requests.values()) - self.requests.get("cancelled", 0)
 
+    @cached_property
+    def responses(self) -> dict[str, int]:
+        return self._counted("responses")
+
+    @cached_property
+    def refused(self) -> dict[str, int]:
+        return self._counted("refused")
+
+    @cached_property
+    def missed(self) -> dict[str, int]:
+        """Missed deadlines by stage."""
+        return self._counted("missed")
+
+    @cached_property
+    def evictions(self) -> dict[str, int]:
+        return self._counted("evictions")
+
+    @cached_property
+    def device_s(self) -> float:
+        return float(self._now["device_seconds"] - self._before.get("device_seconds", 0.0))
+
+    @property
+    def misses(self) -> int:
+        return self._grown("misses")
+
+    @property
+    def executions(self) -> int:
+        return self._grown("executions")
+
+    @property
+    def rows(self) -> int:
+        return self._grown("rows")
+
+    @property
+    def padding(self) -> int:
+        was = self._before.get("batch_padding", _NO_VALUES)
+        return int(self._now.get("batch_padding", _NO_VALUES)[0] - was[0])
+
     @property
     def loads(self) -> int:
-        return sum(self.load.counts)
+        now, before = (said.get("load", _NO_VALUES) for said in (self._now, self._before))
+        return int(sum(now[2:]) - sum(before[2:]))
 
-    @classmethod
-    def between(cls, name: str, before: Json, now: Json) -> Self:
-        """Return the figures of a window; `before` and `now` are a model's parts of two answers, `before` may be empty."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, as far as they are on the host or the device."""
+        return int(max(self._now.get("host_bytes", 0), self._now.get("device_bytes", 0)))
 
-        def counted(key: str) -> dict[str, int]:
-            was = before.get(key, {})
-            return {one: count - was.get(one, 0) for one, count in now[key].items()}
+    @property
+    def has_host_copy(self) -> bool:
+        return bool(self._now.get("host_bytes", 0))
 
-        def measured(key: str) -> Histogram:
-            return _difference(SECONDS, before.get(key), now[key])
+    @cached_property
+    def queue_wait(self) -> Histogram:
+        return self._measured("queue_wait")
 
-        hooks = before.get("hooks", {})
-        found = cls(
-            name=name,
-            queued=now["queued"],
-            requests=counted("requests"),
-            responses=counted("responses"),
-            refused=counted("refused"),
-            missed=counted("missed"),
-            device_s=now["device_seconds"] - before.get("device_seconds", 0.0),
-            request=measured("request"),
-            hooks={hook: _difference(SECONDS, hooks.get(hook), said) for hook, said in now["hooks"].items()},
-            running=now.get("running", 0),
-        )
-        if "executions" in now:
-            found.resident = now["resident"]
-            found.host_bytes, found.device_bytes = now["host_bytes"], now["device_bytes"]
-            found.executions = now["executions"] - before.get("executions", 0)
-            found.rows = now["rows"] - before.get("rows", 0)
-            found.padding = round(now["batch_padding"][0] - before.get("batch_padding", [0])[0])
-            found.misses = now["misses"] - before.get("misses", 0)
-            found.evictions = counted("evictions")
-            found.queue_wait, found.execute = measured("queue_wait"), measured("execute")
-            found.load = measured("load")
-            found.batch_rows = _difference(ROWS, before.get("batch_rows"), now["batch_rows"])
-        return found
+    @cached_property
+    def execute(self) -> Histogram:
+        return self._measured("execute")
+
+    @cached_property
+    def load(self) -> Histogram:
+        return self._measured("load")
+
+    @cached_property
+    def request(self) -> Histogram:
+        return self._measured("request")
+
+    @cached_property
+    def batch_rows(self) -> Histogram:
+        return self._measured("batch_rows", ROWS)
+
+    def hook_seconds(self, *hooks: str) -> float:
+        """Return the seconds in these functions of model.py."""
+        before, now = (said.get("hooks", {}) for said in (self._before, self._now))
+        return float(sum(now.get(hook, _NO_VALUES)[0] - before.get(hook, _NO_VALUES)[0] for hook in hooks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +201,9 @@ class DeviceWindow:
     #: Those that did something or have requests that wait, by name.
     models: Mapping[str, ModelActivity]
     metas: Mapping[str, ModelActivity]
-    #: Share of the time in which it executed.
+    #: Share of the time in which it executed, and the model that took most of it.
     busy: float
+    busiest: ModelActivity | None
 
 
 def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
@@ -181,7 +220,8 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
         models, metas = (_activities(was.get(kind, {}), device.counts[kind]) for kind in ("models", "metas"))
         # A meta model's seconds are those of its calls, which count for the called models.
         busy = min(1.0, sum(one.device_s for one in models.values()) / seconds)
-        found.append(DeviceWindow(number, seconds, device.counts, models, metas, busy))
+        busiest = max(models.values(), key=lambda one: one.device_s, default=None)
+        found.append(DeviceWindow(number, seconds, device.counts, models, metas, busy, busiest))
     return found
 
 
@@ -191,7 +231,7 @@ def _activities(before: Json, now: Json) -> dict[str, ModelActivity]:
         was = before.get(name, {})
         # With a thousand models, most did nothing, and the comparison is cheap.
         if said != was or said["queued"]:
-            found[name] = ModelActivity.between(name, was if _grows(was, said) else {}, said)
+            found[name] = ModelActivity(name, was if _grows(was, said) else {}, said)
     return found
 
 

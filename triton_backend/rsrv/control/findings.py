@@ -75,7 +75,7 @@ def _runtime_down(case: _Case) -> Iterator[ServerFinding]:
 def _runtime_restarts(case: _Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         old = case.before.devices.get(number)
-        times = 0 if old is None else device.lives - old.lives
+        times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
         if times > 0:
             yield ServerFinding(
                 "runtime_restarts",
@@ -272,11 +272,12 @@ def _too_big(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _overloaded(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    waiting = _waiting(window)
-    wait = merged(SECONDS, (one.queue_wait for one in window.models.values())).quantile(0.5)
-    if window.busy < 0.9 or waiting < _FEW or wait is None or wait < 0.1:
+    waiting, most = _waiting(window), window.busiest
+    if most is None or window.busy < 0.9 or waiting < _FEW:
         return
-    most = max(window.models.values(), key=lambda one: one.device_s)
+    wait = merged(SECONDS, (one.queue_wait for one in window.models.values())).quantile(0.5)
+    if wait is None or wait < 0.1:
+        return
     yield ServerFinding(
         "overloaded",
         "warning",
@@ -308,8 +309,8 @@ def _disk_loads(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     read = [
         one
         for one in window.models.values()
-        if one.loads >= 3
-        and not one.host_bytes
+        if not one.has_host_copy
+        and one.loads >= 3
         and (case.now.policy(one.name, "residency") or "system") != "unpinned"
     ]
     if read and limit is not None:
@@ -360,10 +361,13 @@ def _padding(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFin
 
 
 def _single_rows(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    facts, wait = case.now.facts.get(one.name), mean(one.queue_wait)
+    facts = case.now.facts.get(one.name)
     if facts is None or not facts.costs or max(facts.costs) > 1 or one.executions < 2 * _FEW:
         return None
-    if window.busy < 0.5 or one.device_s < 0.3 * window.seconds or wait < 2 * mean(one.execute):
+    if window.busy < 0.5 or one.device_s < 0.3 * window.seconds:
+        return None
+    wait = mean(one.queue_wait)
+    if wait < 2 * mean(one.execute):
         return None
     return ServerFinding(
         "single_rows",
@@ -376,14 +380,14 @@ def _single_rows(case: _Case, window: DeviceWindow, one: ModelActivity) -> Serve
 
 
 def _starved(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    wait, rivals = mean(one.queue_wait), window.models.values()
-    most = max(rivals, key=lambda rival: rival.device_s)
+    most = window.busiest
+    if most is None or most is one or window.busy < 0.8 or one.ended < 5 or one.misses >= 0.2 * one.ended:
+        return None
     share, rival_share = (model.device_s / window.seconds for model in (one, most))
-    if case.now.schedule("discipline") != "fair" or window.busy < 0.8 or most is one or one.ended < 5:
+    if rival_share < 0.4 or share > 0.5 * rival_share or case.now.schedule("discipline") != "fair":
         return None
-    if wait < max(0.01, 5 * mean(one.execute)) or one.misses >= 0.2 * one.ended:
-        return None
-    if rival_share < 0.4 or share > 0.5 * rival_share:
+    wait = mean(one.queue_wait)
+    if wait < max(0.01, 5 * mean(one.execute)):
         return None
     mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
     return ServerFinding(
@@ -414,7 +418,9 @@ def _held_back(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerF
 
 
 def _slow_hooks(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    seconds = sum(one.hooks[hook].sum for hook in ("pre", "post") if hook in one.hooks)
+    seconds = one.hook_seconds("pre", "post")
+    if not seconds:
+        return None
     requests = sum(one.request.counts)
     if requests < _FEW or seconds < 0.5 * one.request.sum or seconds < 0.005 * requests:
         return None
@@ -590,10 +596,11 @@ def _worst(
 ) -> Iterator[ServerFinding]:
     """Yield one finding of each name: that of the model with most requests, naming the others."""
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
-    for one in sorted(models.values(), key=lambda one: (-one.ended, by_number(one.name))):
+    for one in models.values():
         if (finding := rule(case, window, one)) is not None:
             several.setdefault(finding.name, []).append((one.name, finding))
     for found in several.values():
+        found.sort(key=lambda one: (-models[one[0]].ended, by_number(one[0])))
         worst = min((one for _, one in found), key=lambda one: SEVERITIES.index(one.severity))
         others = [name for name, one in found if one is not worst]
         yield replace(worst, evidence=worst.evidence + (f"; also {_named(others)}" if others else ""))
@@ -604,7 +611,7 @@ def _worst(
 
 def _bytes(case: _Case, one: ModelActivity) -> int:
     facts = case.now.facts.get(one.name)
-    return max(one.device_bytes, one.host_bytes) if facts is None else facts.device_bytes
+    return one.weight_bytes if facts is None else facts.device_bytes
 
 
 def _waiting(window: DeviceWindow) -> int:

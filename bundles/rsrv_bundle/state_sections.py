@@ -97,11 +97,16 @@ def check_state(manifest: Manifest, bad: Report) -> None:
         )
     if not manifest.inputs:
         bad("executable_inputs", "a model with state needs an input, whose rows are sequences")
-    for section, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+    for section, specs in (
+        ("executable_inputs", manifest.inputs),
+        ("executable_outputs", manifest.outputs),
+        ("client_inputs", manifest.client_inputs or ()),
+        ("client_outputs", manifest.client_outputs or ()),
+    ):
         for spec in specs:
             if spec.batch_axis != 0:
                 rule = "with state, each tensor has the batch axis first: a row is one sequence"
-                bad(f"executable_{section}.{spec.name}", rule)
+                bad(f"{section}.{spec.name}", rule)
 
 
 def parse_generate(section: Any, manifest: Manifest, has_hooks: bool, bad: Report) -> GenerateSpec | None:

@@ -19,6 +19,8 @@ class BundleFacts:
     hooks: bool
     calls: tuple[str, ...] = ()
     external: tuple[str, ...] = ()
+    #: keeps state for sequences of clients
+    stateful: bool = False
 
 
 def unusable_metas(
@@ -50,6 +52,8 @@ def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collect
         return f"calls '{callee}', which is no bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
     if bundles[callee].meta:
         return f"calls '{callee}', which is a meta model; list the models that it calls"
+    if bundles[callee].stateful:
+        return f"calls '{callee}', which keeps state for the sequences of clients, and a call belongs to none"
     return ""
 
 

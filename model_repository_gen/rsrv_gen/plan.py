@@ -191,6 +191,8 @@ def _obstacle(facts: BundleFacts, *, internal: bool) -> str:
         return "it is a meta model"
     if facts.hooks:
         return "it has hooks"
+    if facts.stateful:
+        return "it keeps state"
     if internal:
         return "only meta models call it"
     return missing_library()

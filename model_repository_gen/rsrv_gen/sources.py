@@ -103,6 +103,7 @@ def _check(path: Path) -> BundleFacts:
         hooks=bundle.hooks is not None,
         calls=tuple(manifest.meta_calls),
         external=tuple(manifest.meta_external),
+        stateful=manifest.state is not None,
     )
 
 

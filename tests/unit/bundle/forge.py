@@ -51,6 +51,23 @@ def tensor(name: str = "x", dtype: Any = "f32", shape: Any = "nc", **dims: Any) 
     return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
 
 
+HIDDEN: Mapping[str, Any] = {"name": "hidden", "dtype": "f32", "dims": [8]}
+STATE: Mapping[str, Any] = {"slots": 4, "tensors": [HIDDEN, {"name": "position", "dtype": "i32", "dims": []}]}
+COUNTER: Mapping[str, Any] = {**GOOD, "format_version": "3.2", "state": STATE}
+GENERATE: Mapping[str, Any] = {"context": 64, "max_tokens": 16, "stop": [2, 0]}
+WRITER: Mapping[str, Any] = {
+    **COUNTER,
+    "executable_inputs": [
+        tensor("tokens", "i32", "nt", t=-1),
+        tensor("lengths", "i32", "n"),
+        tensor("sampling", "f32", "ns", s=4),
+    ],
+    "executable_outputs": [tensor("token", "i32", "n")],
+    "input_shapes": [{"t": 1}, {"t": 16}],
+    "generate": GENERATE,
+}
+
+
 def safetensors_bytes(
     header: Mapping[str, Any] | str, buffer: bytes = b"", *, length: int | None = None
 ) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,19 @@ import pytest
 
 from rsrv_bundle import GenerateSpec, StateSpec, read_bundle, writer, yaml12
 from rsrv_bundle.spec import StateTensor
-from tests.unit.bundle.forge import GOOD, changed, make_bundle, problems_of, seal, tensor
+from tests.unit.bundle.forge import (
+    COUNTER,
+    GENERATE,
+    HIDDEN,
+    STATE,
+    WRITER,
+    changed,
+    make_bundle,
+    problems_of,
+    seal,
+    tensor,
+)
 
-HIDDEN: Mapping[str, Any] = {"name": "hidden", "dtype": "f32", "dims": [8]}
-STATE: Mapping[str, Any] = {"slots": 4, "tensors": [HIDDEN, {"name": "position", "dtype": "i32", "dims": []}]}
-COUNTER: Mapping[str, Any] = {**GOOD, "format_version": "3.2", "state": STATE}
-GENERATE: Mapping[str, Any] = {"context": 64, "max_tokens": 16, "stop": [2, 0]}
-WRITER: Mapping[str, Any] = {
-    **COUNTER,
-    "executable_inputs": [
-        tensor("tokens", "i32", "nt", t=-1),
-        tensor("lengths", "i32", "n"),
-        tensor("sampling", "f32", "ns", s=4),
-    ],
-    "executable_outputs": [tensor("token", "i32", "n")],
-    "input_shapes": [{"t": 1}, {"t": 16}],
-    "generate": GENERATE,
-}
 MODULES = ("model.b1.mlir", "model.b4.mlir")
 CHUNKS = tuple(f"model.v{variant}.b{size}.mlir" for variant in (0, 1) for size in (1, 4))
 

@@ -11,10 +11,20 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
-from rsrv_bundle import Bundle, TensorSpec, dtypes
-from rsrv_gen.config import EXECUTE_BYTES, EXECUTE_ROWS, MARK, ConfigError, max_batch_size, render, row_bytes
+from rsrv_bundle import Bundle, GenerateSpec, StateSpec, TensorSpec, dtypes
+from rsrv_bundle.spec import StateTensor
+from rsrv_gen.config import (
+    CANDIDATES,
+    EXECUTE_BYTES,
+    EXECUTE_ROWS,
+    MARK,
+    ConfigError,
+    max_batch_size,
+    render,
+    row_bytes,
+)
 from tests.unit.gen.bundles_for_tests import bundle, meta_bundle, spec
 
 
@@ -186,3 +196,44 @@ def test_every_bundle_reads_back_as_it_was_meant(
     if batched:
         known = max(sizes, default=config.max_batch_size)
         assert config.max_batch_size == known or config.max_batch_size * row_bytes(of) <= EXECUTE_BYTES
+
+
+def with_state(tokenizer: str | None = "", idle_timeout_s: float = 2.5) -> Bundle:
+    """Return a bundle that keeps state, and generates with this tokenizer unless that is empty."""
+    of = bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=2)])
+    state = StateSpec(4, (StateTensor("hidden", "f32", (8,)),), idle_timeout_s, "wait")
+    generate = GenerateSpec("tokens", "lengths", "sampling", "token", 64, (2,), 16, tokenizer, "{text}")
+    manifest = replace(of.manifest, state=state, generate=None if tokenizer == "" else generate)
+    return replace(of, manifest=manifest)
+
+
+def test_a_model_with_state_has_sequences_and_no_other_batching() -> None:
+    """Triton follows the sequences, with the manifest's idle time; the runtime alone counts slots."""
+    config = rendered(with_state())
+    assert not config.HasField("dynamic_batching")
+    assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
+    assert config.sequence_batching.oldest.max_candidate_sequences == CANDIDATES
+    assert not config.sequence_batching.control_input
+    assert (config.max_batch_size, list(config.input[0].dims)) == (8, [3])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tensors"),
+    [
+        ("tokenizer.json", [("text_input", "TYPE_STRING", [1]), ("text_output", "TYPE_STRING", [1])]),
+        (None, [("tokens", "TYPE_INT32", [-1]), ("token", "TYPE_INT32", [1])]),
+    ],
+)
+def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: list[Any]) -> None:
+    """A generation is decoupled, takes one prompt, and has the usage behind what it answers."""
+    config = rendered(with_state(tokenizer))
+    assert config.model_transaction_policy.decoupled
+    assert config.max_batch_size == 0
+    assert not config.HasField("sequence_batching")
+    found = [
+        (tensor.name, DataType.Name(tensor.data_type), list(tensor.dims))
+        for tensor in (*config.input, *config.output)
+    ]
+    assert found[:2] == tensors
+    usage = ["finish_reason", "prompt_tokens", "completion_tokens", "first_token_s", "token_s"]
+    assert [name for name, _, _ in found[2:]] == usage

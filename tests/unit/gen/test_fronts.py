@@ -9,6 +9,7 @@ import pytest
 from rsrv_gen import plan
 from rsrv_gen.cli import main
 from rsrv_gen.write import newest, touch
+from tests.unit.bundle.forge import COUNTER, make_bundle, seal
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 
@@ -97,3 +98,13 @@ def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, librar
     before, linked = newest(model), (model / library.name).stat().st_mtime_ns
     assert touch(model) > before
     assert (model / library.name).stat().st_mtime_ns == linked
+
+
+def test_a_model_with_state_gets_the_python_front(
+    bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests of sequences need the Python front, also where the native one is asked for."""
+    seal(make_bundle(bundles, COUNTER, name="counter"), "3.2")
+    assert generate(bundles, "stub: {front: native}") == 0
+    assert "counter (Python front: it keeps state)" in capsys.readouterr().out
+    assert "sequence_batching" in (bundles.parent / "gen/counter/config.pbtxt").read_text()

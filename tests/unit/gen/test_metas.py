@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rsrv_gen.cli import main
 from rsrv_gen.signatures import LINK_BYTES
 from tests.builders import FEW_EXAMPLES
+from tests.unit.bundle.forge import COUNTER, make_bundle, seal
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
@@ -348,3 +349,13 @@ def test_any_metas_carry_all_that_they_call(
             assert models(gen) == {*MODELS, *metas} - hidden
             marked = {n for n in models(gen) if "rsrv_internal" in (gen / n / "config.pbtxt").read_text()}
             assert marked == internal - hidden
+
+
+def test_a_call_of_a_model_with_state_is_refused(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A meta model cannot call a model with state, since its calls belong to no sequence."""
+    seal(make_bundle(bundles, COUNTER, name="counter"), "3.2")
+    write_meta(bundles / "caller", ["counter"])
+    assert run(bundles, "-o", gen) == 1
+    assert "calls 'counter', which keeps state for the sequences of clients" in capsys.readouterr().err

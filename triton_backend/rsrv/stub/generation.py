@@ -309,8 +309,10 @@ class GenerationEngine:
         with one.lock:
             if one.over:
                 return
+            ended = False
             try:
                 self._take(one)
+                ended = one.text is not None and one.text.stopped
                 if one.kept and one.params.stream and one.request.reply is not None:
                     piece, one.kept = one.kept, one.kept[:0]
                     one.parts += 1
@@ -320,8 +322,8 @@ class GenerationEngine:
                     "request %r: answering failed", one.request.id, extra=of_request(one.request.id)
                 )
                 one.fail(Status.INTERNAL, _BROKEN)
-            stopped = one.text is not None and one.text.stopped
-            if not stopped and one.request.failure is None:
+                ended = True
+            if not ended:
                 return
             # The answer ends before the runtime says so.
             one.finish_reason = "stop"

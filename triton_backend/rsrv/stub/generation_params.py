@@ -15,8 +15,8 @@ _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 #: a seed, and a number of tokens, is exact as f32 below this
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
-#: parameters of any request, which are read elsewhere
-_OTHERS = ("rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "rsrv_device", "reactant_timeout_ns")
+#: parameters of any request, which are read elsewhere; `id` is a field of `generate` that Triton takes for a parameter
+_OTHERS = ("id", "rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "rsrv_device", "reactant_timeout_ns")
 #: headers of one word that Triton may forward; the others have a hyphen or a capital letter
 _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
 

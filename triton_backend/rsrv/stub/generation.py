@@ -6,6 +6,7 @@ answer's limit of tokens; here tokens that wait for a sender thread become one p
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class AnswerStream:
     text: TextStream | None = None
     lock: Lock = field(default_factory=Lock)
     #: tokens that wait for a sender thread
-    tokens: list[int] = field(default_factory=list)
+    tokens: deque[int] = field(default_factory=deque)
     count: int = 0
     #: of the first and the latest token, by time.perf_counter
     first_at: float = 0.0
@@ -335,7 +336,7 @@ class GenerationEngine:
 
     def _take(self, one: AnswerStream) -> None:
         """Make text or tokens for the client of the tokens that have come."""
-        tokens, one.tokens = one.tokens, []
+        tokens = [one.tokens.popleft() for _ in range(len(one.tokens))]
         one.count += len(tokens)
         one.kept += tokens if one.text is None else one.text.feed(tokens)
 

@@ -1,0 +1,124 @@
+"""Streams under random events and parameters: each ends once, and nothing but sense reaches the runtime."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.stub.generation_params import read_generation_params
+from rsrv.stub.replies import RequestFailure
+from rsrv.wire.frames import Kind, Status, read_header, unpack_ids, unpack_json
+from rsrv.wire.generation import Generate, pack_generate, read_generate
+from tests.fakes import FakeRequest, FakeResponse
+from tests.unit.stub.test_generation import Model
+from tests.waiting import wait_until
+
+NAMES = ["max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stream", "rsrv_priority", "Stop"]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["1", "0.5", '["a"]']),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(), json_values, max_size=4), st.booleans())
+def test_parameters_are_right_or_refused(parameters: dict[str, Any], text: bool) -> None:
+    """Whatever passes has a frame that the runtime takes, with values in their limits."""
+    try:
+        found = read_generation_params(parameters, context=64, stop=[2], text=text)
+    except RequestFailure:
+        return
+    assert found.max_tokens is None or 1 <= found.max_tokens <= 64
+    assert 0 <= found.temperature <= 100
+    assert 0 < found.top_p <= 1
+    assert max(found.top_k, found.seed) < 1 << 24
+    assert all(found.stop_texts)
+    asked = Generate(1, [1], *found[:5], found.stop_tokens)
+    assert read_generate(unpack_json(pack_generate(asked))) == asked
+
+
+class Crowd:
+    """Requests of one model, and a runtime that does what chance says."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.model = Model()
+        self.requests: list[FakeRequest] = []
+        #: answers under way in the runtime of now
+        self.active: set[int] = set()
+
+    def ask(self) -> None:
+        choices: list[dict[str, Any]] = [{}, {}, {"stream": False}, {"stop": "b"}, {"max_tokens": 0}]
+        self.requests.append(self.model.ask("hi", **self.rng.choice(choices)))
+
+    def read(self) -> None:
+        """Take what the stub has sent until now."""
+        life = self.model.life
+        life.sock.settimeout(0.02)
+        while True:
+            try:
+                frame, _ = life.receiver.receive()
+            except (TimeoutError, BlockingIOError):
+                break
+            kind, count = read_header(frame)
+            if kind is Kind.GENERATE:
+                self.active.add(read_generate(unpack_json(frame)).request)
+            for id in unpack_ids(frame, count) if kind is Kind.CANCEL else ():
+                if id in self.active:
+                    self.end(id, Status.CANCELLED)
+
+    def end(self, id: int, status: Status) -> None:
+        self.active.discard(id)
+        self.model.life.end(id, "length" if status is Status.OK else "why", status)
+
+    def step(self) -> None:
+        if self.active and self.rng.random() < 0.8:
+            for id in self.rng.sample(sorted(self.active), self.rng.randint(1, len(self.active))):
+                self.model.life.say(id, *self.rng.choices("ab\N{SNOWMAN}".encode(), k=self.rng.randint(1, 3)))
+        match self.rng.randrange(6):
+            case 0 if self.active:
+                self.end(self.rng.choice(sorted(self.active)), self.rng.choice([Status.OK, Status.INTERNAL]))
+            case 1:
+                self.rng.choice(self.requests).cancelled = True
+            case 2 | 3:
+                self.ask()
+            case 4 if self.rng.random() < 0.3:
+                self.model.life.sock.close()
+                wait_until(lambda: self.model.session.attachment is None)
+                self.model.session.live()
+                self.active.clear()
+
+
+def ends(request: FakeRequest) -> int:
+    """Return how many last responses a request has got until now, and keep its responses."""
+    found: list[FakeResponse] = []
+    while not request.answers.empty():
+        found.append(request.answers.get())
+    for one in found:
+        request.answers.put(one)
+    return sum(one.error is not None or "completion_tokens" in one.arrays for one in found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_stream_ends_once(seed: int) -> None:
+    """Beside clients that go, runtimes that die, stop texts, and errors behind any number of tokens."""
+    crowd = Crowd(seed)
+    crowd.ask()
+    for _ in range(60):
+        crowd.read()
+        crowd.step()
+
+    def all_ended() -> bool:
+        crowd.read()
+        for id in sorted(crowd.active):
+            crowd.end(id, Status.OK)
+        return all(map(ends, crowd.requests))
+
+    wait_until(all_ended)
+    wait_until(lambda: crowd.model.engine._deferred.idle)
+    assert {ends(one) for one in crowd.requests} == {1}
+    crowd.model.engine.close()

@@ -268,6 +268,28 @@ def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path
     assert lazy.registrations[1]["asked"] is True
 
 
+def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp_path: Path) -> None:
+    """The next runtime may have to import its modules first, so `retry_s`, which is for deaths, is no limit."""
+    lazy = Lazy()
+
+    def sleep(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described(retry_s=0.0))
+        connection.receive_requests()
+        connection.dismiss()
+        (front.directory(0) / paths.ASLEEP).write_text("1000.5")
+
+    with Front(program, tmp_path, [sleep, lazy.start]) as front:
+        front.ask("open")
+        front.tell("send 1 1")
+        assert lazy.starting.wait(60)
+        front.tell("send 2 1")
+        lazy.may_start.set()
+        assert front.hear(2) == [doubled(1), doubled(2)]
+        front.ask("close")
+    assert (lazy.registrations[0]["asked"], "started" in lazy.registrations[0]) == (True, False)
+
+
 def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
     """The runtime sees the request that COLD crossed, and answers it on the same connection."""
 

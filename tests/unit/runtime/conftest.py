@@ -31,6 +31,7 @@ from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
+from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen, read_status
 from rsrv_bundle import Bundle, read_bundle
@@ -79,7 +80,8 @@ class Runtime:
     _thread: threading.Thread
 
     def open(self) -> Greeted:
-        return greet(connect(self.socket))
+        greeted = greet(connect(self.socket))
+        return replace(greeted, blackbox=BlackBoxReader(self.socket.parent))
 
     @property
     def alive(self) -> bool:

@@ -12,6 +12,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
+from rsrv.wire.paths import ASLEEP
 from rsrv.wire.socket import Closed, send
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_residency import answered
@@ -29,6 +30,7 @@ class Successor:
 
     problem: str = ""
     disk_is_full: bool = False
+    note: Path | None = None
     asked: list[str] = field(default_factory=list)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
@@ -41,6 +43,8 @@ class Successor:
     def stay_back(self) -> None:
         if self.disk_is_full:
             raise OSError("No space left on device")
+        if self.note is not None:
+            self.note.write_text("1000.5")
         self.asked.append("stay back")
 
 
@@ -146,6 +150,33 @@ def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     runtime.device.gate.set()
     assert [answered(one) for one in (executing, waiting)] == [1, 1]
     assert runtime.alive
+
+
+def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
+    start_runtime: StartRuntime, successor: Successor, doubling: Path, tmp_path: Path
+) -> None:
+    """The next runtime may have to import its modules first, so `retry_s`, which is for deaths, is no limit."""
+    settings = load_settings("stub: {in_place_ms: 0, retry_s: 0}")
+    runtime = start_runtime(settings)
+    successor.note = tmp_path / ASLEEP
+    runtime.loop.have_successor(successor)
+    engine = make_engine(runtime, doubling)
+    engine._process.resubmission.wake = engine.session.start  # as with `Replicas`
+    try:
+        interrupted = one_executes_and_one_waits(runtime, engine)
+        with Operator(runtime) as operator:
+            assert operator.do("sleep", drain_s=0, force=True) == {}
+        wait_until(lambda: not runtime.alive)
+        wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
+        later = ask(engine)
+
+        successor.note.unlink()
+        start_runtime(settings)
+
+        assert [answered(one) for one in (*interrupted, later)] == [1, 1, 1]
+    finally:
+        runtime.device.gate.set()
+        engine.close()
 
 
 def test_a_device_without_requests_sleeps_by_itself(

@@ -121,14 +121,16 @@ static void detach(struct link* link) {
 // Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
 static void lose(struct link* link, const char* why, const char* client) {
     struct text down;
+    bool sleeps = !client && runtime_sleeps(link->device);
     pthread_mutex_lock(&link->lock);
+    sleeps = sleeps && link->started;
     bool blames = link->first && board_blames(link->board, link->interface->key);
     struct pending* list = waiting_take_all(link);
     detach(link);
     bool closed = link->state == CLOSED, mends = !closed && !link->loading;
     if (!closed) {
-        // Nothing but a request starts the model again: its start has failed.
-        bool is_cold = client && !link->started && atomic_load(&link->owner->start_timeout_ns);
+        // Nothing but a request starts the model again: its start has failed, or its device sleeps.
+        bool is_cold = sleeps || (client && !link->started && atomic_load(&link->owner->start_timeout_ns));
         link->state = is_cold ? IS_COLD : MISSING;
         mends = mends && !is_cold;
         link->rejected = client != NULL;
@@ -139,8 +141,12 @@ static void lose(struct link* link, const char* why, const char* client) {
         set_text(&link->down, client == NULL ? NULL : is_cold ? down.bytes : *client ? client : NOT_AGAIN);
         set_backoff(link, is_cold ? FIRST_START_BACKOFF_NS : FIRST_BACKOFF_NS,
                     client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
+        if (sleeps) {
+            link->started = link->asked = false;
+            link->backoff_ns = link->due_ns = 0;
+        }
     }
-    bool logs = !closed && !link->loading;
+    bool logs = !closed && !link->loading && !sleeps;
     pthread_mutex_unlock(&link->lock);
     resubmission_wake();
     if (logs)
@@ -258,9 +264,11 @@ static void take_rejected(struct link* link, const struct frame* frame) {
 }
 
 // Takes COLD: the runtime need not have the model until a request waits. False: the link has no socket any more. If
-// requests are in flight, the runtime sees them; those that are about to be sent wait, and start the model again.
+// requests are in flight, the runtime sees them, unless its device is to sleep; those that are about to be sent wait, and
+// start the model again.
 static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     pthread_mutex_lock(&link->lock);
+    atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
     bool leaves = !link->first && (link->state == READY || link->state == REGISTERING);
     if (leaves) {
         if (link->state == READY && link->measured) waiting_report(link, now_ns());
@@ -272,7 +280,6 @@ static bool take_cold(struct link* link, int64_t start_timeout_ns) {
         link->started = link->asked = false;
         link->backoff_ns = link->due_ns = 0;
         set_text(&link->down, NULL);
-        atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
         link->attempted = true;
         pthread_cond_broadcast(&link->changed);
     }

@@ -183,6 +183,7 @@ struct greeted {
 
 // The directory of the runtime of a device. False: its path is too long.
 bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYTES]);
+bool runtime_sleeps(uint32_t device);  // the last one has ended so that its device sleeps
 // Connects to the runtime of a device, which is started if there is none. False and a reason: there is none.
 // `final`: trying again is of no use until somebody mends what the reason says.
 bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct text* why, bool* final);
@@ -229,7 +230,7 @@ struct pending {
     bool suspect;
     uint32_t deaths;  // of runtimes that executed it
     uint64_t waiting_bytes;
-    int64_t retry_until_ns, checked_ns;  // 0: it has not waited yet
+    int64_t waiting_since_ns, retry_until_ns, checked_ns;  // 0: it has not waited yet
     enum status status;
     struct text* failure;  // NULL: none
 };

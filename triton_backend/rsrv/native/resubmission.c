@@ -40,28 +40,33 @@ static void append(struct queue* queue, struct pending* one) {
 // Why a model has no runtime.
 struct outage {
     bool is_down;  // false: it has one
-    bool starts;   // it was cold
-    int64_t start_timeout_ns;
+    bool starts;   // it was cold, or its device sleeps
+    int64_t limit_ns;  // that requests wait for this reason
     int64_t ready_at_ns;
     struct text why;  // for clients; empty: there may be a runtime soon
 };
 
 static void read_outage(struct replicas* all, struct outage* outage) {
     outage->is_down = replicas_down(all, &outage->why, &outage->starts, &outage->ready_at_ns);
-    outage->start_timeout_ns = atomic_load(&all->start_timeout_ns);
+    // No runtime has said how long a start takes if it ended before its last frame was read.
+    outage->limit_ns = outage->starts ? atomic_load(&all->start_timeout_ns) : 0;
+    if (!outage->limit_ns) outage->limit_ns = atomic_load(&all->retry_ns);
 }
 
 // Fails a request that cannot wait longer.
 static bool is_over(struct pending* one, const struct outage* outage, int64_t now) {
     bool starts = outage->is_down && outage->starts, is_late = starts && one->deadline_ns && one->deadline_ns <= now;
+    if (!one->waiting_since_ns) one->waiting_since_ns = now;
+    // A death may be followed by a sleep, and a start by a death.
+    int64_t until_ns = one->waiting_since_ns + outage->limit_ns;
+    if (one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
     if (one->deaths >= MAX_DEATHS)
         request_fail(one, INTERNAL, "%s", SUSPECT);
     else if (outage->is_down && one->deadline_ns > now && one->deadline_ns < outage->ready_at_ns)
         request_fail(one, DEADLINE, TOO_SOON, (double)(outage->ready_at_ns - now) / NS_PER_S);
     else if (is_late || (starts && now >= one->retry_until_ns))
         request_fail(one, is_late ? DEADLINE : RUNTIME_DOWN, TOO_LONG,
-                     (double)(now - one->retry_until_ns + outage->start_timeout_ns) / NS_PER_S,
-                     (double)outage->start_timeout_ns / NS_PER_S);
+                     (double)(now - one->waiting_since_ns) / NS_PER_S, (double)outage->limit_ns / NS_PER_S);
     else if (waiting_is_late(one, now))
         request_fail(one, DEADLINE, "%s", LATE);
     else if (now >= one->retry_until_ns && (outage->is_down || !one->deaths))
@@ -97,8 +102,6 @@ void resubmission_add(struct link* link, struct pending* one) {
     one->checked_ns = now;
     one->waiting_bytes = request_input_bytes(one);
     read_outage(all, &outage);
-    if (!one->retry_until_ns)
-        one->retry_until_ns = now + (outage.starts ? outage.start_timeout_ns : atomic_load(&all->retry_ns));
     bool is_read = request_read_parameters(one), waits = false;
     pthread_mutex_lock(&lock);
     if (one->suspect) one->suspect = all->has_suspect = false;

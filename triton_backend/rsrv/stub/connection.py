@@ -433,6 +433,11 @@ class RuntimeConnection:
         """Tell whether executions of the model `key`, or of any, may be what ended the runtime, which is gone."""
         return not self.left and (self._blackbox is None or self._blackbox.is_suspect(key))
 
+    @property
+    def device_sleeps(self) -> bool:
+        """True if the runtime, which is gone, has ended so that its device sleeps."""
+        return self._blackbox is not None and self._blackbox.sleeps
+
     def leave_runtime(self) -> None:
         """Close the socket, for the model falls back to cold. The memory stays: Triton may still read answers there."""
         self.left = True

@@ -224,7 +224,7 @@ class PlacedRun:
 
     def progress(self) -> None:
         """Let the run wait for `retry_s` again after a further death, for a call has an answer."""
-        self._one.request.retry_until = 0.0
+        self._one.request.waiting_since = self._one.request.retry_until = 0.0
 
     def end(self, status: Status) -> None:
         """End the run where it is."""

@@ -81,6 +81,7 @@ class ClientRequest:
         "span",
         "tag",
         "triton",
+        "waiting_since",
     )
 
     def __init__(self, triton: Any, arrival: ArrivalTime, spans: Spans | None = None) -> None:
@@ -99,8 +100,8 @@ class ClientRequest:
         self.failure: RequestFailure | None = None
         #: runtimes that died while they executed it
         self.deaths = 0
-        #: time.monotonic until which it waits for a runtime; 0: it has not waited yet
-        self.retry_until = 0.0
+        #: time.monotonic since which, and until which, it waits for a runtime; 0: it has not waited yet
+        self.waiting_since = self.retry_until = 0.0
         #: set if the request is answered after execute() returned
         self.reply: Reply | None = None
         try:

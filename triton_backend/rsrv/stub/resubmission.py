@@ -71,7 +71,7 @@ class Resubmission:
         self.wake: Callable[[], object] = lambda: None
         #: gets the demand of those that wait, as `demand` returns it, whenever it may have changed
         self.tell: Callable[[Mapping[str, int]], object] = lambda demand: None
-        #: seconds that a request waits at most: over all deaths, or for the start of a cold model
+        #: seconds that a request waits at most: over all deaths, and if the model is cold or its device sleeps
         self.retry_s = self.start_timeout_s = 0.0
         #: a model that starts does not serve before
         self._ready_at = 0.0
@@ -101,8 +101,6 @@ class Resubmission:
     def add(self, request: ClientRequest, outcomes: Outcomes) -> None:
         """Have a request, which has a reply, wait for a runtime; or end it with the reason why it cannot. Thread-safe."""
         now = self._clock()
-        if not request.retry_until:
-            request.retry_until = now + (self.start_timeout_s if self._is_starting else self.retry_s)
         one = WaitingRequest(request, outcomes, _input_bytes(request), now)
         with self._lock:
             if request is self._suspect:
@@ -121,8 +119,6 @@ class Resubmission:
         Raises RequestFailure if it cannot wait longer. The run keeps its thread, so it does not count among the waiting.
         """
         now = self._clock()
-        if not request.retry_until:
-            request.retry_until = now + (self.start_timeout_s if self._is_starting else self.retry_s)
         with self._lock:
             failure = self._why_over(request, now)
             if failure is not None:
@@ -156,6 +152,11 @@ class Resubmission:
     def _is_starting(self) -> bool:
         """True if the model is cold or starts, so that no runtime has died."""
         return not any(session.started for session in self.sessions)
+
+    @property
+    def _start_limit_s(self) -> float:
+        """Seconds that requests wait for a start; no runtime has said so if it ended before its last frame was read."""
+        return self.start_timeout_s or self.retry_s
 
     def remember(self, arrays: Mapping[str, Array]) -> None:
         """Refuse requests with these inputs from now on: they ended two runtimes. Thread-safe."""
@@ -247,6 +248,10 @@ class Resubmission:
         if self._closed:
             return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
         is_down, is_starting = self._is_down, self._is_starting
+        request.waiting_since = request.waiting_since or now
+        # A death may be followed by a sleep, and a start by a death.
+        limit_s = self._start_limit_s if is_starting else self.retry_s
+        request.retry_until = max(request.retry_until, request.waiting_since + limit_s)
         if is_starting and 0 < request.params.deadline_ns <= 1e9 * now:
             return RequestFailure(Status.DEADLINE, self._still_starting(request, now))
         if is_down and now < request.params.deadline_ns / 1e9 < self._ready_at:
@@ -264,10 +269,9 @@ class Resubmission:
 
     def _still_starting(self, request: ClientRequest, now: float) -> str:
         """Return the client's text for a request that cannot wait until a cold model has started."""
-        waited = max(0.0, now - (request.retry_until - self.start_timeout_s))
         return (
-            f"the model is starting; this request has waited {waited:.1f} s for it, and requests wait "
-            f"{self.start_timeout_s:g} s at most. Send it again later, with a later deadline, or start the model ahead "
+            f"the model is starting; this request has waited {now - request.waiting_since:.1f} s for it, and requests wait "
+            f"{self._start_limit_s:g} s at most. Send it again later, with a later deadline, or start the model ahead "
             "with `rsrv prefetch --warm`"
         )
 

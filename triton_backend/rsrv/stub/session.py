@@ -318,13 +318,18 @@ class Session(Startable):
         return self.reading is not None or not self.started
 
     def lost(self, attachment: Attachment) -> None:
-        """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly."""
+        """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly.
+
+        If its device sleeps, the model is cold: requests, also those in flight, start it again.
+        """
+        sleeps = attachment.deferred.device_sleeps
         with self._lock:
             if self.attachment is not attachment:
                 return
             self.attachment, self.down, self.lost_at = None, DOWN, time.monotonic()
+            self.cold, self.started = sleeps, not sleeps
         self.on_change()
-        if not self._closed.is_set():
+        if not sleeps and not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._bring_up, name="reconnect", daemon=True).start()
 

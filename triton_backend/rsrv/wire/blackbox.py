@@ -107,16 +107,22 @@ def is_suspect(content: bytes, key: str) -> bool:
 
 
 class BlackBoxReader:
-    """Black box of a living runtime, to be read after its death."""
+    """Black box of a living runtime, to be read after its end."""
 
     def __init__(self, directory: Path) -> None:
         """Open the box of the runtime that serves `directory` now. Without one, each end counts as a crash."""
+        self._directory = directory
         try:
             self._fd = os.open(directory / paths.BLACKBOX, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
             return
         finalize(self, os.close, self._fd).atexit = False
+
+    @property
+    def sleeps(self) -> bool:
+        """True if the runtime has ended so that its device sleeps, and the next one is not there yet."""
+        return paths.asleep_since(self._directory) is not None
 
     def is_suspect(self, key: str) -> bool:
         """Return what the function `is_suspect` does, when the runtime is gone."""

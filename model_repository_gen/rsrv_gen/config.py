@@ -133,7 +133,7 @@ def _python_model(name: str, rows: int) -> Any:
 
 #: tensors of a generation, by whether it has a tokenizer: name, element type, dims
 _PROMPT = {True: ("text_input", DataType.TYPE_STRING, [1]), False: ("tokens", DataType.TYPE_INT32, [-1])}
-_ANSWER = {True: ("text_output", DataType.TYPE_STRING, [1]), False: ("token", DataType.TYPE_INT32, [1])}
+_ANSWER = {True: ("text_output", DataType.TYPE_STRING, [1]), False: ("tokens", DataType.TYPE_INT32, [-1])}
 #: outputs of an answer's last response only
 _USAGE = (
     ("finish_reason", DataType.TYPE_STRING, [1]),

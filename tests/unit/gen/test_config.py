@@ -221,7 +221,7 @@ def test_a_model_with_state_has_sequences_and_no_other_batching() -> None:
     ("tokenizer", "tensors"),
     [
         ("tokenizer.json", [("text_input", "TYPE_STRING", [1]), ("text_output", "TYPE_STRING", [1])]),
-        (None, [("tokens", "TYPE_INT32", [-1]), ("token", "TYPE_INT32", [1])]),
+        (None, [("tokens", "TYPE_INT32", [-1]), ("tokens", "TYPE_INT32", [-1])]),
     ],
 )
 def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: list[Any]) -> None:

@@ -178,7 +178,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "padding",
             "note",
-            "85.7% of a's rows are padding (4850 for 808 of requests)",
+            "85.7% of the rows of a are padding (4850 for 808 of requests)",
             server(
                 counts(
                     {
@@ -217,7 +217,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "held_back",
             "note",
-            "a's requests wait 5 ms for others, and 1000 executions had 1000 requests",
+            "requests of a wait 5 ms for others, and 1000 executions had 1000 requests",
             server(
                 counts({"a": model(queue_wait=times(1000, 0.005))}), settings="models: {a: {max_delay_us: 5000}}"
             ),

@@ -129,7 +129,7 @@ def test_padding(troubled: Any) -> None:
     server.ask(40, count=2)
     found = server.findings({1: 0.001, 4: 0.004, 8: 0.008})
     assert found.keys() == {"padding"}
-    assert found["padding"].evidence == "50% of a's rows are padding (80 for 80 of requests)"
+    assert found["padding"].evidence == "50% of the rows of a are padding (80 for 80 of requests)"
     assert found["padding"].cure.startswith("export batch size 2 as well (saves up to 50% of its device time")
 
 

@@ -354,7 +354,7 @@ def _padding(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFin
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
-        f"{percent(one.padding / total)} of {one.name}'s rows are padding ({one.padding} for {one.rows} of requests)",
+        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} for {one.rows} of requests)",
         f"executions have {one.rows / one.executions:.2g} rows on average, and they are compiled for {compiled:.2g}",
         f"export batch size {size} as well{gain}{'; ' if saved else ''}costs one more compilation)",
     )
@@ -410,7 +410,7 @@ def _held_back(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerF
     return ServerFinding(
         "held_back",
         "note",
-        f"{one.name}'s requests wait {duration(mean(one.queue_wait))} for others, and {one.executions} executions "
+        f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others, and {one.executions} executions "
         f"had {one.ended} requests",
         f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
         f"`rsrv policy {one.name} --max-delay-us 0`; later bursts share fewer executions",

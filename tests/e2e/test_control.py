@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -613,6 +614,17 @@ def test_the_control_process_is_replaced_while_the_device_sleeps(control: Contro
     wait_until(lambda: control.health() == SERVING, what="another control process")
     assert control.status().devices[0].HasField("asleep_since_unix_s")
     assert control.rsrv("wake").startswith("device 0: awake after")
+
+
+@pytest.mark.long
+def test_wake_starts_a_runtime_after_the_spare_was_killed(control: Control) -> None:
+    """While the device sleeps, the spare alone listens."""
+    control.rsrv("sleep")
+    wanted = {"--listener-fd", str(control.server.pid)}
+    (spare,) = (one for one in psutil.process_iter(["cmdline"]) if wanted <= set(one.info["cmdline"] or ()))
+    spare.kill()
+    assert control.rsrv("wake").startswith("device 0: awake after")
+    wait_until(lambda: {"exact", "steady", "changing"} <= ready(control), what="the models of before")
 
 
 def _until(condition: Callable[[], bool]) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.paths import ASLEEP
@@ -112,6 +113,31 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         assert [link.lives for link in server.runtimes.links] == [1, 1]
         # The stub has no connection to the new runtime until a request comes.
         assert server.runtimes.links[1].dismissed == {"a"}
+
+
+@looped
+async def test_wake_starts_a_runtime_if_the_spare_has_been_killed(tmp_path: Path) -> None:
+    """Nothing listens by then; a runtime that cannot be started is the reason of the refusal."""
+    async with served(tmp_path, models=["a"]) as server:
+        drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        server.all[-1].die()
+        loop, problem = asyncio.get_running_loop(), "the disk is full"
+
+        def launch(number: int) -> None:
+            if problem:
+                raise StatusError("UNAVAILABLE", problem)
+            (tmp_path / ASLEEP).unlink()
+            loop.call_soon_threadsafe(lambda: server.all.append(FakeRuntime(server.runtime._path)))
+
+        server.runtimes._launch = launch
+        assert await refusal(server.control.Wake(pb.WakeRequest())) == (grpc.StatusCode.UNAVAILABLE, problem)
+
+        problem = ""
+        answer = await server.control.Wake(pb.WakeRequest())
+
+        assert [one.number for one in answer.devices] == [0]
+        assert server.link.up
 
 
 @looped

@@ -104,7 +104,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     asyncio.get_running_loop().add_reader(server, gone.set)
 
     devices = server_devices(options.directory)
-    runtimes = Runtimes(device_directories(options.server_pid, options.directory, len(devices)))
+    directories = device_directories(options.server_pid, options.directory, len(devices))
+    runtimes = Runtimes(directories, launch=partial(_launch, options))
     cards = Cards(devices)
     processes = partial(stub_processes, options.server_pid, repository.absolute())
     reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid), processes)
@@ -179,6 +180,21 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         for listener in listeners:
             with suppress(TimeoutError):
                 await asyncio.wait_for(listener.stop(_GRACE_S), 10 * _GRACE_S)
+
+
+def _launch(options: argparse.Namespace, number: int) -> None:
+    """Connect to the runtime of a device, as a stub does, which starts one if none listens. Raises StatusError."""
+    # Imported only where it is needed: numpy takes memory.
+    from rsrv.control.grpc_service import StatusError
+    from rsrv.stub.session import UNREACHABLE, Launcher
+
+    launcher = Launcher(options.server_pid, str(number), options.settings, Path.cwd(), os.environ)
+    try:
+        launcher.open().sock.close()
+    except UNREACHABLE as error:
+        raise StatusError(
+            "UNAVAILABLE", f"the runtime of device {number} cannot be started: {error}"
+        ) from None
 
 
 def _exporting(settings: "Settings", runtimes: "Runtimes") -> "Exporting | None":

@@ -73,8 +73,17 @@ def device_directories(server_pid: int, first: Path, count: int) -> list[Path]:
 class Runtimes:
     """The links to all runtimes: a `RuntimeView` of their merged state. Belongs to one event loop; `run` keeps them up."""
 
-    def __init__(self, directories: Sequence[Path], timing: LinkTiming | None = None) -> None:
-        """`directories`: of the runtimes, by the number of their device; the first one has the operators' settings."""
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        timing: LinkTiming | None = None,
+        launch: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        """`directories`: of the runtimes, by the number of their device; the first one has the operators' settings.
+
+        `launch` returns when the runtime of a device takes connections, which it starts if none does. Raises StatusError.
+        """
+        self._launch = launch
         self.overrides = Overrides(directories[0] / paths.OVERRIDES)
         self._changes = ChangeCounter()
         self.links = tuple(
@@ -299,6 +308,8 @@ class Runtimes:
         began = clock()
         try:
             async with asyncio.timeout(_WAKE_S):
+                # The spare may have been killed meanwhile.
+                await asyncio.to_thread(self._launch, number)
                 while not link.up:
                     seen = self.changes
                     link.wake()

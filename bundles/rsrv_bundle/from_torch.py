@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.interface import InputPlan, plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
+from rsrv_bundle.stateful import export_stateful
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
 from rsrv_bundle.writer import free_target
 
@@ -49,41 +51,107 @@ def export_torch(
     with PyTorch, so that afterwards torch.compile and nn.DataParallel do not work in this process.
     """
     free_target(out_dir, options.get("overwrite", False))
-    module = _plain(module)
-    _check_module(module)
-    examples = {name: _example(name, value) for name, value in example_inputs.items()}
-    inputs = plan_inputs(
-        {name: value_of(name, value.dtype, value.shape) for name, value in examples.items()},
-        batch_sizes=batch_sizes,
-        batch_axis=batch_axis,
-        axes=axes or {},
-        input_shapes=input_shapes,
-    )
-    programs = _torch_programs().TracedModules(
-        module, {name: dtype_of(value.dtype) for name, value in examples.items()}
-    )
-    keys = list(inputs.keys())
-    with steps(f"trace {Path(out_dir).name}", len(keys)) as traced:
-        for variant, size in keys:
-            try:
-                programs.at(inputs.shapes(variant, size))
-            except BundleError as e:
-                raise (_without_batch(module, examples, inputs) or e) from e
-            traced.step(f"batch size {size}" if inputs.batched else "")
+    sizes = {
+        "batch_sizes": batch_sizes,
+        "batch_axis": batch_axis,
+        "axes": axes or {},
+        "input_shapes": input_shapes,
+    }
+    module, examples, programs = _traced(module, example_inputs, {}, Path(out_dir).name, sizes)
     # PyTorch's integers are 64 bits wide.
     with jax.enable_x64(True):
         return export_bundle(
             programs,
             programs.weights(),
             examples,
-            batch_sizes=batch_sizes,
             out_dir=out_dir,
-            batch_axis=batch_axis,
-            axes=axes,
-            input_shapes=input_shapes,
             original=_original(module),
-            **{"code": type(module), **options},
+            **{"code": type(module), **sizes, **options},
         )
+
+
+def export_stateful_torch(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    example_inputs: Mapping[str, Any],
+    *,
+    batch_sizes: Sequence[int],
+    out_dir: str | os.PathLike[str],
+    slots: int,
+    axes: Mapping[str, str] | None = None,
+    input_shapes: Sequence[Mapping[str, int]] = (),
+    output_names: Sequence[str] | None = None,
+    **options: Any,
+) -> Bundle:
+    """Write a module with state as a bundle: `forward` takes state tensors by name, and returns them under these names.
+
+    state: argument of `forward` -> tensor or array: the state that a sequence begins with, without the batch axis.
+    output_names: of a tuple, with the state's names among them.
+    The rest is as for `export_torch` and `rsrv_bundle.stateful.export_stateful`.
+    """
+    free_target(out_dir, options.get("overwrite", False))
+    sizes = {"batch_sizes": batch_sizes, "axes": axes or {}, "input_shapes": input_shapes}
+    first = {name: _example(f"state: {name}", value) for name, value in state.items()}
+    name = Path(out_dir).name
+    module, examples, programs = _traced(module, example_inputs, first, name, {"batch_axis": 0, **sizes})
+    eager = _original(module)
+
+    def split(result: Any) -> tuple[Any, Any]:
+        found = Results.of(result).named(output_names)
+        if missing := [name for name in first if name not in found]:
+            raise BundleError(
+                f"module: {missing[0]}: forward takes this state, and must return it by this name"
+            )
+        after = {name: found.pop(name) for name in first}
+        return found, after
+
+    def run(before: Any, **inputs: Any) -> Any:
+        found, after = split(eager.run(**inputs, **before))
+        return found, {name: to_numpy(name, value) for name, value in after.items()}
+
+    def begin(_: Any) -> Any:
+        return {name: jnp.asarray(value) for name, value in first.items()}
+
+    with jax.enable_x64(True):
+        return export_stateful(
+            lambda params, before, **inputs: split(programs(params, **inputs, **before)),
+            begin,
+            programs.weights(),
+            examples,
+            out_dir=out_dir,
+            slots=slots,
+            original=Original(run, eager.packages, eager.to_numpy),
+            **{"code": type(module), **sizes, **options},
+        )
+
+
+def _traced(
+    module: nn.Module,
+    example_inputs: Mapping[str, Any],
+    state: Mapping[str, Any],
+    name: str,
+    sizes: Mapping[str, Any],
+) -> tuple[nn.Module, dict[str, Any], Any]:
+    """Trace a module at each size, with the state of as many rows. Returns it, the examples, and the traced modules."""
+    module = _plain(module)
+    _check_module(module)
+    examples = {name: _example(name, value) for name, value in example_inputs.items()}
+    inputs = plan_inputs(
+        {name: value_of(name, value.dtype, value.shape) for name, value in examples.items()}, **sizes
+    )
+    programs = _torch_programs().TracedModules(
+        module, {name: dtype_of(value.dtype) for name, value in {**examples, **state}.items()}
+    )
+    keys = list(inputs.keys())
+    with steps(f"trace {name}", len(keys)) as traced:
+        for variant, size in keys:
+            rows = [(size, *value.shape) for value in state.values()]
+            try:
+                programs.at([*inputs.shapes(variant, size), *rows])
+            except BundleError as e:
+                raise ((not state and _without_batch(module, examples, inputs)) or e) from e
+            traced.step(f"batch size {size}" if inputs.batched else "")
+    return module, examples, programs
 
 
 def _without_batch(module: nn.Module, examples: Mapping[str, Any], inputs: InputPlan) -> BundleError | None:

@@ -32,6 +32,19 @@ def random_inputs(
             arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
         else:
             arrays.append(_random(rng, spec.dtype, shape))
+    return arrays if bundle.manifest.generate is None else _chunk(bundle, arrays)
+
+
+def _chunk(bundle: Bundle, arrays: list[Array]) -> list[Array]:
+    """Return random inputs of a generation as a chunk of prompts: 0 behind their lengths, and greedy."""
+    generate = bundle.manifest.generate
+    assert generate is not None
+    index = {spec.name: i for i, spec in enumerate(bundle.manifest.inputs)}
+    tokens = arrays[index[generate.tokens]]
+    lengths = arrays[index[generate.lengths]] % tokens.shape[1] + 1
+    arrays[index[generate.tokens]] = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    arrays[index[generate.lengths]] = lengths
+    arrays[index[generate.sampling]] *= 0
     return arrays
 
 

@@ -149,13 +149,13 @@ class _Pooled:
         self.slots = slots
         self.in_place = in_place
         first = jax.eval_shape(init, params) if callable(init) else init
-        names, leaves, self.tree = named_leaves("init", first)
+        names, leaves, self.tree = named_leaves("state", first)
         if not leaves:
             raise BundleError("init: gives no state; export a function without state with export_bundle")
         if not callable(init) and not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise BundleError("init: give a function of the weights, or jax.ShapeDtypeStruct for zeros")
         values = (
-            value_of(f"init: {name}", leaf.dtype, leaf.shape)
+            value_of(f"state: {name}", leaf.dtype, leaf.shape)
             for name, leaf in zip(names, leaves, strict=True)
         )
         self.tensors = tuple(StateTensor(name, *value) for name, value in zip(names, values, strict=True))

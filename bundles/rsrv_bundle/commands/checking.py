@@ -96,6 +96,10 @@ def _summary(bundle: Bundle, sizes: Sequence[int]) -> str:
         parts.append(f"{len(bundle.weights)} weights, {bundle.weight_bytes} bytes")
         if manifest.internal:
             parts.append("internal")
+        if manifest.state is not None:
+            parts.append(f"{manifest.state.slots} slots of {manifest.state.slot_bytes} bytes")
+        if manifest.generate is not None:
+            parts.append(f"generates {'text' if manifest.generate.tokenizer else 'tokens'}")
     if bundle.hooks is not None:
         parts.append("hooks")
     parts.append(f"sha256 {bundle.digest[:12]}")

@@ -15,6 +15,7 @@ from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatures, module_file, read_module
 from rsrv_bundle.reader import HOOKS_FILE, list_files
 from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
+from rsrv_bundle.state_sections import generate_entry, state_entry
 
 #: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
 #: its memory; "none": no count
@@ -36,8 +37,9 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         "description": manifest.description,
         "internal": manifest.internal,
         "sha256": bundle.digest,
-        "client_inputs": [_tensor(spec) for spec in manifest.wire_inputs],
-        "client_outputs": [_tensor(spec) for spec in manifest.wire_outputs],
+        # Of a generation, `generate` says what clients send.
+        "client_inputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_inputs],
+        "client_outputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_outputs],
     }
     if manifest.kind == "meta":
         found["meta"] = {
@@ -55,6 +57,11 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         signatures = check_signatures(bundle, look)
         found["modules"] = [_module(bundle, key, signature, costs) for key, signature in signatures.items()]
         found["weights"] = _weights(bundle.weights)
+        if manifest.state is not None:
+            sizes = {"slot_bytes": manifest.state.slot_bytes, "pool_bytes": manifest.state.pool_bytes}
+            found["state"] = {**state_entry(manifest.state), **sizes}
+        if manifest.generate is not None:
+            found["generate"] = generate_entry(manifest.generate)
     found["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
     found["files"] = _other_files(bundle)
     found["numerics"] = dict(manifest.numerics)
@@ -82,6 +89,9 @@ def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: C
     file = module_file(bundle, key)
     blob = read_module(bundle, key, signature)
     taken = signature.inputs[: len(bundle.manifest.inputs)]
+    state = bundle.manifest.state
+    # The pools come last.
+    given = signature.outputs[: len(signature.outputs) - (len(state.tensors) if state else 0)]
     return {
         "file": file.name,
         "variant": key[0],
@@ -89,7 +99,7 @@ def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: C
         "bytes": len(blob),
         "stablehlo": ".".join(map(str, artifact_version(blob))),
         "input_bytes": sum(map(_bytes, taken)),
-        "output_bytes": sum(map(_bytes, signature.outputs)),
+        "output_bytes": sum(map(_bytes, given)),
         **_cost(bundle, key, signature, costs),
     }
 

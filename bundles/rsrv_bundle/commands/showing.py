@@ -49,6 +49,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _section("Modules", _modules(found["modules"]), head=True)
         yield from (f"  {line}" for line in _COUNTED[found["costs"]].splitlines())
         yield from _weights(found["weights"])
+        if state := found.get("state"):
+            yield from _state(state)
+        yield from _section("Generates", list(_flat(found.get("generate", {}))))
     yield from _section("Hooks", [(name,) for name in found["hooks"]])
     yield from _section("Other files", [(name, amount(size)) for name, size in found["files"].items()])
     yield from _section("Numerics", list(_flat(found["numerics"])))
@@ -129,6 +132,13 @@ def _weights(weights: Mapping[str, Any]) -> Iterator[str]:
         yield f"  the {len(largest)} largest:"
     rows = [(one["name"], one["dtype"], str(one["dims"]), amount(one["bytes"])) for one in largest]
     yield from (f"  {line}" for line in table(rows)) if rows else ()
+
+
+def _state(state: Mapping[str, Any]) -> Iterator[str]:
+    slots = f"{state['slots']} slots of {amount(state['slot_bytes'])}, {amount(state['pool_bytes'])}"
+    when = f"idle sequences end after {state['idle_timeout_s']:g} s; if all slots are taken: {state['when_full']}"
+    rows = [(one["name"], one["dtype"], str(one["dims"])) for one in state["tensors"]]
+    yield from _section(f"State: {slots}; {when}", rows)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

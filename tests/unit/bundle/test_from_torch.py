@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rsrv_bundle import BundleError, load_weights
 from rsrv_bundle.dtypes import TOKENS, numpy_dtype
-from rsrv_bundle.from_torch import eager_torch, export_torch
+from rsrv_bundle.from_torch import eager_torch, export_stateful_torch, export_torch
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
 
 X = {"x": torch.zeros(1, 3)}
@@ -440,3 +440,45 @@ def test_a_float_of_8_bits_is_a_weight_only(tmp_path: Path) -> None:
         BundleError, match="x: has the element type complex64, which the format has no name for"
     ):
         to_numpy("x", torch.zeros(1, dtype=torch.complex64))
+
+
+class Recurrent(nn.Module):
+    """Cell whose state is an input and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor, steps: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.cell(x, hidden)
+        return {"hidden": hidden, "y": hidden.sum(1), "steps": steps + 1}
+
+
+def test_a_module_with_state_is_exported(tmp_path: Path) -> None:
+    """State that `forward` takes and returns by name becomes that of sequences, and begins as it is given."""
+    state = {"hidden": torch.ones(4), "steps": torch.tensor(5)}
+    bundle = export_stateful_torch(
+        Recurrent().eval(), state, X, slots=8, batch_sizes=[2], out_dir=tmp_path / "m"
+    )
+    assert [spec.name for spec in bundle.manifest.outputs] == ["y"]
+    assert bundle.manifest.state is not None
+    assert [(one.name, one.dtype) for one in bundle.manifest.state.tensors] == [
+        ("hidden", "f32"),
+        ("steps", "i64"),
+    ]
+    assert {weight.name for weight in bundle.weights} == {
+        f"cell.{kind}_{side}h" for kind in ("weight", "bias") for side in "ih"
+    }
+    with pytest.raises(
+        BundleError, match="module: z: forward takes this state, and must return it by this name"
+    ):
+        export_stateful_torch(
+            Forgetful().eval(), {"z": torch.zeros(3)}, X, slots=8, batch_sizes=[2], out_dir=tmp_path / "n"
+        )
+
+
+class Forgetful(nn.Module):
+    """Module that does not return its state."""
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": x + z}

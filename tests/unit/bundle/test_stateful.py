@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv_bundle import Bundle, BundleError, read_bundle
+from rsrv_bundle import Bundle, BundleError, cli, read_bundle
+from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.modules import known_version
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.stateful import export_generative, export_stateful
 
@@ -147,7 +150,7 @@ def wrong_tree(params: Any, state: Any, x: Any) -> Any:
         ({"slots": 3}, "takes 4 rows, but only 3 sequences have a slot"),
         ({"init": {}}, "init: gives no state"),
         ({"init": {"sum": np.zeros(3, np.float32)}}, "init: give a function of the weights"),
-        ({"init": {"sum": 3}}, "init: sum: is a int; make it an array"),
+        ({"init": {"sum": 3}}, "state: sum: is a int; make it an array"),
         ({"when_full": "drop"}, "state.when_full: must be wait, refuse, host, not 'drop'"),
     ],
 )
@@ -191,17 +194,23 @@ def export_model(out_dir: Path, step: Any = attend, **options: Any) -> Bundle:
     )
 
 
-def test_a_language_model_generates(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export the model with a file for its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "tokenizer.json").write_text("{}")
+    return export_model(folder / "model", tokenizer=folder / "tokenizer.json", template="Q: {text}").path
+
+
+def test_a_language_model_generates(model: Path) -> None:
     """A model is exported with chunks, position and sampling; a prompt in chunks goes on as the whole one."""
-    file = tmp_path / "tokenizer.json"
-    file.write_text("{}")
-    bundle = export_model(tmp_path / "model", tokenizer=file, template="Q: {text}")
+    bundle = read_bundle(model)
     assert bundle.manifest.generate is not None
     assert (bundle.manifest.generate.tokenizer, bundle.manifest.generate.stop) == ("tokenizer.json", (2,))
     assert (bundle.path / "tokenizer.json").read_text() == "{}"
     assert bundle.manifest.chunks == (1, 8)
     assert set(bundle.manifest.numerics["source"]) == {"model.v0.b2", "model.v1.b2"}  # type: ignore[arg-type]
-    run = ModuleRunner(read_bundle(bundle.path))
+    run = ModuleRunner(bundle)
 
     def ask(variant: int, tokens: list[int], slot: int, pools: Any) -> tuple[int, Any]:
         padded = np.zeros((2, bundle.manifest.chunks[variant]), np.int32)
@@ -236,3 +245,37 @@ def test_a_state_tensor_called_position_is_refused(tmp_path: Path) -> None:
     taken = {"position": jax.ShapeDtypeStruct((), jnp.int32)}
     with pytest.raises(BundleError, match="init: position: the exporter adds"):
         export_generative(attend, taken, MODEL, slots=1, context=8, max_tokens=1, out_dir=tmp_path / "m")
+
+
+def test_the_tools_know_state_and_generation(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check`, `show` and `diff` of rsrv-bundle have a bundle's slots and what it generates."""
+    assert cli.main(["check", "--numerics", str(model)]) == 0
+    assert ", 4 slots of 1028 bytes, generates text, " in capsys.readouterr().out
+    assert cli.main(["show", str(model)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "State: 4 slots of 1.03 kB, 4.11 kB; idle sequences end after 60 s; if all slots are taken: wait"
+        in lines
+    )
+    assert "  keys      f32  [32, 8]" in lines
+    assert "  template    Q: {text}" in lines
+    assert "Clients send" not in lines
+    other = shutil.copytree(model, tmp_path / "model")
+    text = (other / "manifest.yaml").read_text()
+    (other / "manifest.yaml").write_text(
+        text.replace("slots: 4", "slots: 5").replace("context: 32", "context: 31")
+    )
+    assert cli.main(["diff", str(model), str(other)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert {"state.slots: 4 in A, 5 in B", "generate.context: 32 in A, 31 in B"} <= set(lines)
+
+
+@pytest.mark.long
+def test_a_bundle_with_state_is_upgraded(model: Path, tmp_path: Path) -> None:
+    """`rsrv-bundle upgrade` keeps state and generation, and compares the first steps."""
+    new = upgrade(model, tmp_path / "model", stablehlo=known_version("1.9.0"))
+    old = read_bundle(model).manifest
+    assert (new.manifest.state, new.manifest.generate) == (old.state, old.generate)
+    assert new.manifest.format_version == "3.2"

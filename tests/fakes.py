@@ -29,6 +29,7 @@ from rsrv.runtime.device import (
     Hardware,
     Launched,
     OutOfMemory,
+    Pools,
     never,
 )
 from rsrv_bundle.modules import Signature
@@ -71,7 +72,7 @@ class Gate:
         opened.wait(30)
 
 
-Operation = Literal["upload", "launch", "read", "page_lock", "profile"]
+Operation = Literal["upload", "launch", "read", "read_slot", "write_slot", "page_lock", "profile"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -79,6 +80,14 @@ class FakeBuffer:
     """A tensor on a `FakeDevice`: a copy, as on a real one."""
 
     array: Array
+    live: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class FakePools:
+    """State tensors on a `FakeDevice`; an execution that fails loses them."""
+
+    arrays: list[Array]
     live: bool = True
 
 
@@ -246,17 +255,65 @@ class FakeDevice:
         weights: Sequence[Buffer],
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
+        pools: Pools | None = None,
     ) -> Launched:
         arrays = [one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in inputs]
         self.in_place += sum(isinstance(one, FakeBuffer) for one in inputs)
         rows = len(arrays[0]) if arrays and arrays[0].ndim else 0
         with self._lock:
             self._failures.meet("launch")
-        execution = _FakeExecution(partial(self._execute, rows, weights, arrays, self.fail), unread)
+        if pools is not None:
+            # Computed at once: the next launch takes what this one leaves.
+            outputs = self._execute_on(pools, rows, weights, arrays)
+            execution = _FakeExecution(lambda: outputs, unread)
+        else:
+            execution = _FakeExecution(partial(self._execute, rows, weights, arrays, self.fail), unread)
         self.launched.put(rows)
         if not self.asynchronous:
             execution.outputs()
         return Launched(execution)
+
+    def _execute_on(
+        self, pools: Pools, rows: int, weights: Sequence[Buffer], inputs: Sequence[Array]
+    ) -> list[Array]:
+        assert isinstance(pools, FakePools)
+        assert pools.live, "executes on lost state"
+        state = [Buffer(FakeBuffer(array)) for array in pools.arrays]
+        pools.live = False
+        results = self._execute(rows, [*weights, *state], inputs, self.fail)
+        count = len(results) - len(state)
+        pools.arrays, pools.live = results[count:], True
+        return results[:count]
+
+    def make_pools(self, kinds: Sequence[ArrayKind]) -> Pools:
+        arrays = [np.zeros(*kind) for kind in kinds]
+        for array in arrays:
+            self._move(array)
+        return Pools(FakePools(arrays))
+
+    def free_pools(self, pools: Pools) -> None:
+        assert isinstance(pools, FakePools)
+        pools.live = False
+        with self._lock:
+            self.resident -= len(pools.arrays)
+            self.device_bytes -= sum(array.nbytes for array in pools.arrays)
+
+    def holds(self, pools: Pools) -> bool:
+        assert isinstance(pools, FakePools)
+        return pools.live
+
+    def read_slot(self, pools: Pools, slot: int) -> list[Array]:
+        assert isinstance(pools, FakePools)
+        with self._lock:
+            self._failures.meet("read_slot")
+        return [array[slot].copy() for array in pools.arrays]
+
+    def write_slot(self, pools: Pools, slot: int, values: Sequence[Array]) -> None:
+        assert isinstance(pools, FakePools)
+        with self._lock:
+            self._failures.meet("write_slot")
+        for array, value in zip(pools.arrays, values, strict=True):
+            array[slot] = value
 
     def keep(self, launched: Launched, index: int) -> Buffer:
         assert isinstance(launched, _FakeExecution)

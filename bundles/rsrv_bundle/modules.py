@@ -47,6 +47,8 @@ class Signature:
     digest: str = field(default="", compare=False)
     #: of the unchanged module's f32 products
     precision: Precision = field(default_factory=Precision, compare=False)
+    #: number of the last arguments whose memory the last results take over: the pools of a bundle with state
+    donated: int = 0
 
 
 #: (a module's bytes, its file's name) -> its signature; raises BundleError
@@ -220,7 +222,7 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
             problems.add(file.name, "", f"takes {size} rows, but only {state.slots} sequences have a slot")
         _check_arguments(bundle, variant, size, signature, file.name, problems)
         _check_results(bundle, size, signature, file.name, problems)
-        signatures[variant, size] = signature
+        signatures[variant, size] = dataclasses.replace(signature, donated=len(_pools(bundle)))
     problems.raise_if_any()
     return signatures
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rsrv.runtime import jax_device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.device import Array, Buffer, Executable, Launched
+from rsrv.runtime.device import Array, Buffer, Executable, Launched, Pools
 from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
@@ -37,9 +37,10 @@ class PacedDevice(JaxDevice):
         weights: Sequence[Buffer],
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
+        pools: Pools | None = None,
     ) -> Launched:
         started = time.perf_counter()
-        launched = super().launch(executable, weights, inputs, unread)
+        launched = super().launch(executable, weights, inputs, unread, pools)
         time.sleep(max(0.0, started + pace(inputs) - time.perf_counter()))
         return launched
 

@@ -36,6 +36,7 @@ _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
     "inputs_at": ((0, 64, 1024), (1, 65472, 65536, 2**31, 2**63, 2**64 - 64)),
     "outputs_at": ((2048, 4096, 0), (1, 65472, 65536, 2**31, 2**63, 2**64 - 64)),
     "run": ((0,), _WILD_IDS),
+    "sequence": ((0,), _WILD_IDS),
     "callee": ((0,), (1, 65535)),
 }
 _OTHER_FIELDS: tuple[Sequence[int], Sequence[int]] = ((0, 1, 2), (65535,))

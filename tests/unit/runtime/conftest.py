@@ -176,7 +176,7 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     """Return a model that is compiled, loaded and measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
-    model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False)
+    model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False, model.pool)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model
 

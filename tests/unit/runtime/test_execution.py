@@ -19,6 +19,7 @@ from rsrv.runtime.executor import (
     scatter,
 )
 from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.state_pool import StatePool
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
@@ -36,6 +37,7 @@ BLOCKS = {
 class FakeModel:
     interface: Interface
     key = "model"
+    pool: StatePool | None = None
 
 
 def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:

@@ -13,8 +13,10 @@ from rsrv.runtime.known_modules import KnownModules
 from rsrv_bundle import inspection, read_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import check_signatures
+from tests.builders import export_sums
 
-#: makes a device three times, each with what the former has left: the second lowers no module, and the third finds damage
+#: makes a device three times, each with what the former has left: the second lowers no module, and the third finds damage;
+#: also a loaded executable takes the memory of a model's state over
 _THREE_DEVICES = """
 import hashlib, sys
 from pathlib import Path
@@ -23,10 +25,11 @@ from jax._src import compilation_cache
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
+from rsrv.runtime.state_pool import SequenceTensors, SlotRow
 from rsrv_bundle import modules
 from tests.unit.runtime.conftest import build_here
 
-cache, bundle = map(Path, sys.argv[1:])
+cache, bundle, sums = map(Path, sys.argv[1:])
 
 def counts():
     compilation_cache.reset_cache()
@@ -36,6 +39,14 @@ def counts():
         x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
         (y,), _ = run(device, executable, model.weights, [x])
         np.testing.assert_array_equal(y, 2 * x + 1)
+    model, tensors = build_here(sums, device), SequenceTensors()
+    addresses = [array.unsafe_buffer_pointer() for array in model.pool._pools.arrays]
+    for step, ((_, size), executable) in enumerate(sorted(model.executables.items()), 1):
+        row, before = SlotRow(2, tensors, step == 1), model.pool._pools.arrays
+        x = np.ones((size, 3), np.float32)
+        y, steps = device.read(model.pool.launch(device, executable, model.weights, [x], size, [row]))[0]
+        assert (y[0, 0], steps[0], before[0].is_deleted()) == (1 + step, step, True)
+        assert [array.unsafe_buffer_pointer() for array in model.pool._pools.arrays] == addresses
     return device.cache_counts.compiled, device.cache_counts.from_cache
 
 print(counts())
@@ -51,10 +62,11 @@ print(counts()[0])
 def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
     """The answers are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
     (tmp_path / "cache").mkdir(mode=0o700)
-    command = [sys.executable, "-c", _THREE_DEVICES, str(tmp_path / "cache"), str(doubling)]
+    sums = export_sums(tmp_path / "sums")
+    command = [sys.executable, "-c", _THREE_DEVICES, str(tmp_path / "cache"), str(doubling), str(sums)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["(3, 0)", "(0, 3)", "3"]
+    assert ended.stdout.splitlines() == ["(5, 0)", "(0, 5)", "5"]
 
 
 def test_known_modules_are_not_parsed(

@@ -18,6 +18,8 @@ ArrayKind = tuple[tuple[int, ...], np.dtype[Any]]
 Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
+#: state tensors of all slots of a model, in device memory: opaque, too
+Pools = NewType("Pools", object)
 
 
 class DeviceError(Exception):
@@ -137,12 +139,29 @@ class Device(Protocol):
         weights: Sequence[Buffer],
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
+        pools: Pools | None = None,
     ) -> Launched:
         """Start an execution; `weights` in argument order. Its inputs must not change until `read` returns.
 
-        Outputs with an index in `unread` are not copied to the host. Raises OutOfMemory; so does `read`, depending on
+        Outputs with an index in `unread` are not copied to the host. The execution replaces the contents of `pools`,
+        its last arguments and results; if it fails, they may be lost. Raises OutOfMemory; so does `read`, depending on
         the device.
         """
+
+    def make_pools(self, kinds: Sequence[ArrayKind]) -> Pools:
+        """Allocate state tensors of zeros; their first axis is the slot. Raises OutOfMemory."""
+
+    def free_pools(self, pools: Pools) -> None:
+        """Free state tensors, which no execution may use."""
+
+    def holds(self, pools: Pools) -> bool:
+        """Return whether state tensors have their contents, after an execution that could not be launched."""
+
+    def read_slot(self, pools: Pools, slot: int) -> list[Array]:
+        """Return a slot's tensors on the host, when the executions before are done. May compile."""
+
+    def write_slot(self, pools: Pools, slot: int, values: Sequence[Array]) -> None:
+        """Replace a slot's tensors. May compile."""
 
     def keep(self, launched: Launched, index: int) -> Buffer:
         """Return an output of an execution that is not yet read. It stays on the device while the buffer is referenced."""

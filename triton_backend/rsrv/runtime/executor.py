@@ -19,6 +19,8 @@ from rsrv.runtime.allocation import LARGE, PageLocks, aligned
 from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Launched, OutOfMemory
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.runs import Kept, MetaRun, view
+from rsrv.runtime.sequences import SequenceEntry
+from rsrv.runtime.state_pool import SlotRow
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
 from rsrv.wire.blackbox import Phase
@@ -39,6 +41,7 @@ class RequestSlice:
     outputs_at: int
     run: MetaRun | None = None
     tag: int = 0  # hash of the client's id for it; 0: it has none
+    sequence: SequenceEntry | None = None
 
     def start(self, outputs: bool) -> int:
         return self.outputs_at if outputs else self.inputs_at
@@ -117,6 +120,8 @@ class Dispatch:
     has_calls: bool = False
     #: it is of a request that executes alone
     alone: bool = False
+    #: of a model with state: the slot of each slice
+    rows_in_slots: tuple[SlotRow, ...] = ()
 
     def kept(self, index: int) -> list[Kept | None] | None:
         """Return the tensors of an input that are on the device already, by slice; None: none is."""
@@ -262,6 +267,8 @@ class Flight:
     launched: Launched
     #: the block of its assembled inputs; None: they are read in place
     staged: Array | None
+    #: of the model's state before it
+    losses: int = 0
 
 
 def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
@@ -286,10 +293,15 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
             staging.locks.add(first.segment, device.page_lock)
     inputs = gather(dispatch, staged, device)
     executable = dispatch.model.executables[dispatch.variant, dispatch.size]
-    launched = device.launch(executable, weights, inputs, dispatch.unread)
+    pool, losses = dispatch.model.pool, 0
+    if pool is None:
+        launched = device.launch(executable, weights, inputs, dispatch.unread)
+    else:
+        losses = pool.losses
+        launched = pool.launch(device, executable, weights, inputs, dispatch.size, dispatch.rows_in_slots)
     if dispatch.has_calls:
         _keep(dispatch, launched, device)
-    return Flight(dispatch, launched, staged)
+    return Flight(dispatch, launched, staged, losses)
 
 
 def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
@@ -307,8 +319,13 @@ def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
     """Wait for the outputs and copy them to shared memory; return the execution's seconds."""
-    outputs, seconds = device.read(flight.launched)
-    scatter(flight.dispatch, outputs)
+    try:
+        outputs, seconds = device.read(flight.launched)
+        scatter(flight.dispatch, outputs)
+    except Exception:
+        if (pool := flight.dispatch.model.pool) is not None:
+            pool.lose(device, flight.losses)
+        raise
     # Not after a failure: the device may still read them.
     if flight.staged is not None:
         staging.give(flight.staged)

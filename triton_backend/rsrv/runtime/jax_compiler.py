@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -96,7 +96,8 @@ class AheadCompiler:
 
         # An export names the platforms that it is for, and the process has the CPU only.
         exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
-        return lower(exported, self._jax.sharding.SingleDeviceSharding(self._device))
+        sharding = self._jax.sharding.SingleDeviceSharding(self._device)
+        return lower(exported, signature.donated, sharding)
 
 
 def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
@@ -113,14 +114,20 @@ def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
     )
 
 
-def lower(exported: Any, sharding: Any = None) -> Any:
-    """Return jax's `Lowered` of an export, for the default device or a sharding."""
+def lower(exported: Any, donated: int, sharding: Any = None) -> Any:
+    """Return jax's `Lowered` of an export, for the default device or a sharding; `donated` as in its signature.
+
+    Its first results are those that take the memory of donated arguments over: jax gives it to the first of equal type.
+    """
     import jax
 
     struct: Any = jax.ShapeDtypeStruct  # has no types
     structs = [struct(a.shape, a.dtype, sharding=sharding) for a in exported.in_avals]
-    function: Any = jax.jit(exported.call)
-    return function.lower(*structs)
+
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        return _last_first(donated, exported.call(*arguments))
+
+    return jax.jit(call, donate_argnums=_last(donated, structs)).lower(*structs)
 
 
 def lower_placeholder(signature: Signature) -> Any:
@@ -135,9 +142,19 @@ def lower_placeholder(signature: Signature) -> Any:
         [struct(shape, numpy_dtype(token)) for token, shape in side]
         for side in (signature.inputs, signature.outputs)
     )
-    call = jax.ffi.ffi_call("rsrv_placeholder", results)
-    function: Any = jax.jit(lambda *arguments: tuple(call(*arguments)), keep_unused=True)
+    call = jax.ffi.ffi_call("rsrv_placeholder", _last_first(signature.donated, results))
+    donated = _last(signature.donated, arguments)
+    function: Any = jax.jit(lambda *taken: tuple(call(*taken)), keep_unused=True, donate_argnums=donated)
     return function.lower(*arguments)
+
+
+def _last(count: int, arguments: Sequence[object]) -> tuple[int, ...]:
+    return tuple(range(len(arguments) - count, len(arguments)))
+
+
+def _last_first(count: int, values: Sequence[Any]) -> tuple[Any, ...]:
+    at = len(values) - count
+    return (*values[at:], *values[:at])
 
 
 def use_cache(cache: CompileCache) -> bool:

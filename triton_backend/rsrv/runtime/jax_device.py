@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import count
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -46,6 +47,7 @@ from rsrv.runtime.device import (
     Executable,
     Launched,
     OutOfMemory,
+    Pools,
     never,
 )
 from rsrv.runtime.free_pieces import FreePieces, rounded
@@ -98,6 +100,16 @@ class _LaunchedExecution:
     previous: "_LaunchedExecution | None" = None
     #: time of its end, once a thread has observed it
     ready: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _SlotPools:
+    """Arrays behind a `Pools`."""
+
+    arrays: Sequence[Any]
+    kinds: tuple[ArrayKind, ...]
+    #: of their memory in `FreePieces`, which stays theirs: each execution writes its results there
+    pieces: Sequence[int]
 
 
 class JaxDevice:
@@ -213,6 +225,11 @@ class JaxDevice:
                     f"weights cannot be copied to {self._device.device_kind}: {error}"
                 ) from None
         self._allocator = lru_cache(_ALLOCATORS)(self._compile_allocator)
+        self._pool_maker = lru_cache(_ALLOCATORS)(self._compile_pool_maker)
+        self._slot_reader = lru_cache(_ALLOCATORS)(self._compile_slot_reader)
+        self._slot_writer = lru_cache(_ALLOCATORS)(self._compile_slot_writer)
+        #: names of the pools' pieces: no id of an object is negative
+        self._pool_pieces = count(-1, -1)
         #: bytes that an execution allocates for its intermediates and for each output, by executable
         self._working_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         #: None: the allocator's pieces are not known
@@ -243,9 +260,8 @@ class JaxDevice:
             compiled = self._load_known(key[0].hex(), signature, stored)
             if compiled is None:
                 with self._cache.offering(stored):
-                    compiled = self._compile(
-                        as_exported(module, signature), key[0].hex(), stored=stored is not None
-                    )
+                    exported, digest = as_exported(module, signature), key[0].hex()
+                    compiled = self._compile(exported, digest, signature.donated, stored=stored is not None)
         except Exception as error:
             self._examine(error)
             raise
@@ -256,7 +272,8 @@ class JaxDevice:
         self._jax.clear_caches()
         self._executables[key] = compiled
         if (size := compiled.memory_analysis()) is not None:
-            outputs = (math.prod(shape) * numpy_dtype(token).itemsize for token, shape in signature.outputs)
+            made = signature.outputs[: len(signature.outputs) - signature.donated]
+            outputs = (math.prod(shape) * numpy_dtype(token).itemsize for token, shape in made)
             self._working_bytes[compiled] = [size.temp_size_in_bytes, *outputs]
         return Executable(compiled)
 
@@ -289,12 +306,12 @@ class JaxDevice:
         except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
             return None
 
-    def _compile(self, exported: Any, module: str, *, stored: bool) -> Any:
+    def _compile(self, exported: Any, module: str, donated: int = 0, *, stored: bool) -> Any:
         """Compile, and let XLA choose kernels by timing them on the device, unless that has no memory for it.
 
         `module` is a digest. `stored`: jax is offered an executable and only loads it.
         """
-        lowered = lower(exported)
+        lowered = lower(exported, donated)
         largest = max(map(_bytes, exported.in_avals), default=0)
         try:
             if not stored:
@@ -534,6 +551,79 @@ class JaxDevice:
             # jax drops arrays that it used in place in the next garbage collection; that of generation 0 suffices.
             gc.collect(0)
 
+    # --- state of sequences -------------------------------------------------------------------------------
+
+    def make_pools(self, kinds: Sequence[ArrayKind]) -> Pools:
+        kinds = tuple(kinds)
+        try:
+            self._require([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
+            arrays = self._jax.block_until_ready(self._pool_maker(kinds)())
+        except Exception as error:
+            self._examine(error)
+            raise
+        names = [next(self._pool_pieces) for _ in arrays]
+        if self._pieces is not None:
+            for name, array in zip(names, arrays, strict=True):
+                self._pieces.add(name, array.unsafe_buffer_pointer(), array.nbytes)
+        return Pools(_SlotPools(arrays, kinds, names))
+
+    def free_pools(self, pools: Pools) -> None:
+        assert isinstance(pools, _SlotPools)
+        for array in pools.arrays:
+            array.delete()
+        if self._pieces is not None:
+            for name in pools.pieces:
+                self._pieces.remove(name)
+
+    def holds(self, pools: Pools) -> bool:
+        assert isinstance(pools, _SlotPools)
+        return not any(array.is_deleted() for array in pools.arrays)
+
+    def read_slot(self, pools: Pools, slot: int) -> list[Array]:
+        assert isinstance(pools, _SlotPools)
+        try:
+            with self._lock:
+                return list(
+                    map(np.asarray, self._slot_reader(pools.kinds)(list(pools.arrays), np.int32(slot)))
+                )
+        except Exception as error:
+            self._examine(error)
+            raise
+
+    def write_slot(self, pools: Pools, slot: int, values: Sequence[Array]) -> None:
+        assert isinstance(pools, _SlotPools)
+        try:
+            with self._lock:
+                pools.arrays = self._slot_writer(pools.kinds)(
+                    list(pools.arrays), np.int32(slot), list(values)
+                )
+        except Exception as error:
+            self._examine(error)
+            raise
+
+    def _compile_pool_maker(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        zeros: Any = self._jax.numpy.zeros  # has no types
+        with self._cache.bypassing():
+            return self._jax.jit(lambda: [zeros(*kind) for kind in kinds]).lower().compile()
+
+    def _compile_slot_reader(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        pools, slot, _ = self._slot_structs(kinds)
+        with self._cache.bypassing():
+            return self._jax.jit(lambda pools, at: [pool[at] for pool in pools]).lower(pools, slot).compile()
+
+    def _compile_slot_writer(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        def write(pools: Sequence[Any], at: Any, values: Sequence[Any]) -> list[Any]:
+            return [pool.at[at].set(value) for pool, value in zip(pools, values, strict=True)]
+
+        with self._cache.bypassing():
+            return self._jax.jit(write, donate_argnums=0).lower(*self._slot_structs(kinds)).compile()
+
+    def _slot_structs(self, kinds: tuple[ArrayKind, ...]) -> tuple[list[Any], Any, list[Any]]:
+        """Return the types of pools, of a slot's number, and of a slot's tensors."""
+        struct: Any = self._jax.ShapeDtypeStruct  # has no types
+        pools = [struct(*kind) for kind in kinds]
+        return pools, struct((), np.int32), [struct(shape[1:], dtype) for shape, dtype in kinds]
+
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
         if self._device.platform == "cpu":
             return lambda: None
@@ -559,8 +649,10 @@ class JaxDevice:
         weights: Sequence[Buffer],
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
+        pools: Pools | None = None,
     ) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
+        assert pools is None or isinstance(pools, _SlotPools)
         try:
             if self._limit is not None:
                 # It may wait, so other launches go first.
@@ -571,10 +663,15 @@ class JaxDevice:
                 if not self.asynchronous:
                     self.launcher = get_ident()
                 started = time.perf_counter()
-                outputs = call(*inputs, *weights)
+                outputs = call(*inputs, *weights, *(() if pools is None else pools.arrays))
                 if not self.asynchronous:
                     for out in outputs:
                         out.block_until_ready()
+                if pools is not None:
+                    taken = len(pools.arrays)
+                    # Not outputs any more: the next execution takes their memory, perhaps before this one is read.
+                    pools.arrays, outputs = outputs[:taken], outputs[taken:]
+                if not self.asynchronous:
                     return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
                 execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
                 for index, out in enumerate(outputs):

@@ -118,7 +118,9 @@ class Loop:
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
-        self._requests = Requests(self._catalog, self._weights, self._transport, self._traces, self._outbox)
+        self._requests = Requests(
+            self._catalog, self._weights, self._transport, self._traces, self._outbox, self._clock
+        )
         self._reports = Reports(
             self._registry,
             self._scheduler,
@@ -181,7 +183,7 @@ class Loop:
     def step(self) -> None:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
-        now, wakeup = clock(), scheduler.next_wakeup()
+        now, wakeup, expires = clock(), scheduler.next_wakeup(), requests.sequences.due()
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
@@ -194,12 +196,14 @@ class Loop:
             # Stubs that may choose another device see in time that this runtime is stopped.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
             due = min(self._used + sleeps_after, self._handover_at, self._weights.copies.review_at)
-            due = min(due, self._look_at, inf if wakeup is None else wakeup)
+            due = min(due, self._look_at, expires, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
+        if clock() >= expires:
+            requests.expire()
         if requests.arrived:
             self._pass_on()
         # After the arrivals: requests that came during the execution may share the next one.
@@ -235,7 +239,7 @@ class Loop:
             self._look_at = self._registry.dismiss_idle(now)
         if now - self._used >= sleeps_after:
             self._used = now
-            if not (requests.pending or self.building):
+            if not (requests.pending or requests.sequences or self.building):
                 self._commands.fall_asleep()
         if self._commands.ends:
             self._handover.write(self._hand_over(whole=True), wait=True)
@@ -407,6 +411,7 @@ class Loop:
                 elif self._catalog.ending and (released := self._registry.release()):
                     for key in released:
                         self._executor.forget(key)
+                        self._requests.sequences.forget(key)
                 else:
                     break
         finally:
@@ -418,6 +423,8 @@ class Loop:
         # Arrivals of the same moment come first: the next execution should include them.
         self._pass_on()
         self._requests.executed(ended)
+        if self._outbox:
+            self._pass_on()  # requests of sequences that it has lost must not execute next
         self._passing_on = True
         try:
             event = ev.ExecutionFinished(
@@ -500,6 +507,7 @@ class Loop:
             variant.outputs,
             CallSlice in map(type, slices),
             instruction.alone,
+            () if model.pool is None else self._requests.slots(slices),
         )
         if instruction.alone:
             # If it ends this process, requests that executed before it have their answers.

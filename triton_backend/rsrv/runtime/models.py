@@ -13,10 +13,11 @@ import numpy as np
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import ActivitySlot
-from rsrv.runtime.device import Array, Buffer, Device, Executable, run
+from rsrv.runtime.device import Array, Buffer, Device, Executable
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
+from rsrv.runtime.state_pool import StatePool
 from rsrv.scheduler.events import Program
 from rsrv.settings import Residency, Settings
 from rsrv.wire.blackbox import Phase
@@ -60,6 +61,14 @@ class CompiledModel:
     measured: bool
     #: in argument order; None: not on the device
     weights: Sequence[Buffer] | None = None
+    #: state of sequences; None: the model has none
+    pool: StatePool | None = None
+
+    @property
+    def tensors(self) -> Mapping[Any, int]:
+        """Bytes of all that a load brings to the device, each tensor once: weights and state."""
+        assert self.program.tensors is not None
+        return self.program.tensors
 
     @property
     def shortest_ns(self) -> int:
@@ -110,10 +119,9 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
     models = {}
     for callee, place in calls.items():
         called = read_bundle(Path(place), verify=False)
-        if called.manifest.kind == "meta":
-            raise BundleError(
-                f"manifest.yaml: meta.calls: '{callee}' is a meta model, which cannot be called"
-            )
+        if called.manifest.kind == "meta" or called.manifest.state is not None:
+            kind = "is a meta model" if called.manifest.kind == "meta" else "keeps state for sequences"
+            raise BundleError(f"manifest.yaml: meta.calls: '{callee}' {kind}, so it cannot be called")
         models[model_key(callee, called)] = callee, called
     # The version of a meta model includes those of its callees.
     version = hashlib.sha256("".join(sorted((key, *models))).encode()).hexdigest()[:12]
@@ -172,7 +180,9 @@ def compile_model(
             ),
         )
     compiled = time.perf_counter() - started
-    nbytes = sum(weight.nbytes for weight in bundle.weights)
+    state = bundle.manifest.state
+    pool = None if state is None else StatePool(own["version"], state)
+    nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
     interface = describe(bundle, {key: signatures[key] for key in wanted})
     # Open them last: after a failure of the steps above, no code would close them.
@@ -185,8 +195,8 @@ def compile_model(
         costs=known if known is not None and measured else dict.fromkeys(executables, _INITIAL_COST_S),
         coalesce=coalesces(bundle),
         max_batch_rows=of_model.max_batch_size,
-        weight_bytes=weights.nbytes,
-        tensors=weights.distinct,
+        weight_bytes=nbytes,
+        tensors=weights.distinct if pool is None else {**weights.distinct, **pool.tensors},
         **terms(settings, name),
     )
     took = time.perf_counter() - started
@@ -219,6 +229,7 @@ def compile_model(
         of_model.residency,
         weights,
         measured,
+        pool=pool,
     )
 
 
@@ -240,7 +251,7 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
 def warm_up(
     model: CompiledModel, device: Device, slot: ActivitySlot | None = None
 ) -> dict[tuple[int, int], float]:
-    """Execute every size several times on zeros, with resident weights; return the seconds of one execution of each.
+    """Execute every size several times on zeros, in no slot, with resident weights; return the seconds of one execution of each.
 
     The first execution allocates; the fastest of the others is the scheduler's initial cost. `slot` shows each
     execution.
@@ -255,7 +266,11 @@ def warm_up(
         seconds = []
         for _ in range(1 + _TIMED_EXECUTIONS):
             with slot.doing(Phase.WARMING, model.key, size):
-                seconds.append(run(device, executable, weights, inputs)[1])
+                if model.pool is None:
+                    launched = device.launch(executable, weights, inputs)
+                else:
+                    launched = model.pool.launch(device, executable, weights, inputs, size)
+                seconds.append(device.read(launched)[1])
         costs[variant, size] = max(min(seconds[1:]), _MIN_COST_S)
     _smooth(costs)
     took = time.perf_counter() - started
@@ -341,6 +356,7 @@ def to_json(model: CompiledModel) -> dict[str, Any]:
         "interface": model.interface.to_json(),
         "client": wire_tensors(model.bundle),
         "batched": model.bundle.manifest.rows_first,
+        "stateful": model.pool is not None,
         "costs_ns": [
             [int(model.program.costs[index, size] * 1e9) for size in variant.sizes]
             for index, variant in enumerate(model.interface.variants)

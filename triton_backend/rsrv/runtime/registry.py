@@ -37,7 +37,9 @@ _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
 #: models that fall back at one look, and seconds until the next one: each unload holds up the loop for milliseconds
 _FALLS, _NEXT_FALLS_S = 16, 0.25
 #: for a native front; a meta model's file is one of hooks, too
-_HAS_HOOKS = "the native front runs neither hooks nor meta models; run rsrv-gen again for a Python front"
+_NOT_FLAT = (
+    "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
+)
 
 
 class Registry:
@@ -217,8 +219,8 @@ class Registry:
         if isinstance(wanted, str):
             self._transport.guard(connection, _reject, connection, wanted)
             return
-        if connection.flat and wanted.bundle.hooks is not None:
-            self._transport.guard(connection, _reject, connection, _HAS_HOOKS)
+        if connection.flat and (wanted.bundle.hooks is not None or wanted.bundle.manifest.state is not None):
+            self._transport.guard(connection, _reject, connection, _NOT_FLAT)
             return
         group = self._registration(wanted)
         if message.verdicts:

@@ -258,7 +258,7 @@ class Reports:
                 continue  # it is not compiled yet
             model["resident"] |= entry.weights == "resident"
             model["host_bytes"] += entry.model.host.nbytes if entry.model.host.kept else 0
-            model["device_bytes"] += entry.model.host.device_bytes if entry.weights != "absent" else 0
+            model["device_bytes"] += sum(entry.model.tensors.values()) if entry.weights != "absent" else 0
             model["queued"] += 0 if now is None else now.queued
         return {
             "models": models,
@@ -284,7 +284,7 @@ class Reports:
             if (model := load.models.get(key)) is not None:
                 mine[0] += model.queued
                 mine[1] += model.executing
-            mine[2] = max(mine[2], entry.model.host.device_bytes)
+            mine[2] = max(mine[2], sum(entry.model.tensors.values()))
         models = {
             name: (
                 *now[name],

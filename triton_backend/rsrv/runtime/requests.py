@@ -3,24 +3,29 @@
 Belongs to the loop. Frames become the scheduler's requests here, and the scheduler's decisions become answers.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.executor import CallSlice, ExecutionEnded, RequestSlice, Slice
 from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
+from rsrv.runtime.sequences import LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
+from rsrv.runtime.state_pool import SlotRow
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
-from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status
+from rsrv.wire.frames import ALONE, END, START, WAITED, Completion, ProtocolError, Status
 from rsrv.wire.layout import ALIGNMENT
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
+_FLAGS = ALONE | WAITED | START | END
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 _ABORTED = "the request was aborted"
+_CANCELLED = "the request was cancelled"
 
 
 class Requests:
@@ -33,12 +38,14 @@ class Requests:
         transport: Transport,
         traces: Traces,
         outbox: Outbox,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalog = catalog
         self._weights = weights
         self._transport = transport
         self._traces = traces
         self._outbox = outbox
+        self._clock = clock
         #: by global id; runs by that of their ENTER
         self.pending: dict[int, Slice | MetaRun] = {}
         #: requests that the scheduler does not know yet
@@ -46,6 +53,7 @@ class Requests:
         #: connections with completions to send
         self.answering: set[PeerConnection] = set()
         self.runs = Runs()
+        self.sequences = SequenceTable()
 
     # --- frames -------------------------------------------------------------------------------------------
 
@@ -53,7 +61,9 @@ class Requests:
         model = self._catalog.served_by(connection)
         if model is None:
             raise ProtocolError("SUBMIT before REGISTERED")
-        key, variants = model.key, model.interface.variants
+        key, variants, pool = model.key, model.interface.variants, model.pool
+        if pool is not None:
+            self.sequences.add(key, pool.spec, pool.losses)
         pending, base = self.pending, connection.id << _ID_BITS
         for submission in submissions:
             (
@@ -72,7 +82,7 @@ class Requests:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            if flags > ALONE | WAITED or sequence:
+            if flags > _FLAGS or (pool is None and (sequence or flags > ALONE | WAITED)):
                 raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> _ID_BITS or id in pending:
@@ -94,9 +104,15 @@ class Requests:
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
             run_id, alone, waited = 0 if run is None else run.id, flags & ALONE != 0, flags & WAITED != 0
-            self.arrived.append(ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited))
+            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited)
             if mark is not None:
                 self._traces.begin(id, mark, key)
+            if pool is None:
+                self.arrived.append(asked)
+            else:
+                named, limit = (sequence, connection.id, flags), self._catalog.policy.queue_depth(model.name)
+                part.sequence, verdicts = self.sequences.request(asked, named, limit, self._clock())
+                self._apply(verdicts)
 
     def cancel(self, connection: PeerConnection, requests: Iterable[int]) -> None:
         ids = tuple(_global_id(connection, id) for id in requests)
@@ -104,7 +120,7 @@ class Requests:
             waiting = self.pending.get(id)
             if isinstance(waiting, MetaRun):
                 self._end_run(waiting, Status.CANCELLED)
-        self._outbox.append(ev.RequestsCancelled(ids))
+        self._cancel(ids)
 
     def enter(self, connection: PeerConnection, entrances: Sequence[Entrance]) -> None:
         group = connection.group
@@ -181,10 +197,12 @@ class Requests:
             run.kept.pop(number, None)
 
     def closed(self, connection: PeerConnection) -> None:
-        """Cancel the requests and end the runs of a closed connection."""
+        """Cancel the requests of a closed connection, and end its runs and sequences."""
         gone = tuple(id for id, part in self.pending.items() if part.connection is connection)
         if gone:
-            self._outbox.append(ev.RequestsCancelled(gone))
+            self._cancel(gone)
+        if self.sequences:
+            self._apply(self.sequences.leave(connection.id))
         for run in self.runs.entered_on(connection) if self.runs else ():
             self._end_run(run, Status.CANCELLED)
 
@@ -209,8 +227,8 @@ class Requests:
             if not isinstance(part, MetaRun)
             and (_tag(part) == tag or (part.run is not None and part.run in runs))
         }
-        self._outbox.append(ev.RequestsCancelled(tuple(mine)))
         own = {id for id, part in mine.items() if _tag(part) == tag}
+        self._cancel(tuple(mine))
         return len(runs), own, set(mine)
 
     # --- decisions of the scheduler -----------------------------------------------------------------------
@@ -225,11 +243,24 @@ class Requests:
         pending: dict[int, Slice] = self.pending  # type: ignore[assignment]
         return tuple([pending[id] for id in ids])
 
+    def slots(self, slices: Iterable[Slice]) -> tuple[SlotRow, ...]:
+        """Return the slots of an execution of a model with state."""
+        return tuple([one.row for one in map(_sequence, slices) if one is not None])
+
+    def expire(self) -> None:
+        """End the sequences that were idle for too long, and the requests that waited too long for a slot."""
+        self._apply(self.sequences.expire(self._clock()))
+
     def executed(self, ended: ExecutionEnded) -> None:
-        """Account for the sub-calls of an execution, which may still have another try."""
+        """Account for the sub-calls and sequences of an execution, which may still have another try."""
+        dispatch, pool = ended.dispatch, ended.dispatch.model.pool
+        if pool is not None and ended.error is not None:
+            for one in map(_sequence, dispatch.slices) if not ended.out_of_memory else ():
+                if one is not None:
+                    one.doomed = True
+            self._apply(self.sequences.lose(dispatch.model.key, pool.losses))
         if not self.runs:
             return
-        dispatch = ended.dispatch
         for part in dispatch.slices:
             if part.run is not None:
                 part.run.account(ended.seconds * part.rows / max(1, dispatch.rows))
@@ -240,6 +271,8 @@ class Requests:
         """Complete a request whose execution succeeded."""
         part = self.pending.pop(finish.request)
         connection, dispatch = part.connection, ended.dispatch
+        if (sequence := _sequence(part)) is not None:
+            self._apply(self.sequences.done(sequence, executed=True, now=self._clock()))
         if not connection.closed:
             connection.completions.append(
                 Completion(part.request, Status.OK, dispatch.size, dispatch.rows, int(ended.seconds * 1e9))
@@ -254,6 +287,9 @@ class Requests:
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
         elif finish.request in self.pending:  # else a run that has left meanwhile
+            sequence = _sequence(self.pending[finish.request])
+            if sequence is not None and sequence.doomed:
+                status, text = _doomed(status, text)
             self._end_request(finish.request, status, text)
 
     def admit(self, instruction: ev.Admit) -> None:
@@ -274,7 +310,7 @@ class Requests:
         for connection in answering:
             self._transport.guard(connection, connection.send_completions)
 
-    def _end_run(self, run: MetaRun, status: Status, text: str = "the request was cancelled") -> None:
+    def _end_run(self, run: MetaRun, status: Status, text: str = _CANCELLED) -> None:
         """End a run; `text` is for one that waits for its admission."""
         self.runs.remove(run, status)
         if not run.admitted:
@@ -292,7 +328,25 @@ class Requests:
         self._traces.live.pop(id, None)  # the scheduler may never have known it
         if isinstance(part, CallSlice):
             part.end_promises()
+        if (sequence := _sequence(part)) is not None:
+            self._apply(self.sequences.done(sequence, executed=False, now=self._clock()))
         self._complete(part.connection, Completion(part.request, status, text=text))
+
+    def _cancel(self, ids: tuple[int, ...]) -> None:
+        """Cancel requests: the scheduler's, and those that wait for a slot."""
+        for id in ids if self.sequences else ():
+            sequence = _sequence(self.pending.get(id))
+            if sequence is not None and sequence.state is SequenceState.WAITING:
+                self._end_request(id, Status.CANCELLED, _CANCELLED)
+        self._outbox.append(ev.RequestsCancelled(ids))
+
+    def _apply(self, verdicts: Verdicts) -> None:
+        """Carry out what has become of requests of sequences."""
+        self.arrived += verdicts.granted
+        if verdicts.cancelled:
+            self._outbox.append(ev.RequestsCancelled(verdicts.cancelled))
+        for id, status, text in verdicts.refused:
+            self._end_request(id, status, text)
 
     def _complete(self, connection: PeerConnection, completion: Completion) -> None:
         if not connection.closed:
@@ -312,6 +366,17 @@ def _global_id(connection: PeerConnection, id: int) -> int:
     return connection.id << _ID_BITS | id
 
 
+def _sequence(part: Slice | MetaRun | None) -> SequenceEntry | None:
+    return part.sequence if isinstance(part, RequestSlice) else None
+
+
+def _doomed(status: Status, text: str) -> tuple[Status, str]:
+    """Return status and text of a request with which its sequence ends against its will."""
+    if status is Status.CANCELLED:
+        return Status.SEQUENCE_LOST, LOST
+    return status, f"{text}. Its sequence has ended; start it again"
+
+
 def _tag(part: Slice) -> int:
     return part.tag if isinstance(part, RequestSlice) else 0
 
@@ -324,7 +389,7 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
         case ev.Outcome.SHED:
             return Status.DEADLINE, "the deadline cannot be met any more"
         case ev.Outcome.CANCELLED:
-            return Status.CANCELLED, "the request was cancelled"
+            return Status.CANCELLED, _CANCELLED
         case ev.Outcome.FAILED:
             return Status.INTERNAL, "the model failed to execute; the server's log says why"
     match finish.reason:

@@ -249,9 +249,7 @@ class WeightManager:
         """
         runtime = self._catalog.policy.settings.runtime
         models = self._catalog.models()
-        pinned = {
-            key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
-        }
+        pinned = {key: size for m in models if m.residency == "device" for key, size in m.tensors.items()}
         # `depth` executions have their inputs, outputs and intermediate results there at once, and a warm-up has, too.
         largest = max((model.scratch for model in models), default=0)
         self.scratch = (depth + bool(self._catalog.building)) * largest
@@ -262,7 +260,7 @@ class WeightManager:
             pinned=sum(pinned.values()),
             limit=runtime.weight_budget_bytes,
         )
-        largest = max((m.host.device_bytes for m in models if m.residency != "device"), default=0)
+        largest = max((sum(m.tensors.values()) for m in models if m.residency != "device"), default=0)
         warning = budget.warning(largest)
         if warning and warning != self._warning:
             log.warning("%s", warning)

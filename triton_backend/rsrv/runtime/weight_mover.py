@@ -18,6 +18,7 @@ from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, about
+from rsrv.runtime.state_pool import StatePool
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.scheduler import events as ev
 from rsrv.wire.blackbox import Phase
@@ -50,10 +51,15 @@ class DeviceWeights:
         self.nbytes = 0
 
     def load(
-        self, weights: HostWeights, read: Callable[[int], Array], abandoned: Callable[[], bool]
+        self,
+        weights: HostWeights,
+        read: Callable[[int], Array],
+        abandoned: Callable[[], bool],
+        pool: StatePool | None = None,
     ) -> Sequence[Buffer]:
         """Load a model's weights; return them in argument order. `read`: the `read` of `weights`, or around it.
 
+        `pool`: the model's state, for which it allocates memory.
         Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, except that tensors
         kept for this load are freed.
         """
@@ -65,8 +71,12 @@ class DeviceWeights:
         }
         try:
             kinds = [(key.shape, numpy_dtype(key.dtype)) for key in absent]
+            if pool is not None:
+                pool.load(self._device)
             buffers = self._device.upload(map(read, absent.values()), abandoned, kinds)
         except BaseException:
+            if pool is not None:
+                pool.unload(self._device)
             self._drop(weights.distinct)
             raise
         for (key, index), buffer in zip(absent.items(), buffers, strict=True):
@@ -75,13 +85,22 @@ class DeviceWeights:
             self.nbytes += nbytes
         for key in weights.distinct:
             self._tensors[key].users += 1
+        self.nbytes += 0 if pool is None else pool.nbytes
         return [self._tensors[tensor.key].buffer for tensor in weights.tensors]
 
-    def free(self, weights: HostWeights, loading_for: HostWeights | None = None) -> None:
-        """Free a loaded model's weights, on which nothing executes.
+    def free(
+        self,
+        weights: HostWeights,
+        loading_for: HostWeights | None = None,
+        pool: StatePool | None = None,
+    ) -> None:
+        """Free a loaded model's weights, on which nothing executes, and its state, which sequences keep on the host.
 
         `loading_for`: the weights that are loaded next; tensors that both have stay.
         """
+        if pool is not None:
+            pool.unload(self._device)
+            self.nbytes -= pool.nbytes
         for key in weights.distinct:
             self._tensors[key].users -= 1
         kept = () if loading_for is None else loading_for.distinct
@@ -160,7 +179,7 @@ class _Transfer:
         event: LoadEvent
         try:
             self._is_abandoned()
-            weights = device.load(model.host, self._read, self._is_abandoned)
+            weights = device.load(model.host, self._read, self._is_abandoned, model.pool)
             event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
         except Abandoned:
             event = ev.LoadAbandoned(model.key, epoch)
@@ -232,7 +251,7 @@ class WeightMover:
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
         next_weights = None if loading_for is None else loading_for.host
-        self._thread.put(partial(self.device.free, model.host, next_weights))
+        self._thread.put(partial(self.device.free, model.host, next_weights, model.pool))
 
     def post_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
         """Post `MemoryFreed` when all earlier transfers and evictions are done."""

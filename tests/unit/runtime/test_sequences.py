@@ -1,0 +1,338 @@
+"""Sequences and their slots: no slot serves two, each request is answered once, and nothing is left behind."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.sequences import MAX_SEQUENCES, SequenceEntry, SequenceState, SequenceTable, Verdicts
+from rsrv.scheduler import events as ev
+from rsrv.wire.frames import END, START, Status
+from rsrv_bundle.spec import StateSpec, StateTensor, WhenFull
+
+KEY = "m@1"
+TIMEOUT_S = 10.0
+
+
+class House:
+    """Sequences of one model, with the requests that they let through and refused."""
+
+    def __init__(self, slots: int = 2, when_full: WhenFull = "wait", limit: int = 100) -> None:
+        self.sequences = SequenceTable()
+        tensor = StateTensor("h", "f32", (8,))
+        self.sequences.add(KEY, StateSpec(slots, (tensor,), TIMEOUT_S, when_full), 0)
+        self.slots = slots
+        self.limit = limit
+        self.now = 0.0
+        self._ids = iter(range(1, 10**9))
+        #: requests by the scheduler's or the waiting ones' fate
+        self.executing: dict[int, SequenceEntry] = {}
+        self.waiting: dict[int, SequenceEntry] = {}
+        self.refused: dict[int, tuple[Status, str]] = {}
+        self.answers: Counter[int] = Counter()
+
+    def ask(
+        self, id: int, flags: int = 0, *, owner: int = 1, rows: int = 1, deadline: float | None = None
+    ) -> int:
+        request = ev.Request(next(self._ids), KEY, 0, rows, deadline)
+        sequence, verdicts = self.sequences.request(request, (id, owner, flags), self.limit, self.now)
+        if sequence is not None:
+            self.waiting[request.id] = sequence
+        self.take(verdicts)
+        return request.id
+
+    def take(self, verdicts: Verdicts) -> None:
+        for request in verdicts.granted:
+            self.executing[request.id] = self.waiting.pop(request.id)
+        for refusal in verdicts.refused:
+            self.refused[refusal.request] = refusal.status, refusal.text
+            self.answers[refusal.request] += 1
+            if refusal.request in self.waiting:
+                sequence = self.waiting.pop(refusal.request)
+                self.take(self.sequences.done(sequence, executed=False, now=self.now))
+        for id in verdicts.cancelled:
+            self.finish(id, executed=False)
+
+    def finish(self, id: int, *, executed: bool = True) -> None:
+        """End a request, by an execution or a cancellation."""
+        sequence = self.executing.pop(id, None) or self.waiting.pop(id)
+        self.answers[id] += 1
+        self.take(self.sequences.done(sequence, executed=executed, now=self.now))
+
+    def run(self, id: int, flags: int = 0) -> None:
+        """Have a step executed at once."""
+        self.finish(self.ask(id, flags))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.sequences.expire(self.now))
+
+    def check(self) -> None:
+        slots = [one.slot for one in self.live() if one.slot is not None]
+        assert len(slots) == len(set(slots)) <= self.slots
+        free = self.sequences._models[KEY].free
+        assert sorted([*slots, *free]) == list(range(self.slots)), "slots are taken or free, each once"
+        assert all(one.slot is not None and one.tensors.live for one in self.executing.values())
+        assert set(self.answers.values()) <= {1}
+
+    def live(self) -> Iterator[SequenceEntry]:
+        yield from self.sequences._models[KEY].sequences.values()
+
+    def count(self, state: SequenceState) -> int:
+        return self.sequences.count(KEY)[state]
+
+
+def test_a_sequence_keeps_its_slot_from_start_to_end() -> None:
+    """Steps of several sequences are let through together; an ended one leaves its slot to the next."""
+    house = House()
+    first, second = house.ask(7, START), house.ask(8, START)
+    rows = [house.executing[id].row for id in (first, second)]
+    assert [row.begins for row in rows] == [True, True]
+    house.finish(second)
+    house.finish(first)
+    again = house.executing[house.ask(7)].row
+    assert again == rows[0]._replace(begins=False)
+    house.run(8, END)
+    assert house.executing[house.ask(9, START)].row.slot == rows[1].slot
+    house.check()
+
+
+@pytest.mark.parametrize(
+    ("id", "flags", "rows", "status", "text"),
+    [
+        (0, START, 1, Status.INVALID, "each request belongs to a sequence"),
+        (7, START, 2, Status.INVALID, "has one row, and this one has 2"),
+        (7, 0, 1, Status.SEQUENCE_LOST, "start it again"),
+        (7, END, 1, Status.SEQUENCE_LOST, "start it again"),
+        (1, 0, 1, Status.INVALID, "has a request in progress"),
+        (1, START, 1, Status.INVALID, "has a request in progress"),
+    ],
+)
+def test_a_wrong_request_says_what_is_wrong(
+    id: int, flags: int, rows: int, status: Status, text: str
+) -> None:
+    """Ids that are missing, unknown or busy are refused, and change nothing."""
+    house = House()
+    house.ask(1, START)
+    refused = house.refused[house.ask(id, flags, rows=rows)]
+    assert refused[0] is status
+    assert text in refused[1]
+    assert [one.id for one in house.live()] == [1]
+    house.check()
+
+
+def test_a_second_end_is_of_no_sequence() -> None:
+    """After its end a sequence is unknown, until it starts again."""
+    house = House()
+    house.run(7, START | END)
+    assert house.refused[house.ask(7, END)][0] is Status.SEQUENCE_LOST
+    house.run(7, START)
+
+
+def test_a_live_sequence_may_begin_again() -> None:
+    """START of a live sequence begins it again in its slot, as Triton has it."""
+    house = House()
+    house.run(7, START)
+    row = house.executing[house.ask(7, START)].row
+    assert row.begins
+    assert [one.slot for one in house.live()] == [row.slot]
+
+
+def test_further_sequences_wait_in_turn() -> None:
+    """With `wait`, starts get slots in the order in which they came; others that go away lose their turn."""
+    house = House(slots=1)
+    house.run(1, START)
+    second, third, fourth = house.ask(2, START), house.ask(3, START), house.ask(4, START)
+    house.finish(third, executed=False)
+    assert list(house.executing) == []
+    house.run(1, END)
+    assert list(house.executing) == [second]
+    house.finish(second)
+    house.run(2, END)
+    assert list(house.executing) == [fourth]
+    house.check()
+
+
+def test_so_many_wait_and_no_more() -> None:
+    """Beyond the queue's limit a start is refused, with the time after which an idle sequence may have expired."""
+    house = House(slots=1, limit=1)
+    house.run(1, START)
+    house.now = 4.0
+    house.ask(2, START)
+    status, text = house.refused[house.ask(3, START)]
+    assert status is Status.QUEUE_FULL
+    assert "retry after 6.0 s" in text
+
+
+def test_a_start_is_refused_where_none_may_wait() -> None:
+    """With `refuse`, a start without a free slot ends at once."""
+    house = House(slots=1, when_full="refuse")
+    house.ask(1, START)
+    assert house.refused[house.ask(2, START)] == (
+        Status.QUEUE_FULL,
+        "all 1 slots for sequences of this model are taken; retry later",
+    )
+    house.check()
+
+
+def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
+    """With `host`, an idle sequence gives its slot to another one, and gets one back with its next step."""
+    house = House(slots=2, when_full="host")
+    house.run(1, START)
+    house.run(2, START)
+    house.run(1)
+    taken = house.executing[house.ask(3, START)].row
+    assert [one.id for one in house.live() if one.state is SequenceState.STORED] == [2]
+    row = house.executing[house.ask(2)].row
+    assert not row.begins
+    assert row.slot != taken.slot
+    # Both slots are in use now, so this one waits for the first that is idle.
+    waits = house.ask(1)
+    assert waits in house.waiting
+    house.finish(min(house.executing))
+    assert house.executing[waits].row.slot == taken.slot
+    house.check()
+
+
+def test_an_idle_sequence_expires() -> None:
+    """A sequence without a request for the timeout ends, on the device and on the host; a step starts the time again."""
+    house = House(slots=1, when_full="host")
+    house.run(1, START)
+    house.run(2, START)
+    assert house.sequences.due() == TIMEOUT_S
+    house.pass_time(6.0)
+    house.run(2)
+    house.pass_time(TIMEOUT_S - 6.0)
+    assert [one.id for one in house.live()] == [2]
+    house.pass_time(6.0)
+    assert not house.sequences
+    assert house.refused[house.ask(2)][0] is Status.SEQUENCE_LOST
+    house.check()
+
+
+def test_a_request_expires_while_it_waits_for_a_slot() -> None:
+    """The deadline of a waiting request ends it; a waiting sequence that had begun keeps its state."""
+    house = House(slots=1, when_full="host")
+    house.run(1, START)
+    house.ask(2, START)
+    old, new = house.ask(1, deadline=3.0), house.ask(3, START, deadline=2.0)
+    assert house.sequences.due() == 2.0
+    house.pass_time(3.0)
+    assert [house.refused[id][0] for id in (old, new)] == [Status.DEADLINE, Status.DEADLINE]
+    assert {one.id: one.state.value for one in house.live()} == {1: "stored", 2: "stepping"}
+    house.check()
+
+
+def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
+    """A first step that was refused or cancelled leaves nothing; a later one leaves the sequence as it was."""
+    house = House()
+    house.finish(house.ask(1, START), executed=False)
+    assert not house.sequences
+    house.run(1, START)
+    house.finish(house.ask(1, END), executed=False)
+    house.finish(house.ask(1, START), executed=False)
+    assert not house.executing[house.ask(1)].row.begins
+    house.check()
+
+
+def test_a_closed_connection_ends_its_sequences() -> None:
+    """Idle ones end at once, others with their request; those of other connections stay."""
+    house = House(slots=3)
+    house.finish(house.ask(1, START, owner=1))
+    house.finish(house.ask(2, START, owner=2))
+    busy = house.ask(3, START, owner=1)
+    house.take(house.sequences.leave(1))
+    assert [one.id for one in house.live()] == [2, 3]
+    house.finish(busy)
+    assert [one.id for one in house.live()] == [2]
+    house.check()
+
+
+def test_lost_state_ends_every_sequence_that_had_some() -> None:
+    """Requests that wait with a state, or are queued, end as lost; a start that waits gets a slot."""
+    house = House(slots=1, when_full="host")
+    house.run(1, START)
+    queued = house.ask(2, START)
+    stored, starting = house.ask(1), house.ask(3, START)
+    house.take(house.sequences.lose(KEY, 1))
+    assert house.refused[stored][0] is Status.SEQUENCE_LOST
+    assert house.answers[queued] == 1
+    assert list(house.executing) == [starting]
+    house.take(house.sequences.lose(KEY, 1))
+    house.finish(starting)
+    assert [one.id for one in house.live()] == [3]
+    house.check()
+
+
+def test_sequences_of_a_model_are_bounded() -> None:
+    """States on the host cannot grow without limit."""
+    house = House(slots=1, when_full="host")
+    for id in range(1, MAX_SEQUENCES + 1):
+        house.run(id, START)
+    status, text = house.refused[house.ask(10**6, START)]
+    assert status is Status.QUEUE_FULL
+    assert "65536 sequences" in text
+
+
+def test_ten_thousand_sequences_leave_nothing() -> None:
+    """Sequences that end, expire, are cancelled or lose their connection give all slots back."""
+    house = House(slots=16, when_full="host")
+    for id in range(1, 10_001):
+        house.pass_time(0.01)
+        asked = house.ask(id, START, owner=id % 7)
+        house.finish(asked, executed=id % 11 != 0)
+        if id % 3 == 0:
+            house.take(house.sequences.leave(id % 7))
+        elif id % 3 == 1 and id % 11:
+            house.run(id, END)
+        house.check()
+    house.pass_time(TIMEOUT_S)
+    assert not house.sequences
+    assert sorted(house.sequences._models[KEY].free) == list(range(16))
+    assert not house.sequences._models[KEY].waiting
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["ask"] * 6 + ["finish"] * 4 + ["cancel", "time", "leave", "lose"]),
+    st.integers(1, 6),
+    st.sampled_from([0, 0, START, START, END, START | END]),
+    st.integers(0, 2),
+)
+
+
+@given(st.sampled_from(["wait", "refuse", "host"]), st.integers(1, 3), st.lists(EVENTS, max_size=80))
+def test_any_course_keeps_slots_and_answers_apart(
+    when_full: WhenFull, slots: int, course: list[tuple[str, int, int, int]]
+) -> None:
+    """Whatever happens, no slot serves two sequences, each request ends once, and all slots come back."""
+    house = House(slots, when_full, limit=3)
+    asked, losses = list[int](), 0
+    for event, id, flags, owner in course:
+        match event:
+            case "ask":
+                deadline = house.now + 5.0 if owner == 2 else None
+                asked.append(house.ask(id, flags, owner=owner, deadline=deadline))
+            case "finish" if house.executing:
+                house.finish(sorted(house.executing)[id % len(house.executing)], executed=flags != START)
+            case "cancel" if house.waiting:
+                house.finish(sorted(house.waiting)[id % len(house.waiting)], executed=False)
+            case "time":
+                house.pass_time(float(id))
+            case "leave":
+                for one in [n for n, sequence in house.waiting.items() if sequence.owner == owner]:
+                    house.finish(one, executed=False)
+                house.take(house.sequences.leave(owner))
+            case "lose":
+                losses += 1
+                house.take(house.sequences.lose(KEY, losses))
+        house.check()
+        assert not (house.waiting and house.sequences._models[KEY].free), "nobody waits for a free slot"
+    while house.executing or house.waiting:
+        house.finish(min({**house.executing, **house.waiting}), executed=True) if house.executing else None
+        house.pass_time(TIMEOUT_S)
+        house.check()
+    house.pass_time(TIMEOUT_S)
+    assert not house.sequences
+    assert house.answers == Counter(asked)

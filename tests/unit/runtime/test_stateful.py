@@ -1,0 +1,294 @@
+"""Models with state in a runtime: steps of sequences over the socket, through scheduler and executor."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.device import Array, DeviceError
+from rsrv.settings import load_settings
+from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.wire.frames import END, START, Completion, Kind, Status, Submission, pack_ids
+from rsrv.wire.layout import Interface
+from rsrv.wire.socket import Closed, read_status, send
+from tests.builders import add_to_sums, export_sums, write_meta
+from tests.runtime_commands import command
+from tests.unit.runtime.conftest import Runtime, StartRuntime, double
+from tests.waiting import wait_until
+
+
+class Client:
+    """A registered connection whose requests are steps of sequences of `export_sums`."""
+
+    def __init__(self, runtime: Runtime, bundle: Path) -> None:
+        self.connection = RuntimeConnection(runtime.open())
+        body = self.connection.register({"model": "sums", "bundle": str(bundle)})
+        assert body["models"][0]["stateful"] is True
+        self.key = body["key"]
+        self._variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
+        self._inputs = self._variant.inputs.places(1)[1]
+        self._slabs: dict[int, tuple[Array, Array]] = {}
+        self._unread: dict[int, Completion] = {}
+
+    def send(self, id: int, flags: int = 0, value: float = 1.0, **changes: int) -> int:
+        """Send a step of a sequence; return the request's number."""
+        places, nbytes = self._variant.outputs.places(1)
+        slab = self.connection.take(self._inputs + nbytes, users=1)
+        at = slab.place.offset
+        np.ndarray(3, np.float32, slab.segment, at)[...] = value
+        (number,) = self.connection.next_ids(1)
+        total, steps = (at + self._inputs + place for place in places)
+        self._slabs[number] = (
+            np.ndarray(3, np.float32, slab.segment, total),
+            np.ndarray((), np.int32, slab.segment, steps),
+        )
+        good = Submission(number, 0, 1, 0, 0, slab.place.segment, flags, at, at + self._inputs, sequence=id)
+        self.connection.submit([good._replace(**changes)])
+        return number
+
+    def end(self, number: int) -> Completion:
+        """Wait for the end of a request."""
+        while number not in self._unread:
+            for done in self.connection.receive(10):
+                self._unread[done.request] = done
+        return self._unread.pop(number)
+
+    def answer(self, number: int) -> tuple[float, int]:
+        """Return a sequence's sum and steps by the answer of a request."""
+        done = self.end(number)
+        assert done.status is Status.OK, done.text
+        total, steps = self._slabs.pop(number)
+        assert total[0] == total[1] == total[2]
+        return float(total[0]) - 1, int(steps)
+
+    def step(self, id: int, flags: int = 0, value: float = 1.0) -> tuple[float, int]:
+        return self.answer(self.send(id, flags, value))
+
+    def refused(self, id: int, flags: int = 0, **changes: int) -> tuple[Status, str]:
+        done = self.end(self.send(id, flags, **changes))
+        return done.status, done.text
+
+
+StartClient = Callable[..., Client]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+
+    def bundle(when_full: str = "wait", idle_timeout_s: float = 60.0) -> Path:
+        path = folder / f"{when_full}{idle_timeout_s}" / "sums"
+        if not path.exists():
+            export_sums(path, when_full=when_full, idle_timeout_s=idle_timeout_s)
+        return path
+
+    return bundle
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(compute=compute)
+
+
+def compute(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    """Compute what the models with and without state do."""
+    return double(inputs, weights) if len(inputs) == 1 else add_to_sums(inputs, weights)
+
+
+@pytest.fixture
+def start_client(runtime: Runtime, bundles: Callable[..., Path]) -> Iterator[StartClient]:
+    with ExitStack() as started:
+
+        def start(*kind: object) -> Client:
+            client = Client(runtime, bundles(*kind))
+            started.callback(client.connection.close)
+            return client
+
+        yield start
+        runtime.device.gate.set()
+
+
+def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> None:
+    """Each step goes on where the sequence was; ends are ends, and a new start begins at zero."""
+    client = start_client()
+    assert [client.step(7, START), client.step(7), client.step(8, START, 5.0), client.step(7)] == [
+        (1.0, 1), (2.0, 2), (5.0, 1), (3.0, 3),
+    ]  # fmt: skip
+    assert client.step(7, END, 4.0) == (7.0, 4)
+    assert client.refused(7) == (
+        Status.SEQUENCE_LOST,
+        "the sequence is not known: it never started, has ended, was idle for too long, or its runtime ended; start it again",
+    )
+    assert client.step(7, START) == (1.0, 1)
+    assert client.step(8) == (6.0, 2)
+
+
+def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_client: StartClient) -> None:
+    """Steps that wait for the device are executed together, each on its own state."""
+    client = start_client()
+    for id in (1, 2, 3):
+        client.step(id, START, float(id))
+    executed = len(runtime.device.executed)
+    runtime.device.gate.clear()
+    first = client.send(1)
+    runtime.device.gate.waiting.wait(10)
+    others = [client.send(id, 0, 10.0 * id) for id in (3, 2)]
+    wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 2)
+    runtime.device.gate.set()
+    assert [client.answer(number) for number in (first, *others)] == [(2.0, 2), (33.0, 2), (22.0, 2)]
+    assert runtime.device.executed[executed:] == [1, 3]
+
+
+def test_wrong_steps_are_refused_and_lose_nothing(start_client: StartClient) -> None:
+    """Requests that are of no sequence, or of several rows, or beside another one, say so."""
+    client = start_client()
+    client.step(1, START)
+    assert client.refused(0, START)[0] is Status.INVALID
+    assert "has one row, and this one has 3" in client.refused(2, START, rows=3)[1]
+    assert client.step(1) == (2.0, 2)
+
+
+def test_two_steps_of_a_sequence_at_once_are_refused(runtime: Runtime, start_client: StartClient) -> None:
+    """The second one is refused while the first executes; the first is answered."""
+    client = start_client()
+    client.step(1, START)
+    runtime.device.gate.clear()
+    first, second = client.send(1), client.send(1)
+    assert (
+        client.end(second).text
+        == "the sequence has a request in progress; send the next one after its answer"
+    )
+    runtime.device.gate.set()
+    assert client.answer(first) == (2.0, 2)
+
+
+def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client: StartClient) -> None:
+    """With three slots, a fourth sequence begins when another one ends."""
+    client = start_client()
+    for id in (1, 2, 3):
+        client.step(id, START)
+    fourth, fifth, sixth = (client.send(id, START, 4.0) for id in (4, 5, 6))
+    send(client.connection.sock, pack_ids(Kind.CANCEL, [fourth]))
+    assert client.end(fourth).status is Status.CANCELLED
+    client.step(2, END)
+    assert client.answer(fifth) == (4.0, 1)
+    client.step(5, END)
+    assert client.answer(sixth) == (4.0, 1)
+    assert client.step(1) == (2.0, 2)
+
+
+def test_a_start_that_waits_too_long_ends_at_its_deadline(start_client: StartClient) -> None:
+    """A waiting request's deadline is kept without the scheduler."""
+    client = start_client()
+    for id in (1, 2, 3):
+        client.step(id, START)
+    assert client.refused(4, START, deadline_ns=1)[0] is Status.DEADLINE
+
+
+def test_idle_sequences_expire(start_client: StartClient) -> None:
+    """A slot whose sequence was idle for its timeout goes to the next one, without any other request."""
+    client = start_client("wait", 0.2)
+    for id in (1, 2, 3):
+        client.step(id, START)
+    assert client.answer(client.send(4, START, 4.0)) == (4.0, 1)
+    assert client.refused(1)[0] is Status.SEQUENCE_LOST
+
+
+def test_more_sequences_than_slots_take_turns_on_the_host(start_client: StartClient) -> None:
+    """With `host`, ten sequences share three slots, and each keeps its own state."""
+    client = start_client("host")
+    for id in range(1, 11):
+        assert client.step(id, START, float(id)) == (float(id), 1)
+    for round in range(2, 5):
+        numbers = [client.send(id, 0, float(id)) for id in range(1, 11)]
+        assert [client.answer(number) for number in numbers] == [
+            (float(round * id), round) for id in range(1, 11)
+        ]
+
+
+def test_an_eviction_keeps_the_state(runtime: Runtime, start_client: StartClient) -> None:
+    """The weights leave the device with the pools; the next step loads both, and continues."""
+    client = start_client()
+    client.step(1, START, 3.0)
+    command(os.getpid(), {"command": "evict", "model": "sums"})
+    wait_until(lambda: runtime.device.resident == 0)
+    assert client.step(1) == (4.0, 2)
+    assert client.step(2, START) == (1.0, 1)
+
+
+def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: StartClient) -> None:
+    """The pools are lost with it: requests that wait for the device end as lost, and new sequences begin at zero."""
+    client = start_client()
+    for id in (1, 2):
+        client.step(id, START)
+    runtime.device.gate.clear()
+    failing = client.send(1)
+    runtime.device.gate.waiting.wait(10)
+    queued = client.send(2)
+    wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 1)
+    runtime.device.fail_next("read", error=DeviceError("told to"))
+    runtime.device.gate.set()
+    ended = client.end(failing)
+    assert (ended.status, "Its sequence has ended; start it again" in ended.text) == (Status.INTERNAL, True)
+    assert client.end(queued).status is Status.SEQUENCE_LOST
+    assert [client.refused(id)[0] for id in (1, 2)] == [Status.SEQUENCE_LOST] * 2
+    assert [client.step(id, START) for id in (1, 2, 3)] == [(1.0, 1)] * 3
+
+
+def test_a_closed_connection_gives_its_slots_back(start_client: StartClient) -> None:
+    """Abandoned sequences end with their connection."""
+    gone, client = start_client(), start_client()
+    for id in (1, 2, 3):
+        gone.step(id, START)
+    waiting = client.send(4, START)
+    gone.connection.close()
+    assert client.answer(waiting) == (1.0, 1)
+    assert client.refused(1)[0] is Status.SEQUENCE_LOST
+
+
+def test_the_budget_counts_the_pools(start_client: StartClient) -> None:
+    """State takes device memory as weights do."""
+    client = start_client()
+    client.step(1, START)
+    model = read_status(os.getpid())["models"]["sums"]
+    assert model["weight_bytes"] == 12 + 3 * (12 + 4)
+
+
+def test_a_model_without_state_takes_no_sequence(
+    start_client: StartClient, runtime: Runtime, doubling: Path
+) -> None:
+    """A stub knows which models have state; one that does not is disconnected."""
+    connection = RuntimeConnection(runtime.open())
+    connection.register({"model": "doubling", "bundle": str(doubling)})
+    slab = connection.take(128, users=1)
+    at = slab.place.offset
+    connection.submit([Submission(0, 0, 1, 0, 0, slab.place.segment, 0, at, at + 64, sequence=1)])
+    with pytest.raises(Closed):
+        connection.receive(10)
+    connection.close()
+
+
+def test_a_meta_model_cannot_call_a_model_with_state(
+    runtime: Runtime, bundles: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A run's calls are of no sequence, so the registration says what is wrong."""
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["sums"])
+    connection = RuntimeConnection(runtime.open())
+    with pytest.raises(Rejected, match="'sums' keeps state for sequences, so it cannot be called"):
+        connection.register({"model": "meta", "bundle": str(meta), "calls": {"sums": str(bundles())}})
+    connection.close()
+
+
+def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[..., Path]) -> None:
+    """With two executions in flight, each finds what the one before has left."""
+    runtime = start_runtime(load_settings("scheduler: {depth: 2}"), compute=add_to_sums, asynchronous=True)
+    client = Client(runtime, bundles())
+    for id in (1, 2, 3):
+        client.step(id, START)
+    for round in range(2, 30):
+        numbers = [client.send(id) for id in (1, 2, 3)]
+        assert [client.answer(number) for number in numbers] == [(float(round), round)] * 3
+    client.connection.close()

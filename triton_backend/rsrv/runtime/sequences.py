@@ -1,0 +1,351 @@
+"""Sequences of models with state: which of them exist, which has which slot of the device, and which waits for one.
+
+Pure: times are arguments, in seconds of one monotonic clock, and what follows from a call is in its result. A request goes to
+the scheduler when its sequence has a slot. A sequence has at most one request at a time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from rsrv.runtime.state_pool import SequenceTensors, SlotRow
+from rsrv.scheduler import events as ev
+from rsrv.wire.frames import END, START, Status
+from rsrv_bundle.spec import StateSpec
+
+#: sequences of one model at a time, with and without a slot
+MAX_SEQUENCES = 65_536
+LOST = "the sequence is not known: it never started, has ended, was idle for too long, or its runtime ended; start it again"
+_BUSY = "the sequence has a request in progress; send the next one after its answer"
+
+
+class SequenceState(StrEnum):
+    """Stage of a sequence's life."""
+
+    #: its request waits for a slot
+    WAITING = "waiting"
+    #: has a slot and no request
+    IDLE = "idle"
+    #: has a slot and a request, which the scheduler knows
+    STEPPING = "stepping"
+    #: has neither; its state lies in host memory
+    STORED = "stored"
+    ENDED = "ended"
+
+
+class SequenceEvent(StrEnum):
+    """Occurrence that moves a sequence to another state."""
+
+    #: its request came
+    REQUEST = "request"
+    #: it got a slot
+    GRANT = "grant"
+    #: its request was answered, or ended without a change of its state
+    DONE = "done"
+    #: another sequence got its slot
+    DISPLACE = "displace"
+    #: its last request was answered, it was idle too long, its connection ended, or its state was lost
+    END = "end"
+
+
+S, E = SequenceState, SequenceEvent
+
+TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState] = {
+    (S.WAITING, E.GRANT): S.STEPPING,
+    (S.WAITING, E.DONE): S.STORED,
+    (S.WAITING, E.END): S.ENDED,
+    (S.STEPPING, E.DONE): S.IDLE,
+    (S.STEPPING, E.END): S.ENDED,
+    (S.IDLE, E.REQUEST): S.STEPPING,
+    (S.IDLE, E.DISPLACE): S.STORED,
+    (S.IDLE, E.END): S.ENDED,
+    (S.STORED, E.REQUEST): S.WAITING,
+    (S.STORED, E.END): S.ENDED,
+}
+
+#: instruction that carries out an event
+EFFECTS: Mapping[SequenceEvent, str] = {E.GRANT: "RequestsArrived", E.DISPLACE: "StatePool.launch"}
+
+
+@dataclass(slots=True, eq=False)
+class SequenceEntry:
+    """One sequence. A new one waits."""
+
+    model: str
+    id: int
+    #: connection of its latest request
+    owner: int
+    state: SequenceState = SequenceState.WAITING
+    #: None: it has none
+    slot: int | None = None
+    tensors: SequenceTensors = field(default_factory=SequenceTensors)
+    #: an execution has made its state
+    begun: bool = False
+    #: its request, waiting or with the scheduler
+    request: ev.Request | None = None
+    #: flags of that request
+    flags: int = 0
+    #: it ends with its request, whatever becomes of that
+    doomed: bool = False
+    #: when its latest request ended
+    used: float = 0.0
+
+    def advance(self, event: SequenceEvent) -> None:
+        """Move to the state that the table names. Raises AssertionError if there is none."""
+        state = TRANSITIONS.get((self.state, event))
+        assert state is not None, f"a sequence that is {self.state} has no event {event}"
+        self.state = state
+
+    @property
+    def row(self) -> SlotRow:
+        """The row of its request in an execution."""
+        assert self.slot is not None
+        return SlotRow(self.slot, self.tensors, self.flags & START != 0)
+
+
+class RefusedStep(NamedTuple):
+    """A request that ends without an execution."""
+
+    request: int
+    status: Status
+    text: str
+
+
+class Verdicts(NamedTuple):
+    """Consequences of an event."""
+
+    #: requests for the scheduler
+    granted: tuple[ev.Request, ...] = ()
+    refused: tuple[RefusedStep, ...] = ()
+    #: requests that the scheduler has, for sequences that are lost
+    cancelled: tuple[int, ...] = ()
+
+
+_NOTHING = Verdicts()
+
+
+@dataclass(slots=True, eq=False)
+class _SlotTable:
+    """Sequences of one model."""
+
+    spec: StateSpec
+    #: times that its states were lost
+    losses: int
+    free: list[int]
+    sequences: dict[int, SequenceEntry] = field(default_factory=dict)
+    #: least recently used first
+    idle: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
+    stored: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
+    #: by request, in the order of arrival
+    waiting: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
+    #: (deadline, request) of those that have waited
+    deadlines: list[tuple[float, int]] = field(default_factory=list)
+
+    def due(self) -> float:
+        """Return when the next sequence expires, or the next waiting request."""
+        while self.deadlines and self.deadlines[0][1] not in self.waiting:
+            heappop(self.deadlines)
+        due = self.deadlines[0][0] if self.deadlines else inf
+        for resting in (self.idle, self.stored):
+            if resting:
+                due = min(due, next(iter(resting.values())).used + self.spec.idle_timeout_s)
+        return due
+
+
+class SequenceTable:
+    """Sequences of all models with state, by the model's key."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, _SlotTable] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there is a sequence."""
+        return any(model.sequences for model in self._models.values())
+
+    def due(self) -> float:
+        """Return when `expire` has something to do."""
+        return min((model.due() for model in self._models.values()), default=inf)
+
+    def count(self, model: str) -> dict[SequenceState, int]:
+        """Return the number of a model's sequences in each state."""
+        counts = dict.fromkeys(SequenceState, 0)
+        for one in self._models[model].sequences.values() if model in self._models else ():
+            counts[one.state] += 1
+        return counts
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def add(self, key: str, spec: StateSpec, losses: int) -> None:
+        """Add a model, unless it is there; `losses`: times that its states were lost so far."""
+        if key not in self._models:
+            self._models[key] = _SlotTable(spec, losses, list(reversed(range(spec.slots))))
+
+    def request(
+        self, request: ev.Request, sequence: tuple[int, int, int], limit: int, now: float
+    ) -> tuple[SequenceEntry | None, Verdicts]:
+        """Take a request; return its sequence, unless the request is refused.
+
+        `sequence`: its id, the id of the connection, and the flags. `limit`: requests that may wait for a slot.
+        """
+        id, owner, flags = sequence
+        model = self._models[request.model]
+        known = model.sequences.get(id)
+        if refusal := _check(request, known, id, flags):
+            return None, Verdicts(refused=(refusal,))
+        if known is None and (refusal := _check_room(model, request, limit, now)):
+            return None, Verdicts(refused=(refusal,))
+        if known is None:
+            known = model.sequences[id] = SequenceEntry(request.model, id, owner)
+        else:
+            model.idle.pop(id, None)
+            model.stored.pop(id, None)
+            known.advance(SequenceEvent.REQUEST)
+        known.owner, known.request, known.flags = owner, request, flags
+        if known.state is SequenceState.STEPPING:
+            return known, Verdicts((request,))
+        model.waiting[request.id] = known
+        if request.deadline is not None:
+            heappush(model.deadlines, (request.deadline, request.id))
+        return known, self._grant(model)
+
+    def done(self, sequence: SequenceEntry, *, executed: bool, now: float) -> Verdicts:
+        """Take the end of a sequence's request: by an execution, or without a change of its state."""
+        model, request = self._models[sequence.model], sequence.request
+        assert request is not None
+        model.waiting.pop(request.id, None)
+        sequence.request = None
+        sequence.begun |= executed
+        if sequence.doomed or not sequence.begun or (executed and sequence.flags & END):
+            self._end(model, sequence)
+        else:
+            sequence.advance(SequenceEvent.DONE)
+            sequence.used = now
+            resting = model.idle if sequence.state is SequenceState.IDLE else model.stored
+            resting[sequence.id] = sequence
+        return self._grant(model)
+
+    def expire(self, now: float) -> Verdicts:
+        """End sequences that were idle for too long, and requests that waited beyond their deadline."""
+        granted, refused = list[ev.Request](), list[RefusedStep]()
+        for model in self._models.values():
+            if model.due() > now:
+                continue
+            for resting in (model.idle, model.stored):
+                while resting:
+                    oldest = next(iter(resting.values()))
+                    if oldest.used + model.spec.idle_timeout_s > now:
+                        break
+                    self._end(model, oldest)
+            while model.deadlines and model.deadlines[0][0] <= now:
+                _, id = heappop(model.deadlines)
+                if model.waiting.pop(id, None) is not None:
+                    text = "the deadline passed while the request waited for a sequence's slot"
+                    refused.append(RefusedStep(id, Status.DEADLINE, text))
+            granted += self._grant(model).granted
+        return Verdicts(tuple(granted), tuple(refused))
+
+    def leave(self, owner: int) -> Verdicts:
+        """End the sequences of a closed connection; those with a request end with it."""
+        granted = list[ev.Request]()
+        for model in self._models.values():
+            self._end_all(model, [one for one in model.sequences.values() if one.owner == owner])
+            granted += self._grant(model).granted
+        return Verdicts(tuple(granted))
+
+    def lose(self, key: str, losses: int) -> Verdicts:
+        """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""
+        model = self._models[key]
+        if model.losses == losses:
+            return _NOTHING
+        model.losses = losses
+        ended = [one for one in model.sequences.values() if one.begun or one.slot is not None]
+        ids = [one.request.id for one in ended if one.request is not None]
+        refused = [id for id in ids if model.waiting.pop(id, None) is not None]
+        self._end_all(model, ended)
+        return Verdicts(
+            self._grant(model).granted,
+            tuple(RefusedStep(id, Status.SEQUENCE_LOST, LOST) for id in refused),
+            tuple(id for id in ids if id not in refused),
+        )
+
+    def forget(self, key: str) -> None:
+        """Drop a model that is gone; no request of it is left."""
+        self._models.pop(key, None)
+
+    # --- slots --------------------------------------------------------------------------------------------
+
+    def _grant(self, model: _SlotTable) -> Verdicts:
+        """Give slots to the sequences that wait, in the order of their requests."""
+        granted = []
+        while model.waiting and (slot := self._find_slot(model)) is not None:
+            _, sequence = model.waiting.popitem(last=False)
+            assert sequence.request is not None
+            sequence.slot = slot
+            sequence.advance(SequenceEvent.GRANT)
+            granted.append(sequence.request)
+        return Verdicts(tuple(granted)) if granted else _NOTHING
+
+    def _find_slot(self, model: _SlotTable) -> int | None:
+        """Return a free slot, or that of the idle sequence whose state goes to the host."""
+        if model.free:
+            return model.free.pop()
+        if model.spec.when_full != "host" or not model.idle:
+            return None
+        _, displaced = model.idle.popitem(last=False)
+        displaced.advance(SequenceEvent.DISPLACE)
+        model.stored[displaced.id] = displaced
+        slot, displaced.slot = displaced.slot, None
+        return slot
+
+    def _end_all(self, model: _SlotTable, sequences: Iterable[SequenceEntry]) -> None:
+        """End sequences: at once, or with the request that the scheduler or its caller has yet to end."""
+        for sequence in sequences:
+            if sequence.request is None:
+                self._end(model, sequence)
+            else:
+                sequence.doomed = True
+
+    def _end(self, model: _SlotTable, sequence: SequenceEntry) -> None:
+        sequence.advance(SequenceEvent.END)
+        sequence.tensors.live = False
+        del model.sequences[sequence.id]
+        model.idle.pop(sequence.id, None)
+        model.stored.pop(sequence.id, None)
+        if sequence.slot is not None:
+            model.free.append(sequence.slot)
+            sequence.slot = None
+
+
+def _check(request: ev.Request, known: SequenceEntry | None, id: int, flags: int) -> RefusedStep | None:
+    """Return why a request cannot be one of its sequence."""
+    if not id:
+        text = "this model keeps state, so each request belongs to a sequence: send its id, and start and end with it"
+        return RefusedStep(request.id, Status.INVALID, text)
+    if request.rows != 1:
+        text = f"a request of a sequence has one row, and this one has {request.rows}"
+        return RefusedStep(request.id, Status.INVALID, text)
+    if known is None:
+        return None if flags & START else RefusedStep(request.id, Status.SEQUENCE_LOST, LOST)
+    return None if known.request is None else RefusedStep(request.id, Status.INVALID, _BUSY)
+
+
+def _check_room(model: _SlotTable, request: ev.Request, limit: int, now: float) -> RefusedStep | None:
+    """Return why a new sequence cannot even wait."""
+    spec = model.spec
+    if len(model.sequences) >= MAX_SEQUENCES:
+        text = f"{MAX_SEQUENCES} sequences of this model are in progress; end some, or try again later"
+        return RefusedStep(request.id, Status.QUEUE_FULL, text)
+    if model.free or (spec.when_full == "host" and model.idle and not model.waiting):
+        return None
+    if spec.when_full == "refuse" or len(model.waiting) >= limit:
+        after = "later"
+        if model.idle:
+            seconds = next(iter(model.idle.values())).used + spec.idle_timeout_s - now
+            after = f"after {max(0.0, seconds):.1f} s, when an idle one may have expired"
+        text = f"all {spec.slots} slots for sequences of this model are taken; retry {after}"
+        return RefusedStep(request.id, Status.QUEUE_FULL, text)
+    return None

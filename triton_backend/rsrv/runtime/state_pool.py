@@ -1,0 +1,175 @@
+"""State of sequences on the device: the pools of one model, and what each of their slots holds.
+
+A slot may belong to a sequence whose state is elsewhere: in host memory after an eviction, or still in another slot.
+`launch` brings each state to the slot where its row expects it, and first saves what another live sequence has there.
+So the loop only decides which sequence has which slot, and a second try of an execution finds what the first one left.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from rsrv.runtime.device import Array, ArrayKind, Buffer, Device, Executable, Launched, Pools
+from rsrv_bundle.dtypes import numpy_dtype
+from rsrv_bundle.spec import StateSpec
+
+log = logging.getLogger("rsrv.state")
+
+
+class StateLost(Exception):
+    """A sequence continues, and its state is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceTensors:
+    """The state of one sequence, wherever it lies. Without slot and arrays it is lost, or has not begun."""
+
+    #: the slot of the pools that holds it; None: none does
+    slot: int | None = None
+    #: a copy in host memory
+    arrays: list[Array] | None = None
+    #: False once its sequence has ended: then nothing saves it
+    live: bool = True
+
+
+class SlotRow(NamedTuple):
+    """A row of an execution: the slot that its sequence has, and whether the sequence begins with it."""
+
+    slot: int
+    tensors: SequenceTensors
+    begins: bool
+
+
+class StatePool:
+    """Pools of one model. `load` and `unload` never run beside an execution of the model, nor do two launches."""
+
+    def __init__(self, model: str, spec: StateSpec) -> None:
+        self.spec = spec
+        self.nbytes = spec.pool_bytes
+        #: bytes of each pool, under keys that no other model's tensors have
+        self.tensors = {(model, tensor.name): spec.slots * tensor.nbytes for tensor in spec.tensors}
+        self._kinds: tuple[ArrayKind, ...] = tuple(
+            ((spec.slots, *tensor.dims), numpy_dtype(tensor.dtype)) for tensor in spec.tensors
+        )
+        self._pools: Pools | None = None
+        #: slot -> the state that it holds
+        self._held: dict[int, SequenceTensors] = {}
+        #: number of times that the contents were lost; an execution that fails late must not lose what came after it
+        self.losses = 0
+        # A thread may find that an execution has failed while another one launches the next.
+        self._lock = Lock()
+
+    def load(self, device: Device) -> None:
+        """Allocate the pools. Raises OutOfMemory."""
+        with self._lock:
+            if self._pools is None:
+                self._pools = device.make_pools(self._kinds)
+
+    def unload(self, device: Device) -> None:
+        """Free the pools; live sequences keep their state in host memory."""
+        with self._lock:
+            for slot, tensors in self._held.items():
+                tensors.slot = None
+                if tensors.live:
+                    try:
+                        tensors.arrays = self._read(device, slot)
+                    except Exception as error:  # noqa: BLE001 - the memory is needed, whatever the device answers
+                        log.error("the state of a sequence cannot be saved, and is lost: %s", error)
+            self._held.clear()
+            self._free(device)
+
+    def launch(
+        self,
+        device: Device,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: Sequence[Array | Buffer],
+        size: int,
+        rows: Sequence[SlotRow] = (),
+        unread: Collection[int] = (),
+    ) -> Launched:
+        """Launch an execution of `size` rows, of which the first are `rows`, and the others padding.
+
+        Raises StateLost, and what the device raises; `losses` says whether that has lost the contents.
+        """
+        self.load(device)
+        with self._lock:
+            assert self._pools is not None
+            try:
+                slots = self._place(device, size, rows)
+                launched = device.launch(executable, weights, [*inputs, slots], unread, self._pools)
+            except BaseException:
+                if not device.holds(self._pools):
+                    self._lose(device)
+                raise
+            # Not before the launch has succeeded: until then their former states hold.
+            for slot, tensors, begins in rows:
+                if begins and tensors.slot != slot:
+                    self._put(slot, tensors)
+                    tensors.arrays = None
+            return launched
+
+    def lose(self, device: Device, losses: int) -> None:
+        """Drop the pools and all states in them: an execution has failed that was launched after so many losses."""
+        with self._lock:
+            if losses == self.losses:
+                self._lose(device)
+
+    def _place(self, device: Device, size: int, rows: Sequence[SlotRow]) -> Array:
+        """Bring each row's state to its slot; return the module's argument."""
+        slots = np.full(size, self.spec.slots, np.int32)
+        for index, (slot, tensors, begins) in enumerate(rows):
+            slots[index] = ~slot if begins else slot
+            if tensors.slot != slot:
+                if begins:
+                    self._save(device, slot)
+                else:
+                    self._bring(device, slot, tensors)
+        return slots
+
+    def _lose(self, device: Device) -> None:
+        self.losses += 1
+        for tensors in self._held.values():
+            tensors.slot = None
+        self._held.clear()
+        self._free(device)
+
+    def _free(self, device: Device) -> None:
+        if self._pools is not None:
+            device.free_pools(self._pools)
+            self._pools = None
+
+    def _read(self, device: Device, slot: int) -> list[Array]:
+        assert self._pools is not None
+        return device.read_slot(self._pools, slot)
+
+    def _save(self, device: Device, slot: int) -> None:
+        """Save what a slot holds, unless its sequence has ended."""
+        held = self._held.get(slot)
+        if held is not None:
+            if held.live:
+                held.arrays = self._read(device, slot)
+            del self._held[slot]
+            held.slot = None
+
+    def _bring(self, device: Device, slot: int, tensors: SequenceTensors) -> None:
+        """Bring a state to a slot, from another one or from host memory."""
+        arrays = tensors.arrays if tensors.slot is None else self._read(device, tensors.slot)
+        if arrays is None:
+            raise StateLost("a sequence continues whose state an earlier execution has lost")
+        self._save(device, slot)
+        assert self._pools is not None
+        device.write_slot(self._pools, slot, arrays)
+        self._put(slot, tensors)
+        tensors.arrays = None
+
+    def _put(self, slot: int, tensors: SequenceTensors) -> None:
+        """Note that a slot holds a state, and no other one does."""
+        if tensors.slot is not None:
+            del self._held[tensors.slot]
+        self._held[slot] = tensors
+        tensors.slot = slot

@@ -44,13 +44,21 @@ MODELS = (
     "unet",
     "vit_tiny",
 )
-NAMES = (*SMALL, *MODELS)
+#: With a state for each sequence; small, too.
+STATEFUL = ("forecast", "glossary", "tagger")
+NAMES = (*SMALL, *MODELS, *STATEFUL)
+#: Built only if they are named: half a gigabyte.
+LARGE = ("smollm2",)
 
 #: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
 _SOURCES = {
     "detector": ("adam.py",),
     "digits": ("adam.py",),
     "family": ("adam.py", "digits*.py"),
+    "glossary": ("adam.py", "gru.py", "../../LICENSE"),
+    "minilm": ("wheels.py",),
+    "smollm2": ("wheels.py",),
+    "tagger": ("adam.py", "gru.py"),
     "unet": ("detector_scenes.py", "detector_run.py"),
 }
 _PACKAGES = {
@@ -58,6 +66,7 @@ _PACKAGES = {
     "family": ("scikit-learn",),
     "fno": ("optax",),
     "resnet18": ("torch", "torchax"),
+    "smollm2": ("gguf",),
     "unet": ("equinox", "optax"),
     "vit": ("flax",),
 }
@@ -129,12 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the example bundles.")
     parser.add_argument("-o", "--out-dir", type=Path, required=True, help="where the bundles go")
     parser.add_argument(
-        "names", metavar="NAME", nargs="*", help=f"which to build: {' '.join(NAMES)} (default: all)"
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help=f"which to build: {' '.join(NAMES)} (default: these), {' '.join(LARGE)}",
     )
     arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.names if name not in NAMES]
+    unknown = [name for name in arguments.names if name not in NAMES + LARGE]
     if unknown:
-        parser.error(f"no example '{unknown[0]}'; there are {', '.join(NAMES)}")
+        parser.error(f"no example '{unknown[0]}'; there are {', '.join(NAMES + LARGE)}")
     try:
         build(arguments.out_dir, arguments.names or NAMES)
     except metadata.PackageNotFoundError as error:

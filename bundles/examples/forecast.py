@@ -5,18 +5,21 @@ A thousand meters are a thousand sequences, of which 64 are on the device at onc
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsrv_bundle.stateful import export_stateful
+
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
 #: Values in a chunk, one variant each.
 CHUNKS = (1, 16)
-BATCH_SIZES = (1, 8, 32)
+BATCH_SIZES = (1, 32)
 #: Sequences on the device.
 SLOTS = 64
 #: A forecast is a weighted sum of so many values before.
@@ -75,3 +78,21 @@ def direct(values: Array) -> float:
     known, last = windows[:-1], windows[-1]
     weights = np.linalg.solve(known.T @ known + np.eye(LAGS) / PRIOR, known.T @ values)
     return float(weights @ last)
+
+
+def make(out_dir: Path) -> None:
+    """Write the bundle `out_dir`, replacing an existing one."""
+    export_stateful(
+        step,
+        begin,
+        params(),
+        {"value": np.zeros((1, CHUNKS[0]), np.float32)},
+        slots=SLOTS,
+        when_full="host",
+        batch_sizes=BATCH_SIZES,
+        axes={"value": "nt", "forecast": "nt"},
+        input_shapes=[{"t": chunk} for chunk in CHUNKS],
+        out_dir=out_dir,
+        description="The next value of a time series, learned from the values so far.",
+        overwrite=True,
+    )

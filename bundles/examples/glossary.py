@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples import adam, gru
+from rsrv_bundle.stateful import export_generative
 
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
@@ -26,6 +28,9 @@ STOP = 0
 #: What the prompt of a term is; without the quotation mark at its end, a term's beginning would be one, too.
 TEMPLATE = '"{text}" '
 WIDTH = 96
+#: Sequences on the device.
+SLOTS = 32
+BATCH_SIZES = (1, 4, 16)
 
 _EMBEDDING = 16
 _STEPS = 300
@@ -102,3 +107,29 @@ def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str
         found[:, at] = jnp.argmax(logits, axis=-1)
         read, lengths = found[:, at : at + 1], np.ones_like(lengths)
     return [bytes(row.tolist()).split(bytes([STOP]))[0].decode(errors="replace") for row in found]
+
+
+def make(out_dir: Path) -> None:
+    """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if a definition is not known."""
+    known = definitions()
+    for term, answer in zip(known, answers(trained(), list(known)), strict=True):
+        if answer != known[term]:
+            raise RuntimeError(f"glossary: {term} {answer}")
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder, "tokenizer.json")).write_text(tokenizer(), encoding="utf-8")
+        export_generative(
+            step,
+            {"hidden": jax.ShapeDtypeStruct((WIDTH,), np.float32)},
+            trained(),
+            slots=SLOTS,
+            context=512,
+            max_tokens=300,
+            stop=[STOP],
+            chunks=(1, 16),
+            batch_sizes=BATCH_SIZES,
+            tokenizer=file,
+            template=TEMPLATE,
+            out_dir=out_dir,
+            description="Definitions of the Apache License: a term to its definition.",
+            overwrite=True,
+        )

@@ -60,7 +60,7 @@ def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.Captur
     """An unknown example is refused with the list of examples."""
     with pytest.raises(SystemExit):
         examples.build.main(["-o", str(tmp_path), "nope"])
-    assert f"there are {', '.join(examples.build.NAMES)}" in capsys.readouterr().err
+    assert f"there are {', '.join(examples.build.NAMES + examples.build.LARGE)}" in capsys.readouterr().err
 
 
 def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes(
@@ -75,7 +75,7 @@ def test_a_bundle_is_built_again_when_any_source_that_its_maker_imports_changes(
         return real(path)
 
     monkeypatch.setattr(Path, "read_bytes", noted)
-    for name in examples.build.NAMES:
+    for name in examples.build.NAMES + examples.build.LARGE:
         read.clear()
         examples.build._source_digest(name)
         word = name.partition("_")[0]

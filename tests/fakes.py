@@ -201,6 +201,9 @@ class FakeDevice:
     def memory_in_use(self) -> int | None:
         return None if self.memory_limit is None else self.device_bytes
 
+    def largest_free(self) -> int | None:
+        return None if self.memory_limit is None else self.memory_limit - self.device_bytes
+
     def upload(
         self,
         arrays: Iterable[Array],

@@ -106,6 +106,12 @@ def device(number: int, second: int) -> dict[str, Any]:
     }
 
 
+FINDINGS = [
+    {"name": "padding", "severity": "warning", "evidence": "86% of", "cause": "sizes", "cure": "export 4"},
+    {"name": "slow_hooks", "severity": "note", "evidence": "a spends", "cause": "hooks", "cure": "mend"},
+]
+
+
 def state(second: int, models: int, *devices: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a server with so many models, all of them busy; of one device, if none is given."""
     return {
@@ -207,14 +213,24 @@ def test_each_device_of_a_server_has_a_lane() -> None:
         async with browsing() as page, fake() as (source, url):
             source.tell("state", state(0, 4, device(0, 0), device(1, 0)))
             source.tell("spans", spans(1, 4, 2))
-            source.tell("state", state(1, 4, device(0, 1), {**device(1, 1), "device_s": 0.25}))
+            last = state(1, 4, device(0, 1), {**device(1, 1), "device_s": 0.25})
+            source.tell("state", {**last, "findings": FINDINGS})
             await show(page, url)
             titles = "[...document.querySelectorAll('.device')].map((one) => one.textContent)"
             await page.until(f"{titles}.some((text) => text.includes('busy 25%'))")
             first, second = await page.value(titles)
+            assert await page.value("document.querySelector('#headline').textContent") == "warning: 86% of"
+            assert await page.value("document.querySelector('#diagnosis').dataset.severity") == "warning"
+            told = await page.value(
+                "[...document.querySelectorAll('#findings li')].map((one) => one.textContent)"
+            )
+            assert told == [
+                "warning: 86% ofwhy: sizesdo: export 4",
+                "note: a spendswhy: hooksdo: mend",
+            ]
             assert (
                 first
-                == "device 039 GB of 60 GB for weights · GPU 50 GB of 85 GB in use · busy 90% · host 90 GB"
+                == "device 039 GB (50 GB without sharing, 20% saved) of 60 GB for weights · GPU 50 GB of 85 GB in use · busy 90% · host 90 GB"
             )
             assert second.startswith("device 139 GB")
             for number in (0, 1):

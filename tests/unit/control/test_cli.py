@@ -115,6 +115,73 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run()
 
 
+#: An answer to the command `memory`, of a GPU.
+MEMORY: dict[str, Any] = {
+    "memory": {
+        "device": {
+            "name": "L4",
+            "limit_bytes": 20_000_000,
+            "budget_bytes": 15_000_000,
+            "pinned_bytes": 4_000_000,
+            "logical_bytes": 12_000_000,
+            "physical_bytes": 9_000_000,
+            "held_bytes": 9_000_000,
+        },
+        "host": {"logical_bytes": 12_000_000, "physical_bytes": 9_000_000, "tensors": 3, "limit_bytes": None},
+        "scratch_bytes": 3_000_000,
+        "kept_bytes": 500_000,
+        "in_use_bytes": 10_000_000,
+        "largest_free_bytes": 4_000_000,
+    },
+    "models": {
+        "a": {"device_bytes": 7_000_000, "host_bytes": 7_000_000, "weights": "resident", "pinned": True},
+        "b": {"device_bytes": 5_000_000, "host_bytes": 0, "weights": "absent", "pinned": False},
+    },
+    "groups": [
+        {"bytes": 4_000_000, "models": ["a"], "on_device": True},
+        {"bytes": 2_000_000, "models": ["b"], "on_device": False},
+        {"bytes": 3_000_000, "models": ["a", "b"], "on_device": True},
+    ],
+}
+
+
+def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The budget's arithmetic, each model's own and shared bytes, and the free pieces are told; a model names its sharers."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = lambda command: MEMORY if command["command"] == "memory" else {}
+
+            lines = (await rsrv("memory")).out.splitlines()
+
+            assert [line.split(maxsplit=1) for line in lines[:11]] == [
+                ["device", "0: L4"],
+                ["allocator", "20 MB (runtime.memory_fraction of the device)"],
+                ["kept", "free      2 MB, a tenth"],
+                ["executions", "3 MB"],
+                ["budget", "15 MB for weights: the allocator's, less the tenth and executions"],
+                ["weights", "9 MB (12 MB without sharing, 25% saved), 4 MB pinned"],
+                ["free", "6 MB for weights"],
+                ["kept", "500 kB of meta models' runs"],
+                ["fragmentation", "60%: the largest of the free pieces (10 MB) has 4 MB"],
+                ["host", "9 MB (12 MB without sharing, 25% saved)"],
+                [],
+            ]
+            assert [line.split() for line in lines[11:14]] == [
+                ["MODEL", "SIZE", "OWN", "SHARED", "WITH", "ON", "DEVICE", "HOST", "COPY"],
+                ["a", "7", "MB", "4", "MB", "3", "MB", "b", "resident,", "pinned", "7", "MB"],
+                ["b", "5", "MB", "2", "MB", "3", "MB", "a", "absent", "-"],
+            ]
+            assert lines[16].split() == ["3", "MB", "2", "a,", "b", "yes"]
+            (use,) = (await rsrv("memory", "--json")).json["devices"]
+            assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (4_000_000, ["a", "b"])
+            weights = (await rsrv("status", "a")).out.splitlines()[2]
+            assert weights.endswith("4 MB own, 3 MB shared with b")
+
+    run()
+
+
 @pytest.mark.parametrize(("failed", "status"), [(0, 0), (30, 3)])
 def test_the_doctor_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: int, status: int

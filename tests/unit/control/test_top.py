@@ -25,6 +25,7 @@ DEVICE = {
     "limit": None,
     "budget": 5000,
     "pinned": 100,
+    "logical": 1000,
     "physical": 800,
     "held": 800,
 }
@@ -121,7 +122,10 @@ def test_each_of_several_devices_has_a_line() -> None:
     top.take("state", state(12.0, shown("a", 4, 1.0), devices=devices(2.0)))
 
     first, second, rest = top.headlines()
-    assert first == "device 0: 800 B of 5 kB for weights (100 B pinned), 3 GB of 8 GB in use, busy 50%"
+    assert (
+        first
+        == "device 0: 800 B (1 kB without sharing, 20% saved) of 5 kB for weights (100 B pinned), 3 GB of 8 GB in use, busy 50%"
+    )
     assert second.startswith("device 1: its runtime has not answered since ")
     assert rest == "2/s, 0 waiting, 1 models, host 1.5 kB"
     assert top.rows[0].cells()[1] == "resident on 0"

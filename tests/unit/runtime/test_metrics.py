@@ -160,6 +160,30 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
     assert said["models"]["a"]["responses"] == {}
 
 
+def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """Equal tensors of two models are told once with both names, beside those that one model has alone."""
+    engines = [make_engine(runtime, doublings[bundle], name=name) for name, bundle in ("aa", "bb", "ca")]
+    for engine in engines:
+        ask(engine, FakeRequest({"x": rows(1)}))
+    with Operator(runtime) as operator:
+        said = operator.do("memory")
+
+    assert sorted(said["groups"], key=lambda group: group["models"]) == [
+        {"bytes": 12, "models": ["a", "c"], "on_device": True},
+        {"bytes": 12, "models": ["b"], "on_device": True},
+    ]
+    assert said["models"]["b"] == {
+        "device_bytes": 12,
+        "host_bytes": 12,
+        "weights": "resident",
+        "pinned": False,
+    }
+    assert (said["memory"]["device"]["logical_bytes"], said["memory"]["device"]["physical_bytes"]) == (36, 24)
+    assert said["memory"]["largest_free_bytes"] is None
+    for engine in engines:
+        engine.close()
+
+
 def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
     """The mirror follows a runtime, its end and the next one, and is cleared at the end."""
     first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()

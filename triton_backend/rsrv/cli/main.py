@@ -116,6 +116,7 @@ def parser() -> CommandParser:
     command("doctor", "what is wrong or could be better, why, and what to do")
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
+    command("memory", "what takes memory of devices and host, and what models share")
     command("load", "the requests that wait, and the time that they will take")
     history = command("history", "what happened to a model recently, and why; newest last")
     history.add_argument("model", metavar="MODEL")

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from rsrv.text import one_line
+from rsrv.text import amount, one_line, percent
 
 
 def to_json(message: Message) -> dict[str, Any]:
@@ -51,6 +51,13 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
 def print_json(message: Message, *, line: bool = False) -> None:
     """Print the message indented, or on one line without delay."""
     print(json.dumps(to_json(message), indent=None if line else 2), flush=line)
+
+
+def saved(physical: int, logical: int) -> str:
+    """Return what sharing of tensors saves of weights: ` (138 MB without sharing, 73.3% saved)`; empty if nothing."""
+    if logical <= physical:
+        return ""
+    return f" ({amount(logical)} without sharing, {percent(1 - physical / logical)} saved)"
 
 
 def headline(findings: Sequence[tuple[str, str]], more: str) -> str:

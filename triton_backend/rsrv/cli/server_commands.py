@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from math import inf
 from typing import Any
 
+import grpc
+
 from rsrv.cli import server_pages as pages
 from rsrv.cli import top
 from rsrv.cli.chrome_trace import chrome_trace
@@ -58,10 +60,25 @@ def _status(server: Server) -> int:
         server.show(answer, lambda said: pages.models_table(said, found))
         return 0
     answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
-    server.show(answer, pages.model_page if model else pages.status_page)
+    if model:
+        server.show(answer, lambda said: pages.model_page(said, _memory_of_models(server)))
+    else:
+        server.show(answer, pages.status_page)
     if server.options.bare and not server.json:
         print("\n`rsrv --help` lists the commands.")
     return 0
+
+
+def _memory_of_models(server: Server) -> pb.GetMemoryResponse | None:
+    """Return what models share; None while no runtime answers."""
+    with suppress(grpc.RpcError):
+        answer: pb.GetMemoryResponse = server.ask("GetMemory", pb.GetMemoryRequest())
+        return answer
+    return None
+
+
+def _memory(server: Server) -> int:
+    return server.show(server.ask("GetMemory", pb.GetMemoryRequest()), pages.memory_page)
 
 
 def _doctor(server: Server) -> int:
@@ -366,6 +383,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "status": _status,
     "doctor": _doctor,
     "health": _health,
+    "memory": _memory,
     "load": _load,
     "history": _history,
     "timeline": _timeline,

@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsrv.cli.output import headline, print_table
+from rsrv.cli.output import headline, print_table, saved
 from rsrv.control.overview import life
 from rsrv.control.sentences import history_lines
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, percent, printable
+
+#: Names in a cell of a table.
+_NAMED = 3
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
@@ -74,14 +77,14 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
         )
 
 
-def model_page(answer: pb.GetStatusResponse) -> None:
-    """Print the details of one model or meta model."""
+def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None = None) -> None:
+    """Print the details of one model or meta model; `memory`: of all models, for what this one shares."""
     for model in answer.models:
         policy = model.policy
         pairs = [
             ("model", model.name),
             ("state", _life(model)),
-            ("weights", f"{amount(model.device_bytes)}{_places(model)}"),
+            ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
             ("residency", _word(pb.Residency, model.residency)),
             ("paused", _word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
@@ -193,6 +196,93 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
         if one.severity == pb.SEVERITY_CRITICAL and one.name not in above
     ]
     return found or ["a model of the repository is not loaded; the server's log says why"]
+
+
+def memory_page(answer: pb.GetMemoryResponse) -> None:
+    """Print the memory of each device and of its host copies: the budget's arithmetic, models, shared tensors, and what is free."""
+    for at, one in enumerate(answer.devices):
+        print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
+        _print_pairs([(f"  {name}", text) for name, text in _budget(one)])
+        shared_with = _shared_with(one)
+        if one.models:
+            print()
+            print_table(
+                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "ON DEVICE", "HOST COPY"),
+                (
+                    (
+                        model.name,
+                        amount(model.device_bytes),
+                        amount(model.own_bytes),
+                        amount(model.device_bytes - model.own_bytes),
+                        _some(shared_with.get(model.name, [])),
+                        _word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
+                        amount(model.host_bytes) if model.host_bytes else "-",
+                    )
+                    for model in one.models
+                ),
+            )
+        if one.shared:
+            print()
+            print_table(
+                ("SHARED", "MODELS", "NAMES", "ON DEVICE"),
+                (
+                    (
+                        amount(group.bytes),
+                        str(len(group.models)),
+                        _some(list(group.models)),
+                        "yes" if group.on_device else "no",
+                    )
+                    for group in sorted(one.shared, key=lambda group: -group.bytes)
+                ),
+            )
+
+
+def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
+    """Return how the device's memory is divided, line by line, and the host's."""
+    memory, host = one.memory, one.host
+    pairs = []
+    if memory.HasField("limit_bytes"):
+        pairs += [
+            ("allocator", f"{amount(memory.limit_bytes)} (runtime.memory_fraction of the device)"),
+            ("kept free", f"{amount(memory.limit_bytes // 10)}, a tenth"),
+        ]
+    if one.scratch_bytes:
+        pairs.append(("executions", amount(one.scratch_bytes)))
+    if memory.HasField("budget_bytes"):
+        said = one.HasField("weight_budget_bytes") and one.weight_budget_bytes == memory.budget_bytes
+        why = "runtime.weight_budget_bytes" if said else "the allocator's, less the tenth and executions"
+        pairs.append(("budget", f"{amount(memory.budget_bytes)} for weights: {why}"))
+    weights = _weights(memory)
+    pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))
+    if memory.HasField("budget_bytes"):
+        pairs.append(("free", f"{amount(max(0, memory.budget_bytes - memory.physical_bytes))} for weights"))
+    if one.kept_bytes:
+        pairs.append(("kept", f"{amount(one.kept_bytes)} of meta models' runs"))
+    if one.HasField("largest_free_bytes") and memory.limit_bytes > one.in_use_bytes:
+        free = memory.limit_bytes - one.in_use_bytes
+        scattered = percent(max(0.0, 1 - one.largest_free_bytes / free))
+        pairs.append(
+            (
+                "fragmentation",
+                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(one.largest_free_bytes)}",
+            )
+        )
+    limit = f" of {amount(one.host_limit_bytes)}" if one.HasField("host_limit_bytes") else ""
+    return [*pairs, ("host", f"{_weights(host)}{limit}")]
+
+
+def _shared_with(one: pb.MemoryUse) -> dict[str, list[str]]:
+    """Return the models that share tensors with each model."""
+    found: dict[str, dict[str, None]] = {}
+    for group in one.shared:
+        for name in group.models:
+            found.setdefault(name, {}).update(dict.fromkeys(group.models))
+    return {name: [other for other in others if other != name] for name, others in found.items()}
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_page(answer: pb.GetLoadResponse) -> None:
@@ -348,14 +438,29 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
         (
             "weights",
             (
-                f"{amount(memory.held_bytes)}{budget} on the device, {amount(memory.pinned_bytes)} pinned; "
-                f"{amount(device.host.physical_bytes)} in host memory"
+                f"{_weights(memory)}{budget} on the device, "
+                f"{amount(memory.pinned_bytes)} pinned; "
+                f"{_weights(device.host)} in host memory"
             ),
         ),
     ]
     if alone:
         return [pairs[0], ("device", _device_name(device)), pairs[1]]
     return [(f"  {name}", text) for name, text in pairs]
+
+
+def _weights(memory: pb.DeviceMemory | pb.HostMemory) -> str:
+    return amount(memory.physical_bytes) + saved(memory.physical_bytes, memory.logical_bytes)
+
+
+def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
+    """Return what a model's weights have of their own, and with which models they share the rest."""
+    for one in () if memory is None else memory.devices:
+        for model in one.models:
+            if model.name == name and (others := _shared_with(one).get(name)):
+                shared = amount(model.device_bytes - model.own_bytes)
+                return f", {amount(model.own_bytes)} own, {shared} shared with {_some(others)}"
+    return ""
 
 
 def _places(model: pb.ModelStatus) -> str:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rsrv.cli.output import headline, is_terminal
+from rsrv.cli.output import headline, is_terminal, saved
 from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
@@ -146,7 +146,8 @@ def _weights(device: dict[str, Any]) -> str:
     of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
     card = device["card"]
     used = "" if card is None else f", {amount(card['used_bytes'])} of {amount(card['total_bytes'])} in use"
-    return f"{amount(device['held'])}{of} for weights ({amount(device['pinned'])} pinned){used}"
+    held = amount(device["held"]) + saved(device["physical"], device["logical"])
+    return f"{held}{of} for weights ({amount(device['pinned'])} pinned){used}"
 
 
 def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -> float | None:

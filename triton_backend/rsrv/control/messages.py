@@ -285,6 +285,35 @@ def _device_load(number: int, said: Json) -> pb.DeviceLoad:
     )
 
 
+def memory_use(number: int, said: Json, settings: Settings) -> pb.MemoryUse:
+    """Return the memory of a device, by its runtime's answer to the command `memory`."""
+    memory, groups = said["memory"], said["groups"]
+    own: dict[str, int] = {}
+    for group in groups:
+        if len(group["models"]) == 1:
+            own[group["models"][0]] = own.get(group["models"][0], 0) + group["bytes"]
+    return pb.MemoryUse(
+        device=number,
+        memory=pb.DeviceMemory(**_same(pb.DeviceMemory, memory["device"])),
+        host=pb.HostMemory(**_same(pb.HostMemory, memory["host"])),
+        host_limit_bytes=memory["host"]["limit_bytes"],
+        weight_budget_bytes=settings.runtime.weight_budget_bytes,
+        models=[
+            pb.ModelMemory(
+                name=name,
+                device_bytes=model["device_bytes"],
+                own_bytes=own.get(name, 0),
+                host_bytes=model["host_bytes"],
+                weights=member(pb.Weights, model["weights"]),
+                pinned=model["pinned"],
+            )
+            for name, model in sorted(said["models"].items())
+        ],
+        shared=[pb.SharedTensors(**group) for group in groups if len(group["models"]) > 1],
+        **_same(pb.MemoryUse, memory, frozenset({"device", "host"})),
+    )
+
+
 def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementResponse:
     status = trial.status
     return pb.GetPlacementResponse(

@@ -160,6 +160,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.DiagnoseResponse(findings=map(messages.finding, diagnosis.findings), seconds=seconds)
 
     @answers
+    async def GetMemory(self, request: pb.GetMemoryRequest) -> pb.GetMemoryResponse:
+        said, settings = await self._runtimes.query({"command": "memory"}), self._server.file.settings
+        return pb.GetMemoryResponse(
+            devices=[messages.memory_use(number, one, settings) for number, one in sorted(said.items())]
+        )
+
+    @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         known = {one.device: (one.instance, one.next) for one in request.positions}
         said = await self._runtimes.load(known)

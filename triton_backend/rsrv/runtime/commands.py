@@ -125,6 +125,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "history": _MODEL,
     "load": _SINCE,
     "metrics": {},
+    "memory": {},
     "overview": {},
     "restart": _END,
     "sleep": _END,
@@ -489,6 +490,8 @@ class Commands:
                 return self._reports.traces(command.get("since", 0))
             case "metrics":
                 return self._reports.metrics()
+            case "memory":
+                return self._reports.memory()
             case "overview":
                 return self._reports.overview()
             case "restart" | "sleep":

@@ -94,6 +94,9 @@ class Device(Protocol):
     def memory_in_use(self) -> int | None:
         """Return the allocated bytes: weights, and the scratch of executions that run. None: unknown."""
 
+    def largest_free(self) -> int | None:
+        """Return the bytes of the largest free piece of memory, beside executions in flight. None: unknown."""
+
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
     def known_costs(self, model: str) -> Mapping[tuple[int, int], float] | None:

@@ -70,6 +70,12 @@ class FreePieces:
             self._replace([address - start, limit - end], [limit - start])
             del self._addresses[at], self._ends[address]
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free piece."""
+        with self._lock:
+            return self._free[-1] if self._free else 0
+
     def fits(self, sizes: Iterable[int]) -> bool:
         """Return whether the allocator finds a piece for each allocation if it makes all of them.
 

@@ -416,6 +416,9 @@ class JaxDevice:
     def memory_in_use(self) -> int | None:
         return self._memory("bytes_in_use")
 
+    def largest_free(self) -> int | None:
+        return None if self._pieces is None else self._pieces.largest
+
     def _memory(self, figure: str) -> int | None:
         figures: dict[str, int] | None = self._device.memory_stats()
         return None if figures is None else figures.get(figure)

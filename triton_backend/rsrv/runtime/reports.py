@@ -313,6 +313,38 @@ class Reports:
         }
         return {"models": {**models, **runs}, "memory": self._memory(load)}
 
+    def memory(self) -> dict[str, Any]:
+        """Return what takes memory: each model's weights, and the tensors that models share."""
+        load, device, entries = self._scheduler.load_report(), self._weights.device, self._catalog.entries
+        return {
+            "memory": {
+                **self._memory(load),
+                "scratch_bytes": self._weights.scratch,
+                "kept_bytes": self._runs.kept_bytes,
+                "in_use_bytes": None if device is None else device.memory_in_use(),
+                "largest_free_bytes": None if device is None else device.largest_free(),
+            },
+            "models": {
+                entry.name: {
+                    "device_bytes": entry.model.host.device_bytes,
+                    "host_bytes": entry.model.host.nbytes if entry.model.host.kept else 0,
+                    "weights": entry.weights,
+                    "pinned": entry.key in load.models and load.models[entry.key].pinned,
+                }
+                for entry in self._ready_last()
+                if entry.model is not None
+            },
+            "groups": [
+                {
+                    "bytes": group.bytes,
+                    "models": sorted({entries[key].name for key in group.models if key in entries}),
+                    "on_device": group.on_device,
+                }
+                for group in self._scheduler.shared_tensors()
+                if group.bytes
+            ],
+        }
+
     # --- parts of views -----------------------------------------------------------------------------------
 
     def _ready_last(self) -> list[ModelEntry]:

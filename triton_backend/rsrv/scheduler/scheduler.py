@@ -58,6 +58,7 @@ from rsrv.scheduler.statistics import (
     OutcomeCounts,
     PastTotals,
     SchedulerSnapshot,
+    SharedTensors,
     Totals,
 )
 from rsrv.scheduler.variant_queue import VariantQueue
@@ -673,6 +674,14 @@ class Scheduler:
         models = {name: self._models[name].load_report() for name in found}
         weights = self._residency.weights
         return LoadReport(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
+
+    def shared_tensors(self) -> list[SharedTensors]:
+        """Return the weights of all models, divided by the models that have them. Costs O(models and their groups)."""
+        groups = {id(group): group for state in self._states() for group in state.weights.groups}
+        return [
+            SharedTensors(group.bytes, [owner.model for owner in group.owners], group.users > 0)
+            for group in groups.values()
+        ]
 
     def totals(self) -> dict[str, Totals]:
         """Return the counters of loaded and draining models by name, over all versions. To be read at once."""

@@ -252,6 +252,15 @@ class LoadReport:
     weight_budget_bytes: int | None
 
 
+class SharedTensors(NamedTuple):
+    """Tensors that exactly these models have, which are stored once."""
+
+    bytes: int
+    #: keys of the models.
+    models: list[str]
+    on_device: bool
+
+
 @dataclass(frozen=True, slots=True)
 class MetaSnapshot:
     """Statistics of the runs of one meta model. Each run counts in one of these, besides `running`."""

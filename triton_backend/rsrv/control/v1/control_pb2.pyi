@@ -724,6 +724,68 @@ class StopProfileResponse(_message.Message):
     directory: str
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
+class GetMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMemoryResponse(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[MemoryUse]
+    def __init__(self, devices: _Optional[_Iterable[_Union[MemoryUse, _Mapping]]] = ...) -> None: ...
+
+class MemoryUse(_message.Message):
+    __slots__ = ("device", "memory", "host", "host_limit_bytes", "scratch_bytes", "kept_bytes", "in_use_bytes", "largest_free_bytes", "weight_budget_bytes", "models", "shared")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    memory: DeviceMemory
+    host: HostMemory
+    host_limit_bytes: int
+    scratch_bytes: int
+    kept_bytes: int
+    in_use_bytes: int
+    largest_free_bytes: int
+    weight_budget_bytes: int
+    models: _containers.RepeatedCompositeFieldContainer[ModelMemory]
+    shared: _containers.RepeatedCompositeFieldContainer[SharedTensors]
+    def __init__(self, device: _Optional[int] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., host_limit_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., in_use_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., weight_budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelMemory, _Mapping]]] = ..., shared: _Optional[_Iterable[_Union[SharedTensors, _Mapping]]] = ...) -> None: ...
+
+class ModelMemory(_message.Message):
+    __slots__ = ("name", "device_bytes", "own_bytes", "host_bytes", "weights", "pinned")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    device_bytes: int
+    own_bytes: int
+    host_bytes: int
+    weights: Weights
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., device_bytes: _Optional[int] = ..., own_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., pinned: bool = ...) -> None: ...
+
+class SharedTensors(_message.Message):
+    __slots__ = ("bytes", "models", "on_device")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    models: _containers.RepeatedScalarFieldContainer[str]
+    on_device: bool
+    def __init__(self, bytes: _Optional[int] = ..., models: _Optional[_Iterable[str]] = ..., on_device: bool = ...) -> None: ...
+
 class GetMetricsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -134,6 +134,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.FromString,
                 _registered_method=True)
+        self.GetMemory = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetMemory',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/rsrv.control.v1.Control/GetLoad',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
@@ -311,6 +316,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMemory(self, request, context):
+        """What takes memory of devices and host: models, and tensors that models share.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """The load, for a balancer, many times a second.
         """
@@ -456,6 +468,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.SetPlacement,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.SerializeToString,
+            ),
+            'GetMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMemory,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -1028,6 +1045,33 @@ class Control(object):
             '/rsrv.control.v1.Control/SetPlacement',
             rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.SetPlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetMemory',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -162,7 +162,8 @@ function drawDevice({ card, busy }, name, state, device) {
     bar[kind].style.flexGrow = value / whole;
     bar[kind].title = `${kind}: ${bytes(value)}`;
   }
-  say(facts, `${bytes(device.held)} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
+  const saved = device.logical > device.physical ? ` (${bytes(device.logical)} without sharing, ${percent(1 - device.physical / device.logical)} saved)` : "";
+  say(facts, `${bytes(device.held)}${saved} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
     + (device.card ? `GPU ${bytes(device.card.used_bytes)} of ${bytes(device.card.total_bytes)} in use · ` : "")
     + `busy ${percent(busy ?? 0)} · host ${bytes(device.host)}`);
 }

@@ -72,6 +72,12 @@ SAID: dict[str, Any] = {
             "load": measured(SECONDS, 0.2),
             "batch_rows": measured(ROWS, 1, 4),
             "batch_padding": measured(PADDING, 0, 3),
+            "generations": {
+                "active": 2,
+                "tokens": {"prompt": 40, "answer": 30},
+                "first": measured(SECONDS, 0.05),
+                "between": measured(SECONDS, 0.004),
+            },
         }
     },
     "metas": {"chain": {**common(), "running": 1, "calls": 7}},
@@ -148,6 +154,9 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
     assert found["rsrv_weight_loads_total", (device, model)] == 1
     assert found["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
+    assert found["rsrv_generations", (device, model)] == 2
+    assert found["rsrv_tokens_total", (device, model, ("of", "answer"))] == 30
+    assert found["rsrv_first_token_seconds_sum", (device, model)] == 0.05
     assert found["rsrv_meta_calls_total", (device, ("model", "chain"))] == 7
     assert found["rsrv_loop_bans_total", (device,)] == 1
     assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in found

@@ -79,6 +79,31 @@ FAMILIES: tuple[MetricFamily, ...] = (
         ("model", "device"),
         "Executed calls of a meta model's runs.",
     ),
+    # generations
+    MetricFamily(
+        "rsrv_generations",
+        "gauge",
+        ("model", "device"),
+        "Generations in progress, those that wait for a slot included. Each of their steps counts as a request.",
+    ),
+    MetricFamily(
+        "rsrv_tokens_total",
+        "counter",
+        ("model", "device", "of"),
+        "Tokens of prompts that were read, and of answers that were sent.",
+    ),
+    MetricFamily(
+        "rsrv_first_token_seconds",
+        "histogram",
+        ("model", "device"),
+        "Time from a generation's arrival in the runtime to its first token.",
+    ),
+    MetricFamily(
+        "rsrv_token_seconds",
+        "histogram",
+        ("model", "device"),
+        "Time from each token of an answer to the next.",
+    ),
     # the device
     MetricFamily("rsrv_executions_total", "counter", ("model", "device"), "Executions that began."),
     MetricFamily(

@@ -144,6 +144,11 @@ def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, 
     page.put("rsrv_weight_loads_total", where, loads)
     page.put_each("rsrv_weight_evictions_total", where, model["evictions"])
     page.put("rsrv_weight_misses_total", where, model["misses"])
+    if generations := model.get("generations"):
+        page.put("rsrv_generations", where, generations["active"])
+        page.put_each("rsrv_tokens_total", where, generations["tokens"])
+        page.measure("rsrv_first_token_seconds", where, SECONDS, generations["first"])
+        page.measure("rsrv_token_seconds", where, SECONDS, generations["between"])
 
 
 def _put_memory(page: "_Exposition", number: str, memory: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,14 @@ class GenerationCounts:
     #: seconds from a generation's arrival to its first token, and from each token to the next
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     between: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "active": self.active,
+            "tokens": {"prompt": self.tokens_in, "answer": self.tokens_out},
+            "first": self.first.to_json(),
+            "between": self.between.to_json(),
+        }
 
 
 class Chunk(NamedTuple):

@@ -124,7 +124,7 @@ class Loop:
         self._reports = Reports(
             self._registry,
             self._scheduler,
-            self._requests.runs,
+            self._requests,
             self._traces,
             self._executor.bans,
             self._clock,
@@ -316,6 +316,9 @@ class Loop:
             case Kind.SUBMIT:
                 self._requests.submit(connection, unpack_submissions(frame, count))
                 return  # the round's arrivals become one event
+            case Kind.GENERATE:
+                self._requests.generate(connection, unpack_json(frame))
+                return
             case Kind.CANCEL:
                 self._requests.cancel(connection, unpack_ids(frame, count))
             case Kind.CALL:
@@ -423,8 +426,9 @@ class Loop:
         # Arrivals of the same moment come first: the next execution should include them.
         self._pass_on()
         self._requests.executed(ended)
-        if self._outbox:
-            self._pass_on()  # requests of sequences that it has lost must not execute next
+        if self._outbox or self._requests.arrived:
+            # The next steps of its generations share an execution; requests of sequences that it has lost must not execute.
+            self._pass_on()
         self._passing_on = True
         try:
             event = ev.ExecutionFinished(

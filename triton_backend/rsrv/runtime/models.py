@@ -37,6 +37,8 @@ _MIN_COST_S = 1e-7
 _INITIAL_COST_S = 1e-3
 #: expected duration of a compilation; the watchdog allows a hundred times as much. XLA may time kernels for minutes
 _COMPILATION_S = 18.0
+#: what stubs are told of a generation
+_OF_GENERATION = ("context", "stop", "max_tokens", "tokenizer", "template")
 
 
 @dataclass(slots=True)
@@ -351,12 +353,14 @@ def batch_input(bundle: Bundle) -> tuple[str, int] | None:
 
 def to_json(model: CompiledModel) -> dict[str, Any]:
     """Return the description of a model in REGISTERED."""
+    generate = model.bundle.manifest.generate
     return {
         "name": model.name,
         "interface": model.interface.to_json(),
         "client": wire_tensors(model.bundle),
         "batched": model.bundle.manifest.rows_first,
         "stateful": model.pool is not None,
+        "generate": None if generate is None else {key: getattr(generate, key) for key in _OF_GENERATION},
         "costs_ns": [
             [int(model.program.costs[index, size] * 1e9) for size in variant.sizes]
             for index, variant in enumerate(model.interface.variants)

@@ -12,7 +12,7 @@ from rsrv.histogram import SECONDS, Histogram
 from rsrv.runtime.catalog import WATCHED_STATES, ModelEntry
 from rsrv.runtime.executor import LoopBans
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.runs import Runs
+from rsrv.runtime.requests import Requests
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler.events import Outcome, Reason
@@ -123,7 +123,7 @@ class Reports:
         self,
         registry: Registry,
         scheduler: Scheduler,
-        runs: Runs,
+        requests: Requests,
         traces: Traces,
         bans: LoopBans,
         clock: Callable[[], float],
@@ -132,7 +132,8 @@ class Reports:
         self._catalog = registry.catalog
         self._weights = registry.weights
         self._scheduler = scheduler
-        self._runs = runs
+        self._runs = requests.runs
+        self._generations = requests.generation_counts
         self._traces = traces
         self._bans = bans
         self._clock = clock
@@ -260,6 +261,9 @@ class Reports:
             model["host_bytes"] += entry.model.host.nbytes if entry.model.host.kept else 0
             model["device_bytes"] += sum(entry.model.tensors.values()) if entry.weights != "absent" else 0
             model["queued"] += 0 if now is None else now.queued
+        for name, generations in self._generations.items():
+            if name in models:
+                models[name]["generations"] = generations.to_json()
         return {
             "models": models,
             "metas": self._meta_metrics(metas, reported),

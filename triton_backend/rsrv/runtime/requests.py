@@ -1,14 +1,18 @@
-"""Unanswered requests of connections: inferences, calls of meta models, and runs that wait for their admission.
+"""Unanswered requests of connections: inferences, calls of meta models, runs that wait for admission, generations.
 
 Belongs to the loop. Frames become the scheduler's requests here, and the scheduler's decisions become answers.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from math import inf
+from typing import Any
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.executor import CallSlice, ExecutionEnded, RequestSlice, Slice
+from rsrv.runtime.generation_steps import StepSlice
+from rsrv.runtime.generations import End, GenerationCounts, find_problem
 from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
 from rsrv.runtime.sequences import LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
 from rsrv.runtime.state_pool import SlotRow
@@ -18,6 +22,7 @@ from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
 from rsrv.wire.frames import ALONE, END, START, WAITED, Completion, ProtocolError, Status
+from rsrv.wire.generation import read_generate
 from rsrv.wire.layout import ALIGNMENT
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
@@ -54,6 +59,12 @@ class Requests:
         self.answering: set[PeerConnection] = set()
         self.runs = Runs()
         self.sequences = SequenceTable()
+        #: generations in progress, by the global id of their GENERATE; `pending` has each one's present step
+        self.generations: dict[int, StepSlice] = {}
+        #: by the model's name
+        self.generation_counts: dict[str, GenerationCounts] = {}
+        # Negative: ids of connections' requests and of runs are positive.
+        self._step_ids = count(-1, -1)
 
     # --- frames -------------------------------------------------------------------------------------------
 
@@ -114,13 +125,34 @@ class Requests:
                 part.sequence, verdicts = self.sequences.request(asked, named, limit, self._clock())
                 self._apply(verdicts)
 
+    def generate(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+        """Begin a generation, or refuse it."""
+        model = self._catalog.served_by(connection)
+        if model is None or (spec := model.bundle.manifest.generate) is None or model.pool is None:
+            raise ProtocolError("GENERATE before REGISTERED, or of a model that does not generate")
+        ask = read_generate(wanted)
+        id = self._new_id(connection, ask.request)
+        mark = connection.marks.pop(ask.request, None) if connection.marks else None
+        if problem := find_problem(ask, spec):
+            self._complete(connection, Completion(ask.request, Status.INVALID, text=problem))
+            return
+        counts = self.generation_counts.setdefault(model.name, GenerationCounts())
+        step = self.generations[id] = StepSlice(connection, id, ask, model, counts, self._clock())
+        request = self._next_step(step)
+        if mark is not None:
+            self._traces.begin(request.id, mark, model.key)
+        self.sequences.add(model.key, model.pool.spec, model.pool.losses)
+        named, limit = (request.id, connection.id, START), self._catalog.policy.queue_depth(model.name)
+        step.sequence, verdicts = self.sequences.request(request, named, limit, self._clock())
+        self._apply(verdicts)
+
     def cancel(self, connection: PeerConnection, requests: Iterable[int]) -> None:
         ids = tuple(_global_id(connection, id) for id in requests)
         for id in ids:
             waiting = self.pending.get(id)
             if isinstance(waiting, MetaRun):
                 self._end_run(waiting, Status.CANCELLED)
-        self._cancel(ids)
+        self._cancel((*ids, *self._doom(self.generations[id] for id in ids if id in self.generations)))
 
     def enter(self, connection: PeerConnection, entrances: Sequence[Entrance]) -> None:
         group = connection.group
@@ -199,6 +231,7 @@ class Requests:
     def closed(self, connection: PeerConnection) -> None:
         """Cancel the requests of a closed connection, and end its runs and sequences."""
         gone = tuple(id for id, part in self.pending.items() if part.connection is connection)
+        self._doom(step for step in self.generations.values() if step.connection is connection)
         if gone:
             self._cancel(gone)
         if self.sequences:
@@ -207,9 +240,9 @@ class Requests:
             self._end_run(run, Status.CANCELLED)
 
     def abort(self, tag: int) -> tuple[int, set[int], set[int]]:
-        """Abort the requests and runs with this tag.
+        """Abort the requests, runs and generations with this tag.
 
-        Returns the number of aborted runs, the ids of requests with the tag, and these with the runs' sub-calls. All
+        Returns the number of aborted runs and generations, the ids of requests with the tag, and these with the runs' sub-calls. All
         of them end when the scheduler has taken in the event, except those that execute: these are answered as usual,
         but their run gets no further.
         """
@@ -228,8 +261,9 @@ class Requests:
             and (_tag(part) == tag or (part.run is not None and part.run in runs))
         }
         own = {id for id, part in mine.items() if _tag(part) == tag}
-        self._cancel(tuple(mine))
-        return len(runs), own, set(mine)
+        steps = self._doom([step for step in self.generations.values() if step.asked_tag == tag], _ABORTED)
+        self._cancel((*mine, *steps))
+        return len(runs) + len(steps), own, set(mine)
 
     # --- decisions of the scheduler -----------------------------------------------------------------------
 
@@ -259,6 +293,8 @@ class Requests:
                 if one is not None:
                     one.doomed = True
             self._apply(self.sequences.lose(dispatch.model.key, pool.losses))
+        if self.generations and ended.error is None:
+            self._take_tokens(dispatch.slices)
         if not self.runs:
             return
         for part in dispatch.slices:
@@ -270,6 +306,8 @@ class Requests:
     def answer(self, finish: ev.Finish, ended: ExecutionEnded) -> None:
         """Complete a request whose execution succeeded."""
         part = self.pending.pop(finish.request)
+        if isinstance(part, StepSlice):
+            return  # its token has been taken
         connection, dispatch = part.connection, ended.dispatch
         if (sequence := _sequence(part)) is not None:
             self._apply(self.sequences.done(sequence, executed=True, now=self._clock()))
@@ -287,8 +325,11 @@ class Requests:
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
         elif finish.request in self.pending:  # else a run that has left meanwhile
-            sequence = _sequence(self.pending[finish.request])
-            if sequence is not None and sequence.doomed:
+            part = self.pending[finish.request]
+            sequence = _sequence(part)
+            if isinstance(part, StepSlice) and part.generation.ending is not None:
+                status, text = part.generation.ending
+            elif sequence is not None and sequence.doomed:
                 status, text = _doomed(status, text)
             self._end_request(finish.request, status, text)
 
@@ -301,6 +342,49 @@ class Requests:
         self._end_request(run.enter_id, Status.OK, "")
         self.arrived += run.held
         run.held = []
+
+    # --- steps of generations -----------------------------------------------------------------------------
+
+    def _next_step(self, step: StepSlice) -> ev.Request:
+        request = step.next_request(next(self._step_ids), others_wait=len(self.pending) > 1)
+        self.pending[request.id] = step
+        return request
+
+    def _take_tokens(self, slices: Iterable[Slice]) -> None:
+        """Send the tokens of an execution; hand over the next steps, so that they share the next one, or end."""
+        now = self._clock()
+        for step in slices:
+            if not isinstance(step, StepSlice):
+                continue
+            sequence, token = step.sequence, step.token
+            assert sequence is not None
+            is_sent, end = step.generation.step(token, now)
+            if is_sent and not step.connection.closed:
+                step.connection.tokens.append((step.request, token))
+                self.answering.add(step.connection)
+            if end is None and sequence.doomed:
+                end = End(Status.SEQUENCE_LOST, LOST)
+            if end is None:
+                request = self._next_step(step)
+                sequence.go_on(request)
+                self.arrived.append(request)
+            else:
+                self._end_generation(step, *end)
+
+    def _doom(self, steps: Iterable[StepSlice], text: str = _CANCELLED) -> list[int]:
+        """Have generations end with their present steps; return the ids of these."""
+        doomed = list(steps)
+        for step in doomed:
+            step.generation.ending = End(Status.CANCELLED, text)
+        return [step.id for step in doomed]
+
+    def _end_generation(self, step: StepSlice, status: Status, text: str) -> None:
+        del self.generations[step.number]
+        step.generation.end()
+        if step.sequence is not None:
+            step.sequence.doomed = True
+            self._apply(self.sequences.done(step.sequence, executed=True, now=self._clock()))
+        self._complete(step.connection, Completion(step.request, status, text=text))
 
     # --- answers ------------------------------------------------------------------------------------------
 
@@ -328,6 +412,9 @@ class Requests:
         self._traces.live.pop(id, None)  # the scheduler may never have known it
         if isinstance(part, CallSlice):
             part.end_promises()
+        if isinstance(part, StepSlice):
+            self._end_generation(part, status, text)
+            return
         if (sequence := _sequence(part)) is not None:
             self._apply(self.sequences.done(sequence, executed=False, now=self._clock()))
         self._complete(part.connection, Completion(part.request, status, text=text))
@@ -337,12 +424,17 @@ class Requests:
         for id in ids if self.sequences else ():
             sequence = _sequence(self.pending.get(id))
             if sequence is not None and sequence.state is SequenceState.WAITING:
-                self._end_request(id, Status.CANCELLED, _CANCELLED)
+                part = self.pending[id]
+                ending = part.generation.ending if isinstance(part, StepSlice) else None
+                self._end_request(id, *(ending or (Status.CANCELLED, _CANCELLED)))
         self._outbox.append(ev.RequestsCancelled(ids))
 
     def _apply(self, verdicts: Verdicts) -> None:
         """Carry out what has become of requests of sequences."""
         self.arrived += verdicts.granted
+        for request in verdicts.granted if self.generations else ():
+            if isinstance(step := self.pending[request.id], StepSlice):
+                step.generation.grant()
         if verdicts.cancelled:
             self._outbox.append(ev.RequestsCancelled(verdicts.cancelled))
         for id, status, text in verdicts.refused:
@@ -355,7 +447,7 @@ class Requests:
 
     def _new_id(self, connection: PeerConnection, request: int) -> int:
         id = _global_id(connection, request)
-        if id in self.pending:
+        if id in self.pending or id in self.generations:
             raise ProtocolError(f"request {request} is there already, and not answered yet")
         return id
 

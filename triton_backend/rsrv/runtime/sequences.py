@@ -100,6 +100,10 @@ class SequenceEntry:
         assert state is not None, f"a sequence that is {self.state} has no event {event}"
         self.state = state
 
+    def go_on(self, request: ev.Request) -> None:
+        """Take the next request in the same slot, as the one before has executed: a generation is never idle."""
+        self.request, self.flags, self.begun = request, 0, True
+
     @property
     def row(self) -> SlotRow:
         """The row of its request in an execution."""

@@ -25,6 +25,7 @@ from rsrv.wire.frames import (
     pack_json,
     read_header,
 )
+from rsrv.wire.generation import pack_tokens
 from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segment
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
@@ -89,6 +90,8 @@ class PeerConnection:
         self.demand = Demand()
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
+        #: tokens of generations, with the connection's numbers of these
+        self.tokens: list[tuple[int, int]] = []
         #: marks of traced requests that arrive next, by the connection's numbers
         self.marks: dict[int, Mark] = {}
         self._receiver = Receiver(sock, buffer)
@@ -180,6 +183,11 @@ class PeerConnection:
         return any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
 
     def send_completions(self) -> None:
+        """Send all completions, after the tokens that came before them."""
+        if self.tokens:
+            tokens, self.tokens = self.tokens, []
+            for frame in pack_tokens(tokens):
+                self.send(frame)
         done, self.completions = self.completions, []
         for frame in pack_completions(done):
             self.send(frame)
@@ -193,6 +201,7 @@ class PeerConnection:
         self._backlog.clear()
         self.segments.clear()
         self.completions.clear()
+        self.tokens.clear()
 
 
 log = logging.getLogger("rsrv.transport")

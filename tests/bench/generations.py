@@ -1,0 +1,215 @@
+"""Generations in a runtime, over its socket and without Triton: tokens per second, shared executions, and neighbours.
+
+    python -m tests.bench.generations
+
+A server process has the real loop and the CPU. The clients' process makes no tokens itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.loop import Loop
+from rsrv.settings import load_settings
+from rsrv.stub.connection import RuntimeConnection, greet
+from rsrv.wire.frames import Status, Submission
+from rsrv.wire.generation import Generate, pack_generate
+from rsrv.wire.layout import Interface
+from rsrv.wire.paths import SOCKET, runtime_directory
+from rsrv.wire.socket import connect, listen, read_status, send
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.stateful import export_generative
+from tests.bench.places import WORK
+
+_WIDTH, _VOCABULARY, _SIZES = 256, 512, (1, 2, 4, 8, 16)
+_PROMPT, _TOKENS, _ROUNDS = 32, 128, 5
+#: Width and layers of the neighbour, which takes about 5 ms; and its requests.
+_IMAGE, _LAYERS, _REQUESTS = 1024, 24, 300
+
+
+def main() -> int:
+    """Measure, and print the figures."""
+    bundles = WORK / "generations"
+    if not bundles.exists():
+        _export_language_model(bundles / "gru")
+        _export_neighbour(bundles / "image")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RSRV_RUNTIME_DIR"] = folder
+        path = runtime_directory(os.getpid(), "0")
+        path.mkdir(mode=0o700, parents=True)
+        server = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(path / SOCKET,), daemon=True
+        )
+        server.start()
+        while not (path / SOCKET).exists():
+            time.sleep(0.05)
+        try:
+            _measure(path / SOCKET, bundles)
+        finally:
+            server.kill()
+    return 0
+
+
+def _measure(path: Path, bundles: Path) -> None:
+    stub, image = Generator(path, bundles / "gru"), Neighbour(path, bundles / "image")
+    stub.run(1, 2)
+    print(f"one step of one row: {stub.step_ms:.3f} ms by the warm-up")
+    alone = 0.0
+    for clients in (1, 8, 16):
+        rows, executions = _work("gru")
+        started = time.perf_counter()
+        stub.run(clients, clients * _ROUNDS)
+        seconds = time.perf_counter() - started
+        more_rows, more_executions = _work("gru")
+        tokens = clients * _ROUNDS * _TOKENS
+        alone = alone or tokens / seconds
+        print(
+            f"{clients:2} clients: {tokens / seconds:6.0f} tokens/s, {tokens / seconds / alone:.1f} times one client; "
+            f"{(more_rows - rows) / (more_executions - executions):.1f} rows an execution, "
+            f"{1e3 * seconds / _ROUNDS / _TOKENS:.3f} ms from token to token"
+        )
+    quiet = image.measure()
+    over = threading.Event()
+    beside = threading.Thread(target=stub.run, args=(4, 4), kwargs={"over": over})
+    beside.start()
+    busy = image.measure()
+    over.set()
+    beside.join()
+    # At equal weights, a client without pauses gets half of the device beside others.
+    fair, p99 = 2 * statistics.median(quiet), busy[int(0.99 * len(busy))]
+    print(
+        f"a model of {statistics.median(quiet):.1f} ms beside 4 generations: p50 {statistics.median(busy):.1f} ms, "
+        f"p99 {p99:.1f} ms, {p99 / fair:.2f} times its fair share of {fair:.1f} ms; "
+        f"alone p99 {quiet[int(0.99 * len(quiet))]:.1f} ms"
+    )
+
+
+def _work(model: str) -> tuple[int, int]:
+    """Return the rows and executions of a model so far."""
+    status = read_status(os.getpid())["models"][model]
+    return status["useful_rows"], status["dispatches"]
+
+
+class Generator:
+    """A stub's connection with as many generations at a time as there are clients."""
+
+    def __init__(self, path: Path, bundle: Path) -> None:
+        self._connection = RuntimeConnection(greet(connect(path)))
+        body = self._connection.register({"model": bundle.name, "bundle": str(bundle)})
+        self.step_ms = body["models"][0]["costs_ns"][0][0] / 1e6
+        self._random = np.random.default_rng(7)
+
+    def run(self, clients: int, generations: int, over: threading.Event | None = None) -> None:
+        """Generate answers; with `over`, until it is set, and at least so many."""
+        live = set[int]()
+        started = received = 0
+        while live or started < generations or (over is not None and not over.is_set()):
+            while len(live) < clients and (started < generations or (over is not None and not over.is_set())):
+                (number,) = self._connection.next_ids(1)
+                prompt = self._random.integers(0, _VOCABULARY, _PROMPT).tolist()
+                send(self._connection.sock, pack_generate(Generate(number, prompt, _TOKENS, stop=[])))
+                live.add(number)
+                started += 1
+            for done in self._connection.receive(60):
+                assert done.status is Status.OK, done.text
+                live.remove(done.request)
+            received += sum(1 for _ in self._connection.take_tokens())
+        assert received == started * _TOKENS, (received, started)
+
+
+class Neighbour:
+    """A client of another model, which sends its next request when it has the answer."""
+
+    def __init__(self, path: Path, bundle: Path) -> None:
+        self._connection = RuntimeConnection(greet(connect(path)))
+        body = self._connection.register({"model": bundle.name, "bundle": str(bundle)})
+        (variant,) = Interface.from_json(body["models"][0]["interface"]).variants
+        self._inputs = variant.inputs.places(1)[1]
+        self._place = self._connection.take(self._inputs + variant.outputs.places(1)[1], users=1).place
+
+    def measure(self) -> list[float]:
+        """Return the sorted milliseconds of requests."""
+        took = []
+        for _ in range(_REQUESTS):
+            (number,) = self._connection.next_ids(1)
+            at, began = self._place.offset, time.perf_counter()
+            self._connection.submit(
+                [Submission(number, 0, 1, 0, 0, self._place.segment, 0, at, at + self._inputs)]
+            )
+            (done,) = self._connection.receive(60)
+            assert done.status is Status.OK, done.text
+            took.append(1e3 * (time.perf_counter() - began))
+        return sorted(took)
+
+
+def _serve(path: Path) -> None:
+    loop = Loop(listen(path), os.getppid(), load_settings(), lambda: JaxDevice("cpu", WORK / "xla"))
+    loop.run()
+
+
+def _export_language_model(path: Path) -> None:
+    """Write a recurrent network that makes tokens without sense."""
+    random = np.random.default_rng(1)
+
+    def matrix(*shape: int) -> Any:
+        return jnp.asarray(random.normal(0, shape[0] ** -0.5, shape), jnp.float32)
+
+    params = {
+        "embed": matrix(_VOCABULARY, _WIDTH),
+        "gates": matrix(2 * _WIDTH, 2 * _WIDTH),
+        "new": matrix(2 * _WIDTH, _WIDTH),
+        "out": matrix(_WIDTH, _VOCABULARY),
+    }
+
+    def step(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
+        def one(hidden: Any, at: Any) -> Any:
+            token, counts = at
+            x = params["embed"][token]
+            reset, update = jnp.split(jax.nn.sigmoid(jnp.concatenate([x, hidden], 1) @ params["gates"]), 2, 1)
+            new = jnp.tanh(jnp.concatenate([x, reset * hidden], 1) @ params["new"])
+            return jnp.where(counts[:, None], update * hidden + (1 - update) * new, hidden), None
+
+        counted = jnp.arange(tokens.shape[1])[:, None] < lengths
+        hidden, _ = jax.lax.scan(one, state, (tokens.T, counted))
+        return hidden @ params["out"], hidden
+
+    export_generative(
+        step,
+        jax.ShapeDtypeStruct((_WIDTH,), np.float32),
+        params,
+        slots=32,
+        context=_PROMPT + _TOKENS,
+        max_tokens=_TOKENS,
+        chunks=(1, 16),
+        batch_sizes=_SIZES,
+        out_dir=path,
+    )
+
+
+def _export_neighbour(path: Path) -> None:
+    weight = jnp.asarray(np.random.default_rng(2).normal(0, _IMAGE**-0.5, (_IMAGE, _IMAGE)), jnp.float32)
+
+    def apply(params: Any, x: Any) -> Any:
+        for _ in range(_LAYERS):
+            x = jnp.tanh(x @ params["w"])
+        return {"y": x}
+
+    export_bundle(
+        apply, {"w": weight}, {"x": np.zeros((1, _IMAGE), np.float32)}, batch_sizes=[1], out_dir=path
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,361 @@
+"""Generations over the runtime's socket: tokens as they come, shared executions, and every way to end."""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.runtime.device import DeviceError
+from rsrv.stub.connection import RuntimeConnection
+from rsrv.wire.frames import Completion, Status, request_tag
+from rsrv.wire.generation import Generate, pack_generate
+from rsrv.wire.socket import Closed, send
+from tests.runtime_commands import command
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.counting import BROKEN, CONTEXT, MAX_TOKENS, count, expected, export_counting
+from tests.waiting import wait_until
+
+
+class Client:
+    """A registered connection that generates."""
+
+    def __init__(self, runtime: Runtime, bundle: Path) -> None:
+        self.runtime = runtime
+        self.connection = RuntimeConnection(runtime.open())
+        self.connection.register({"model": "counting", "bundle": str(bundle)})
+        self.tokens: defaultdict[int, list[int]] = defaultdict(list)
+        self._ends: dict[int, Completion] = {}
+
+    def ask(self, prompt: Sequence[int], **more: object) -> int:
+        """Begin a generation; return its number."""
+        (number,) = self.connection.next_ids(1)
+        wait_until(lambda: self.connection.reads)
+        send(self.connection.sock, pack_generate(Generate(number, prompt, **more)))  # type: ignore[arg-type]
+        return number
+
+    def receive(self) -> None:
+        for done in self.connection.receive(10):
+            self._ends[done.request] = done
+        for request, token in self.connection.take_tokens():
+            assert request not in self._ends, "a token after the end"
+            self.tokens[request].append(token)
+
+    def end(self, number: int) -> tuple[Status, str]:
+        while number not in self._ends:
+            self.receive()
+        done = self._ends.pop(number)
+        return done.status, done.text
+
+    def generate(self, prompt: Sequence[int], **more: object) -> tuple[list[int], str]:
+        number = self.ask(prompt, **more)
+        status, text = self.end(number)
+        assert status is Status.OK, text
+        return self.tokens[number], text
+
+    def wait_for(self, number: int, tokens: int) -> None:
+        while len(self.tokens[number]) < tokens:
+            self.receive()
+
+    @property
+    def active(self) -> int:
+        return self.runtime.loop._requests.generation_counts["counting"].active
+
+
+Connect = Callable[..., Client]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_counting(tmp_path_factory.mktemp("bundles") / "counting")
+
+
+@pytest.fixture
+def connect(start_runtime: StartRuntime, bundle: Path) -> Iterator[Connect]:
+    """Connect clients; in the end no generation, sequence or request may be left in the runtime."""
+    with ExitStack() as clients:
+        runtimes: list[Runtime] = []
+
+        def start(runtime: Runtime | None = None, path: Path = bundle) -> Client:
+            runtimes.append(runtime or start_runtime(compute=count))
+            client = Client(runtimes[-1], path)
+            clients.callback(client.connection.close)
+            return client
+
+        yield start
+        for runtime in runtimes:
+            runtime.device.gate.set()
+            assert runtime.alive
+    for runtime in runtimes:
+        wait_until(partial(_nothing_is_left, runtime))
+
+
+@pytest.fixture
+def client(connect: Connect) -> Client:
+    return connect()
+
+
+def _nothing_is_left(runtime: Runtime) -> bool:
+    requests = runtime.loop._requests
+    return not (requests.pending or requests.generations or requests.sequences)
+
+
+@pytest.mark.parametrize("prompt", [[3], [1, 2, 3], [5] * 8, [5] * 9, [2] * 20])
+def test_an_answer_is_the_models(client: Client, prompt: list[int]) -> None:
+    """A prompt may be shorter than a chunk, as long, or longer; its answer ends at the limit or a stop token."""
+    tokens, reason = client.generate(prompt)
+
+    assert tokens == expected(prompt)
+    assert reason == ("length" if len(tokens) == MAX_TOKENS else "stop")
+
+
+def test_a_full_context_ends_an_answer(client: Client) -> None:
+    """The longest prompt leaves room for one token."""
+    assert client.generate([1] * (CONTEXT - 1), stop=[]) == (expected([1] * (CONTEXT - 1)), "length")
+
+
+def test_generations_share_executions(client: Client) -> None:
+    """Those that run step together, also one that comes later; nothing of one is in the answer of another."""
+    client.runtime.device.gate.clear()
+    first = client.ask([1], max_tokens=30, stop=[])
+    assert client.runtime.device.gate.waiting.wait(10)
+    prompts = {first: [1], **{client.ask([n], max_tokens=30, stop=[]): [n] for n in (2, 3, 4)}}
+    warm = len(client.runtime.device.executed)
+    client.runtime.device.gate.set()
+    for number in prompts:
+        assert client.end(number) == (Status.OK, "length")
+
+    for number, prompt in prompts.items():
+        total, answer = sum(prompt), client.tokens[number]
+        for token in answer:
+            assert token == total % 13 + 1
+            total += token
+        assert len(answer) == 30
+    # 30 steps of four, and at most a few before all had arrived.
+    assert len(client.runtime.device.executed) - warm <= 30 + 3
+
+
+def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
+    """Each gets its answer in the end; a slot that was used holds nothing of its former generation."""
+    numbers = {client.ask([n], max_tokens=5): [n] for n in range(1, 30)}
+
+    for number, prompt in numbers.items():
+        client.end(number)
+        assert client.tokens[number] == expected(prompt, 5)
+    model: Any = operate("metrics")["models"]
+    counts, answers = model["counting"]["generations"], [client.tokens[number] for number in numbers]
+    assert (counts["active"], counts["tokens"]["prompt"]) == (0, 29)
+    assert counts["tokens"]["answer"] == sum(map(len, answers))
+    assert sum(counts["first"][2:]) == sum(bool(answer) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [({"prompt": []}, "empty"), ({"prompt": [1] * CONTEXT}, "39"), ({"top_p": 2.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")],
+)  # fmt: skip
+def test_values_without_sense_are_refused(client: Client, wrong: dict[str, object], text: str) -> None:
+    """The client learns which value it is; the connection goes on."""
+    status, reason = client.end(client.ask(**{"prompt": [1], **wrong}))  # type: ignore[arg-type]
+
+    assert status is Status.INVALID
+    assert text in reason
+    assert client.generate([3])[0] == expected([3])
+
+
+def test_logits_that_are_not_finite_end_one_generation(client: Client) -> None:
+    """Another one in the same executions goes on."""
+    good, bad = client.ask([3], max_tokens=5), client.ask([1] * 9 + [BROKEN])
+
+    assert client.end(bad)[0] is Status.INTERNAL
+    assert client.end(good)[0] is Status.OK
+    assert client.tokens[good] == expected([3], 5)
+    assert not client.tokens[bad]
+
+
+def held(client: Client, prompt: Sequence[int] = (1,), steps: int = 2, **more: object) -> int:
+    """Begin a generation whose step after so many is held by the device; the device holds every other one, too."""
+    client.runtime.device.gate.clear(after=steps)
+    number = client.ask(list(prompt), **{"max_tokens": 30, "stop": [], **more})
+    assert client.runtime.device.gate.waiting.wait(10)
+    return number
+
+
+def operate(name: str, **fields: object) -> dict[str, object]:
+    return command(os.getpid(), {"command": name, **fields})
+
+
+def test_a_cancelled_generation_ends_with_its_step(client: Client) -> None:
+    """The step that executes is its last one."""
+    number = held(client)
+    client.connection.cancel([number])
+    operate("ping")
+    client.runtime.device.gate.set()
+
+    assert client.end(number)[0] is Status.CANCELLED
+    assert client.tokens[number] == expected([1], 2)
+
+
+def test_a_generation_that_waits_for_a_slot_is_cancelled_at_once(client: Client) -> None:
+    """It has neither a step nor a state."""
+    running = [held(client, steps=0), *(client.ask([n], max_tokens=2) for n in range(1, 4))]
+    waiting = client.ask([9])
+    client.connection.cancel([waiting])
+
+    assert client.end(waiting)[0] is Status.CANCELLED
+    client.runtime.device.gate.set()
+    assert [client.end(number)[0] for number in running] == [Status.OK] * 4
+
+
+def test_an_operator_aborts_a_generation_by_its_clients_id(client: Client) -> None:
+    """It counts once, and ends with its step; a generation with another id goes on."""
+    number = held(client, tag=request_tag("mine"))
+    other = client.ask([2], tag=request_tag("other"))
+    aborted = operate("abort", request="mine")
+    client.runtime.device.gate.set()
+
+    assert aborted == {"aborted": 1, "executing": 0}
+    assert client.end(number) == (Status.CANCELLED, "the request was aborted")
+    assert client.end(other)[0] is Status.OK
+
+
+def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> None:
+    """After the pause, another one goes on where it was; one with a deadline has ended by then."""
+    number, late = held(client), client.ask([2], deadline_ns=time.monotonic_ns() + 200_000_000)
+    operate("pause", model="counting", mode="hold")
+    client.runtime.device.gate.set()
+    status, _ = client.end(late)
+    steps = len(client.runtime.device.executed)
+    operate("continue", model="counting")
+
+    assert status is Status.DEADLINE
+    assert client.end(number) == (Status.OK, "length")
+    assert len(client.runtime.device.executed) - steps >= 20
+    assert len(client.tokens[number]) == 30
+
+
+def test_a_deadline_ends_a_generation_within_a_step(client: Client) -> None:
+    """The tokens before it are the client's; the step that executed meanwhile is the last."""
+    deadline = time.monotonic_ns() + 300_000_000
+    number = held(client, deadline_ns=deadline)
+    wait_until(lambda: time.monotonic_ns() > deadline)
+    client.runtime.device.gate.set()
+
+    assert client.end(number)[0] is Status.DEADLINE
+    assert len(client.tokens[number]) == 3
+
+
+def test_generations_go_on_while_a_model_drains(client: Client) -> None:
+    """A new one is refused."""
+    number = held(client)
+    operate("pause", model="counting", mode="drain")
+    late = client.ask([2])
+    assert client.end(late)[0] is Status.PAUSED
+    client.runtime.device.gate.set()
+
+    assert client.end(number) == (Status.OK, "length")
+    assert len(client.tokens[number]) == 30
+    operate("continue", model="counting")
+
+
+def test_a_model_that_rejects_ends_its_generations(client: Client) -> None:
+    """They end after the step that executes."""
+    number = held(client)
+    operate("pause", model="counting", mode="reject")
+    client.runtime.device.gate.set()
+
+    assert client.end(number)[0] is Status.PAUSED
+    assert len(client.tokens[number]) == 3
+    operate("continue", model="counting")
+
+
+def test_a_failed_execution_ends_its_generations(client: Client) -> None:
+    """Their state is gone; a new one is served."""
+    number = held(client)
+    client.runtime.device.fail_next("launch", error=DeviceError("told to"))
+    client.runtime.device.gate.set()
+
+    status, text = client.end(number)
+    assert (status, "told to" in text) == (Status.INTERNAL, False)
+    assert client.generate([3])[0] == expected([3])
+
+
+def test_a_closed_connection_ends_its_generations(client: Client, connect: Connect) -> None:
+    """Those that run, and those that wait for a slot; others go on."""
+    other = connect(client.runtime)
+    number = held(client, steps=1)
+    for n in range(6):
+        other.ask([n], max_tokens=30, stop=[])
+    wait_until(lambda: len(client.runtime.loop._requests.generations) == 7)
+    other.connection.close()
+    client.runtime.device.gate.set()
+
+    assert client.end(number) == (Status.OK, "length")
+    counts = client.runtime.loop._requests.generation_counts["counting"]
+    wait_until(lambda: counts.active == 0)
+
+
+def test_a_client_that_reads_nothing_is_disconnected(client: Client, connect: Connect) -> None:
+    """What waits for it is bounded, and its generations end with it."""
+    other = connect(client.runtime)
+
+    def ask_on() -> None:
+        for n in range(100_000):
+            other.ask([n % 7 + 1], max_tokens=30, stop=[])
+            if n % 10 == 9:
+                wait_until(lambda: not client.runtime.loop._requests.generations)
+
+    with pytest.raises(Closed):
+        ask_on()
+    assert client.generate([3])[0] == expected([3])
+
+
+def test_a_second_generation_of_one_number_breaks_the_protocol(client: Client, connect: Connect) -> None:
+    """Tokens of the two could not be told apart."""
+    other = connect(client.runtime)
+    client.runtime.device.gate.clear()
+    for _ in range(2):
+        send(other.connection.sock, pack_generate(Generate(7, [1])))
+    with pytest.raises(Closed):
+        other.end(7)
+
+
+def test_generations_are_for_models_that_generate(start_runtime: StartRuntime, doubling: Path) -> None:
+    """A stub that asks another model for one is broken."""
+    connection = RuntimeConnection(start_runtime().open())
+    connection.register({"model": "doubling", "bundle": str(doubling)})
+    send(connection.sock, pack_generate(Generate(1, [1])))
+
+    with pytest.raises(Closed):
+        connection.receive(10)
+    connection.close()
+
+
+def test_an_unloaded_version_ends_its_generations_last(
+    client: Client, connect: Connect, tmp_path: Path
+) -> None:
+    """A new version serves while the generations of the old one go on."""
+    number = held(client)
+    new = export_counting(tmp_path / "new", slots=5)
+    client.runtime.device.gate.set()
+    newer = connect(client.runtime, new)
+
+    assert newer.generate([3])[0] == expected([3])
+    assert client.end(number) == (Status.OK, "length")
+
+
+def test_when_full_refuses(start_runtime: StartRuntime, connect: Connect, tmp_path: Path) -> None:
+    """A model that lets nothing wait says when to retry."""
+    runtime = start_runtime(compute=count)
+    client = connect(runtime, export_counting(tmp_path / "counting", when_full="refuse"))
+    numbers = [held(client, steps=0), *(client.ask([n]) for n in range(3))]
+    status, text = client.end(client.ask([2]))
+    runtime.device.gate.set()
+
+    assert status is Status.QUEUE_FULL
+    assert "slots" in text
+    assert all(client.end(number)[0] is Status.OK for number in numbers)

@@ -1,0 +1,108 @@
+"""Steps of generations as slices of executions: their tensors lie in memory of the runtime, not of a stub."""
+
+from typing import Any
+
+import numpy.typing as npt
+
+from rsrv.runtime.allocation import aligned
+from rsrv.runtime.executor import RequestSlice
+from rsrv.runtime.generations import Chunks, Generation, GenerationCounts
+from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.runs import view
+from rsrv.runtime.transport import PeerConnection
+from rsrv.scheduler import events as ev
+from rsrv.wire.generation import Generate
+from rsrv.wire.layout import Block
+from rsrv_bundle.spec import GenerateSpec
+
+
+class StepSlice(RequestSlice):
+    """The share of one generation in an execution: its next chunk, and the token that comes out.
+
+    The generation's steps use the same memory, one after the other.
+    """
+
+    __slots__ = (
+        "_deadline",
+        "_lengths",
+        "_model",
+        "_priority",
+        "_spec",
+        "_token",
+        "_tokens",
+        "_variant",
+        "asked_tag",
+        "generation",
+        "id",
+        "number",
+    )
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        number: int,
+        ask: Generate,
+        model: CompiledModel,
+        counts: GenerationCounts,
+        now: float,
+    ) -> None:
+        """Begin a generation; `number`: the loop's own for it."""
+        spec, variants = model.bundle.manifest.generate, model.interface.variants
+        assert spec is not None, "GENERATE is for generative models"
+        inputs = max(variant.inputs.places(1)[1] for variant in variants)
+        outputs = max(variant.outputs.places(1)[1] for variant in variants)
+        super().__init__(connection, ask.request, 1, aligned(inputs + outputs), 0, inputs)
+        self.generation = Generation(ask, spec, _chunks(model, spec), counts, now)
+        self.number = number
+        #: the request of the present step, as the scheduler knows it
+        self.id = 0
+        #: hash of the client's id for the generation; `tag` is a request's, and no operator counts steps
+        self.asked_tag = ask.tag
+        self._deadline = ask.deadline_ns / 1e9 if ask.deadline_ns else None
+        self._priority = ask.priority
+        self._model, self._spec = model, spec
+        #: the variant whose tensors lie in the memory, and views of them
+        self._variant = -1
+        self._tokens: npt.NDArray[Any]
+        self._lengths: npt.NDArray[Any]
+        self._token: npt.NDArray[Any]
+
+    def next_request(self, id: int, *, others_wait: bool) -> ev.Request:
+        """Write the next step's inputs; return its request. The first one may be refused, the others go on with it."""
+        begins, self.id = self.id == 0, id
+        chunk = self.generation.next_chunk(others_wait=others_wait)
+        if chunk.variant != self._variant:
+            self._variant = chunk.variant
+            self._lay_out()
+        count = len(chunk.tokens)
+        self._tokens[0, :count] = chunk.tokens
+        self._tokens[0, count:] = 0
+        self._lengths[0] = count
+        return ev.Request(
+            id, self._model.key, chunk.variant, 1, self._deadline, self._priority, waited=not begins
+        )
+
+    def _lay_out(self) -> None:
+        variant, spec = self._model.interface.variants[self._variant], self._spec
+        self._tokens = self._find(variant.inputs, spec.tokens, self.inputs_at)
+        self._lengths = self._find(variant.inputs, spec.lengths, self.inputs_at)
+        self._token = self._find(variant.outputs, spec.token, self.outputs_at)
+        self._find(variant.inputs, spec.sampling, self.inputs_at)[0] = self.generation.sampling
+
+    def _find(self, block: Block, name: str, start: int) -> npt.NDArray[Any]:
+        index = next(index for index, tensor in enumerate(block.tensors) if tensor.name == name)
+        return view(block.tensors[index], 1, self.segment, start + block.places(1)[0][index])
+
+    @property
+    def token(self) -> int:
+        """The token that the latest step gave."""
+        return int(self._token[0])
+
+
+def _chunks(model: CompiledModel, spec: GenerateSpec) -> Chunks:
+    """Return a model's compiled lengths and their measured costs."""
+    variants, costs = model.interface.variants, model.program.costs
+    return Chunks(
+        [next(t.dims[1] for t in variant.inputs.tensors if t.name == spec.tokens) for variant in variants],
+        [costs[index, variant.sizes[0]] / variant.sizes[0] for index, variant in enumerate(variants)],
+    )

@@ -29,6 +29,7 @@ from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.socket import connect
 from tests.fakes import FakeError, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, double
+from tests.waiting import wait_until
 
 #: a value in the inputs of a request whose execution does not end by itself
 HOSTILE = 666.0
@@ -184,6 +185,27 @@ def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(serve
     assert_refused(again, EQUAL)
     assert_answered(good, 3)
     assert server.executing.empty()
+
+
+def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(server: Server) -> None:
+    """Its deadline passes while the request hangs; when it sends the inputs again, they are tried alone, and then no more."""
+    late = FakeRequest({"x": np.full((1, 3), HOSTILE, np.float32)}, timeout_us=200_000)
+    assert server.hostile.execute([late]) is None
+    server.executing.get(timeout=20)
+    answer = late.answers.get(timeout=20)
+    assert answer.error is not None
+    assert answer.error.message.startswith("[rsrv:DEADLINE]")
+    server.crash()
+    wait_until(lambda: server.hostile.ready)
+
+    again = request(HOSTILE)
+    assert server.hostile.execute([again]) is None
+    server.executing.get(timeout=20)
+    server.crash()
+
+    assert_refused(again)
+    ((_, deaths),) = server.deaths().items()
+    assert [death["share"] for death in deaths] == [1.0]
 
 
 def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:

@@ -259,7 +259,7 @@ def test_inputs_are_compared_for_as_long_as_a_crash_counts(
 ) -> None:
     """Equal inputs are refused, other ones are not, and after an hour nothing is hashed any more."""
     hostile = {"x": np.zeros((1, 3), np.float32)}
-    outage.resubmission.remember(hostile)
+    outage.resubmission.remember(MAX_DEATHS, hostile)
     with pytest.raises(RequestFailure, match="equal inputs, so this one is not tried"):
         outage.resubmission.check({"x": hostile["x"].copy()})
     for other in (hostile["x"] + 1, hostile["x"].astype(np.int32), hostile["x"].reshape(3, 1)):
@@ -269,6 +269,24 @@ def test_inputs_are_compared_for_as_long_as_a_crash_counts(
 
     monkeypatch.setattr("rsrv.stub.resubmission._digest", lambda arrays: pytest.fail("it is hashed"))
     outage.resubmission.check(hostile)
+
+
+def test_inputs_that_saw_one_death_count_until_a_request_with_them_is_answered(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with them is tried as the second one of a suspect; many of them push out no hostile ones."""
+    hostile, unlucky = ({"x": np.full((1, 3), value, np.float32)} for value in (-1, -2))
+    outage.resubmission.remember(MAX_DEATHS, hostile)
+    for value in range(100):
+        outage.resubmission.remember(1, {"x": np.full((1, 3), value, np.float32)})
+    outage.resubmission.remember(1, unlucky)
+    with pytest.raises(RequestFailure):
+        outage.resubmission.check(hostile)
+    assert outage.resubmission.check(unlucky) == 1
+
+    outage.resubmission.remember(0, unlucky)
+
+    assert outage.resubmission.check(unlucky) == 0
 
 
 @pytest.mark.parametrize(

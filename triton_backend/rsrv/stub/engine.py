@@ -35,7 +35,6 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
-from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
@@ -105,6 +104,18 @@ class ModelRequest:
             self.request.tag,
             0 if self.step is None else self.step.sequence,
         )
+
+    def written(self) -> dict[str, Array]:
+        """Return the module's inputs, where `write` has left them."""
+        plan, slab = self.plan, self.slab
+        assert plan is not None
+        assert slab is not None
+        return {
+            planned.tensor.name: np.ndarray(
+                planned.shape, planned.dtype, slab.segment, self.inputs_at + planned.offset
+            )
+            for planned in plan.inputs
+        }
 
     def outputs(self) -> dict[str, Array]:
         """Return the module's outputs, where they lie in shared memory."""
@@ -432,15 +443,20 @@ class Engine:
             return True
         if one.launched and one.connection.ended_by(self._key):
             request.deaths += 1
-            if request.deaths == MAX_DEATHS:
-                with suppress(Exception):  # an answered request has no inputs any more
-                    self._process.resubmission.remember(
-                        read_inputs(self._tensors, request.triton, self._inputs)
-                    )
+            self._remember(request.deaths, one)
         # The dead runtime may still write to this memory, so the request gets other memory.
         one.release()
         self._process.resubmission.add(request, self._outcomes)
         return True
+
+    def _remember(self, deaths: int, one: ModelRequest) -> None:
+        """Count the deaths that a request has seen against its inputs, as `Resubmission.remember`."""
+        with suppress(Exception):
+            try:
+                arrays = read_inputs(self._tensors, one.request.triton, self._inputs)
+            except Exception:  # noqa: BLE001 - an answered request has no inputs any more
+                arrays = one.written()
+            self._process.resubmission.remember(deaths, arrays)
 
     def take_over(self, request: ClientRequest) -> bool:
         """Answer a request that waited for a runtime; False: there is none."""
@@ -517,7 +533,7 @@ class Engine:
         if self._stateful:
             one.step = read_step(request.triton)
         arrays = read_inputs(self._tensors, request.triton, self._inputs)
-        self._process.resubmission.check(arrays)
+        request.deaths = max(request.deaths, self._process.resubmission.check(arrays))
         if self._batched:
             one.client_rows = len(next(iter(arrays.values())))
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
@@ -550,6 +566,8 @@ class Engine:
             ]
             response = self._responses.answer(made)
             self._outcomes.ended(request, Status.OK)
+            if request.deaths:
+                self._remember(0, one)
             return response
         except RequestFailure as failure:
             return self._outcomes.failed(request, failure)

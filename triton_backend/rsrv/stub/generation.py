@@ -28,7 +28,6 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes, parse_parameters
-from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Completion, ProtocolError, Status
@@ -261,7 +260,7 @@ class GenerationEngine:
                 "are for prompt and answer together"
             )
             raise RequestFailure(Status.INVALID, text)
-        self._process.resubmission.check(one.arrays)
+        request.deaths = max(request.deaths, self._process.resubmission.check(one.arrays))
         try:
             one.pack()
         except ProtocolError:
@@ -284,8 +283,7 @@ class GenerationEngine:
             return True
         if one.connection.ended_by(self._key):
             request.deaths += 1
-            if request.deaths == MAX_DEATHS:
-                self._process.resubmission.remember(one.arrays)
+            self._process.resubmission.remember(request.deaths, one.arrays)
         self._process.resubmission.add(request, self._outcomes)
         return True
 
@@ -362,6 +360,8 @@ class GenerationEngine:
                 one.fail(Status.INTERNAL, _BROKEN)
             else:
                 self._outcomes.ended(request, Status.OK)
+                if request.deaths:
+                    self._process.resubmission.remember(0, one.arrays)
                 return response
         assert request.failure is not None
         return self._outcomes.failed(request, request.failure)

@@ -48,7 +48,6 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
-from rsrv.stub.resubmission import MAX_DEATHS
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import OpenSpan
@@ -367,9 +366,9 @@ class MetaEngine:
             raise
         finally:
             run.end(status)
-            if one.request.deaths >= MAX_DEATHS:
+            if deaths := one.request.deaths:
                 with suppress(Exception):  # an answered request has no inputs any more
-                    self._process.resubmission.remember(self._read(one))
+                    self._process.resubmission.remember(0 if status is Status.OK else deaths, self._read(one))
 
     def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
@@ -438,7 +437,7 @@ class MetaEngine:
 
     def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
         arrays = self._read(one)
-        self._process.resubmission.check(arrays)
+        one.request.deaths = max(one.request.deaths, self._process.resubmission.check(arrays))
         rows = len(next(iter(arrays.values()))) if self._batched else None
         results = self._call_user(one, run, arrays, span)
         one.results = check_results(results, self._outputs, rows, "run", one.request.id)

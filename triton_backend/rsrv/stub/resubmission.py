@@ -58,7 +58,7 @@ class Resubmission:
 
     Requests that a runtime executed when it died are suspects: they are resubmitted one after another, so that the one
     that ends the next runtime has no company of the same model. A thread looks for a runtime while requests wait.
-    Requests with the inputs of one that ended two runtimes are refused.
+    Requests with equal inputs count as one.
     """
 
     def __init__(self, sessions: Sequence[Startable], clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,8 +79,8 @@ class Resubmission:
         self._waiting: list[WaitingRequest] = []
         #: the suspect that is under way
         self._suspect: ClientRequest | None = None
-        #: digest of the inputs of requests that ended two runtimes -> when it is forgotten
-        self._hostile: dict[bytes, float] = {}
+        #: digest of the inputs of requests that executed when runtimes died -> how many died, and when it is forgotten
+        self._hostile: dict[bytes, tuple[int, float]] = {}
         #: when all are
         self._hostile_until = 0.0
         self._running = False
@@ -158,20 +158,33 @@ class Resubmission:
         """Seconds that requests wait for a start; no runtime has said so if it ended before its last frame was read."""
         return self.start_timeout_s or self.retry_s
 
-    def remember(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse requests with these inputs from now on: they ended two runtimes. Thread-safe."""
-        with self._lock:
-            if len(self._hostile) == _MAX_DIGESTS:
-                del self._hostile[next(iter(self._hostile))]
-            self._hostile_until = self._clock() + _DIGEST_COUNTS_S
-            self._hostile[_digest(arrays)] = self._hostile_until
+    def remember(self, deaths: int, arrays: Mapping[str, Array]) -> None:
+        """Count the deaths of runtimes that executed a request against all with its inputs; 0: it was answered. Thread-safe.
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
-        """Raise RequestFailure if a request with these inputs ended two runtimes. Without such a request, nothing is hashed."""
+        Its client may send it again after a deadline that ended it before its second try.
+        """
+        digest = _digest(arrays)
+        with self._lock:
+            self._hostile.pop(digest, None)
+            if not deaths:
+                return
+            if len(self._hostile) == _MAX_DIGESTS:
+                once = (one for one, (count, _) in self._hostile.items() if count < MAX_DEATHS)
+                del self._hostile[next(once, next(iter(self._hostile)))]
+            self._hostile_until = self._clock() + _DIGEST_COUNTS_S
+            self._hostile[digest] = deaths, self._hostile_until
+
+    def check(self, arrays: Mapping[str, Array]) -> int:
+        """Return how many runtimes died while they executed a request with these inputs. Without any, nothing is hashed.
+
+        Raises RequestFailure if a further try would be one too many.
+        """
         if not self._hostile or (now := self._clock()) >= self._hostile_until:
-            return
-        if now < self._hostile.get(_digest(arrays), 0.0):
+            return 0
+        deaths, until = self._hostile.get(_digest(arrays), (0, 0.0))
+        if now < until and deaths >= MAX_DEATHS:
             raise RequestFailure(Status.INTERNAL, EQUAL)
+        return deaths if now < until else 0
 
     def look(self) -> None:
         """Resubmit the requests if there is a runtime, and end those that cannot wait longer."""

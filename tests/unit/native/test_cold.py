@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from rsrv.placement.device_choice import PINNED
-from rsrv.stub.resubmission import MAX_REQUESTS
-from rsrv.stub.session import DOWN
+from rsrv.stub.resubmission import CROWDED, MAX_REQUESTS
 from rsrv.wire import paths
 from rsrv.wire.frames import Kind, pack_rejected, pack_starting, unpack_json
 from rsrv.wire.placement_table import PlacementWriter
@@ -327,12 +326,12 @@ def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) 
 
 
 def test_requests_beyond_the_limit_are_refused_while_the_model_starts(tmp_path: Path) -> None:
-    """A cold model holds as many as one whose runtime has died."""
+    """A cold model holds as many as one whose runtime has died; the reason is another one."""
     lazy = Lazy()
     with Front(driver("undefined"), tmp_path, [lazy.cold, lazy.start]) as front:
         front.ask("open")
         front.tell(f"batch 1 {MAX_REQUESTS + 2}")
-        refused = [f"answer {MAX_REQUESTS + more} 4 [rsrv:RUNTIME_DOWN] {DOWN}" for more in (1, 2)]
+        refused = [f"answer {MAX_REQUESTS + more} 4 [rsrv:QUEUE_FULL] {CROWDED}" for more in (1, 2)]
         assert front.hear(2) == refused
         lazy.may_start.set()
         assert front.hear(MAX_REQUESTS) == sorted(doubled(number) for number in range(1, MAX_REQUESTS + 1))

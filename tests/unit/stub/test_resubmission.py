@@ -14,7 +14,7 @@ import pytest
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Reply, RequestFailure, Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest, Outcomes
-from rsrv.stub.resubmission import MAX_BYTES, MAX_DEATHS, MAX_REQUESTS, Resubmission
+from rsrv.stub.resubmission import CROWDED, MAX_BYTES, MAX_DEATHS, MAX_REQUESTS, Resubmission
 from rsrv.stub.session import DOWN, Session
 from rsrv.wire.frames import Status
 from tests.fakes import FakeError, FakePbUtils, FakeRequest
@@ -440,6 +440,27 @@ def test_a_start_that_takes_too_long_is_refused_with_what_to_do(start: Outage) -
     text = failure_of(request)
     assert text.startswith("[rsrv:RUNTIME_DOWN] the model is starting; this request has waited 60.5 s")
     assert "rsrv prefetch --warm" in text
+
+
+def test_a_start_that_too_many_wait_for_is_the_reason_of_those_beyond(start: Outage) -> None:
+    """Nothing restarts, so their clients are not told so."""
+    for _ in range(MAX_REQUESTS):
+        assert start.add(FakeRequest({})).answers.empty()
+    assert failure_of(start.add(FakeRequest({}))) == f"[rsrv:QUEUE_FULL] {CROWDED}"
+
+
+def test_a_wait_after_a_death_goes_on_if_the_device_sleeps_then(outage: Outage) -> None:
+    """The next runtime ended before the request was submitted; the start that follows has a limit of its own."""
+    request = outage.add()
+    outage.now += 9.0
+    outage.session.cold, outage.session.started = True, False
+    wait_until(lambda: outage.resubmission._waiting[0].request.retry_until == 160.0)
+
+    outage.now += 50.0
+    assert request.answers.empty()
+    outage.now += 1.5
+
+    assert failure_of(request).startswith("[rsrv:RUNTIME_DOWN] the model is starting")
 
 
 def test_a_deadline_before_the_end_of_a_start_is_kept(start: Outage) -> None:

@@ -18,6 +18,10 @@ static const char SUSPECT[] =
     "two runtimes ended while they executed this request, so it is not tried again. Send other inputs; the server's log has "
     "the stacks of the crash, or says that the execution hung";
 
+static const char CROWDED[] =
+    "the model is starting, and no more requests may wait for it. Send it again later, or start the model ahead with "
+    "`rsrv prefetch --warm`";
+
 static const char TOO_LONG[] =
     "the model is starting; this request has waited %.1f s for it, and requests wait %g s at most. Send it again later, with "
     "a later deadline, or start the model ahead with `rsrv prefetch --warm`";
@@ -110,7 +114,7 @@ void resubmission_add(struct link* link, struct pending* one) {
     bool has_run = one->run && !outage.starts;
     if (waits && (has_run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES)) {
         // Only the runtime that is gone knows the run of a sub-call.
-        request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
+        request_fail(one, outage.starts ? QUEUE_FULL : RUNTIME_DOWN, "%s", outage.starts ? CROWDED : LINK_DOWN);
         waits = false;
     }
     if (waits) {

@@ -37,6 +37,10 @@ SUSPECT = (
     f"two runtimes ended while they executed this request, so it is not tried again. Send other {_CRASH}"
 )
 EQUAL = f"two runtimes ended while they executed a request with equal inputs, so this one is not tried. Send other {_CRASH}"
+CROWDED = (
+    "the model is starting, and no more requests may wait for it. Send it again later, or start the model ahead with "
+    "`rsrv prefetch --warm`"
+)
 TOO_SOON = (
     "the model is starting, which takes {:.1f} s more, and this request's deadline is before that. The start goes on: send it "
     "again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
@@ -249,6 +253,8 @@ class Resubmission:
         failure = self._why_over(one.request, now)
         nbytes = one.nbytes + sum(other.nbytes for other in self._waiting)
         if failure is None and (len(self._waiting) >= MAX_REQUESTS or nbytes > MAX_BYTES):
+            if self._is_starting:
+                return RequestFailure(Status.QUEUE_FULL, CROWDED)
             return RequestFailure(Status.RUNTIME_DOWN, DOWN)
         return failure
 

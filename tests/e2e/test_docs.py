@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
+from tests.e2e import stateful
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
@@ -99,6 +100,7 @@ def world() -> Iterator[World]:
         built = examples.ensure()
         for name in EXAMPLES:
             shutil.copytree(built / name, folder / "bundles" / name)
+        shutil.copytree(stateful.ensure() / "teller", folder / "bundles" / "teller")
         world = World(folder, {})
         for page in (START, ROOT / "docs" / "exporting.md"):
             _write_files(page, folder)

@@ -1,0 +1,188 @@
+"""Bundles with state for the tests, and clients of streams."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tritonclient.grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tritonclient.utils import InferenceServerException
+
+from rsrv_bundle import yaml12
+from rsrv_bundle.stateful import export_generative, export_stateful
+from tests.e2e.bundles import ensure_made
+from tests.e2e.harness import ROOT, RunningTriton
+
+#: the story that a storyteller tells over and over, and the tokens that it may have
+STORY = "grüße \N{SNOWMAN} aus dem Wald. "
+CONTEXT = 1 << 20
+
+
+def _sums(out_dir: Path) -> None:
+    """y is the sum of all x of a sequence until each."""
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        y = state["total"][:, None] + jnp.cumsum(x, axis=1)
+        return {"y": y}, {"total": y[:, -1]}
+
+    export_stateful(
+        step,
+        {"total": jax.ShapeDtypeStruct((), np.float32)},
+        {},
+        {"x": jax.ShapeDtypeStruct((1, 1), np.float32)},
+        slots=64,
+        axes={"x": "nt"},
+        input_shapes=[{"t": 1}, {"t": 4}, {"t": 16}],
+        batch_sizes=[1, 4],
+        out_dir=out_dir,
+    )
+
+
+def _storyteller(out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Sequence[int]) -> None:
+    """Behind a prompt of some bytes, the story is told from there on."""
+    letters = bytes_tokenizer()
+    file = out_dir.parent / f"{out_dir.name}.json"
+    letters.save(str(file))
+    table = jnp.asarray(letters.encode(STORY).ids, jnp.int32)
+
+    def step(params: Any, state: Any, position: jax.Array, tokens: jax.Array, lengths: jax.Array) -> Any:
+        at = position + lengths
+        return 10.0 * jax.nn.one_hot(table[at % len(table)], 256), {"read": at}
+
+    export_generative(
+        step,
+        {"read": jax.ShapeDtypeStruct((), np.int32)},
+        {},
+        slots=slots,
+        context=CONTEXT,
+        max_tokens=CONTEXT,
+        chunks=chunks,
+        batch_sizes=sizes,
+        tokenizer=file,
+        out_dir=out_dir,
+    )
+    file.unlink()
+
+
+def _tokens(out_dir: Path) -> None:
+    """`teller` without its tokeniser: clients send and get tokens."""
+    shutil.copytree(out_dir.with_name("teller"), out_dir)
+    manifest = yaml12.parse((out_dir / "manifest.yaml").read_text())
+    del manifest["generate"]["tokenizer"], manifest["generate"]["template"]
+    (out_dir / "manifest.yaml").write_text(yaml12.dump(manifest))
+
+
+def ensure() -> Path:
+    """Return the folder of these bundles, built if necessary: `alone` has one slot."""
+    makers: dict[str, Callable[[Path], None]] = {
+        "sums": _sums,
+        "teller": partial(_storyteller, slots=8, sizes=[1, 4], chunks=[1, 16]),
+        "alone": partial(_storyteller, slots=1, sizes=[1], chunks=[1]),
+        "tokens": _tokens,
+    }
+    return ensure_made(ROOT / "build" / "stateful_bundles", makers, [Path(__file__)])
+
+
+def told(prompt: bytes, tokens: int) -> str:
+    """Return what a storyteller answers, without the character that the limit cuts."""
+    whole = STORY.encode() * (2 + tokens // len(STORY))
+    at = len(prompt) % len(STORY.encode())
+    return whole[at : at + tokens].decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Return a tokenizer whose tokens are single bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = Tokenizer(models.BPE(vocab={one: id for id, one in enumerate(alphabet)}, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
+class Stream:
+    """The answer of a generate_stream request, read line by line."""
+
+    def __init__(self, server: RunningTriton, model: str, **fields: Any) -> None:
+        self._connection = HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        self._connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(fields))
+        self._answer = self._connection.getresponse()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for line in self._answer:
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._answer.close()
+        self._connection.close()
+
+
+def generate(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]:
+    """Return the one response of a request that is not streamed."""
+    connection = HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    try:
+        connection.request("POST", f"/v2/models/{model}/generate", json.dumps({"stream": False, **fields}))
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
+    finally:
+        connection.close()
+
+
+class GrpcStreams:
+    """Answers over one gRPC stream, by request id."""
+
+    def __init__(self, server: RunningTriton) -> None:
+        self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
+        self._came: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: self._came.put((result, error)))
+
+    def ask(self, model: str, id: str, prompt: bytes, **options: Any) -> None:
+        tensor = tritonclient.grpc.InferInput("text_input", [1], "BYTES")
+        tensor.set_data_from_numpy(np.asarray([prompt], object))
+        self._client.async_stream_infer(
+            model, [tensor], request_id=id, enable_empty_final_response=True, **options
+        )
+
+    def next(self) -> tuple[str, Mapping[str, Any], bool]:
+        """Return the id, the outputs, and whether it is the last, of the next response. Raises InferenceServerException."""
+        result, error = self._came.get(timeout=60)
+        if error is not None:
+            raise error
+        response = result.get_response()
+        outputs = {one.name: result.as_numpy(one.name) for one in response.outputs}
+        return response.id, outputs, bool(response.parameters["triton_final_response"].bool_param)
+
+    def failure(self) -> str:
+        """Return the error that ends the stream, behind any number of responses."""
+        try:
+            while True:
+                self.next()
+        except InferenceServerException as error:
+            return str(error.message())
+
+    def close(self, *, cancel: bool = False) -> None:
+        self._client.stop_stream(cancel_requests=cancel)
+        self._client.close()
+
+
+@contextmanager
+def grpc_streams(server: RunningTriton) -> Iterator[GrpcStreams]:
+    made = GrpcStreams(server)
+    try:
+        yield made
+    finally:
+        made.close(cancel=True)

@@ -1,0 +1,220 @@
+"""Sequences and streams through the real server, by both protocols, whoever ends them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from rsrv.wire.socket import read_status
+from tests.e2e.calls import PROTOCOLS, Caller, at_once, caller, refusal
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.e2e.stateful import (
+    Stream,
+    ensure,
+    generate,
+    grpc_streams,
+    told,
+)
+from tests.e2e.test_bls import add
+from tests.held import assert_returned, held, settled
+
+#: A model of Triton's own that asks a storyteller, and answers with the whole text.
+_ASKING = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        call = pb_utils.InferenceRequest(
+            model_name="teller",
+            inputs=request.inputs(),
+            requested_output_names=["text_output"],
+            parameters={"max_tokens": 30},
+        )
+        parts = [one.output_tensors()[0].as_numpy()[0] for one in call.exec(decoupled=True)]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([b"".join(parts)], object))])]
+"""
+_ASKING_CONFIG = """
+backend: "python"
+input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "text_output" data_type: TYPE_STRING dims: [1] }]
+instance_group [{ kind: KIND_CPU count: 1 }]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with a model of sums, one that tells stories, one with a single slot for them, and a caller."""
+    folder = tmp_path_factory.mktemp("sequences")
+    repository = make_repository(folder, ensure())
+    add(repository, "asking", _ASKING, _ASKING_CONFIG)
+    with running_triton(repository, folder / "server.log", spare=True) as running:
+        yield running
+
+
+def sums(
+    call: Caller, id: int | str, values: list[float], *, start: bool = False, end: bool = False
+) -> list[float]:
+    """Send one chunk of a sequence, and return the sums until each value."""
+    x = np.asarray([values], np.float32)
+    answer = call("sums", {"x": x}, sequence_id=id, sequence_start=start, sequence_end=end)
+    return [float(one) for one in answer["y"][0]]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_interleaved_sequences_are_as_whole_ones(server: RunningTriton, protocol: str) -> None:
+    """Chunks of two sequences in turns give what one request with all values does."""
+    first, second = list(map(float, range(16))), [0.5] * 4
+    with caller(server, protocol) as call:
+        whole = sums(call, 7, first, start=True, end=True)
+        got = sums(call, 8, first[:4], start=True)
+        other = sums(call, "nine", second[:1], start=True)
+        for at in range(4, 16, 4):
+            got += sums(call, 8, first[at : at + 4], end=at == 12)
+            other += sums(call, "nine", second[at // 4 :][:1], end=at == 12)
+    assert got == whole == list(np.cumsum(first))
+    assert other == [0.5, 1.0, 1.5, 2.0]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_sequence_without_its_beginning_is_refused(server: RunningTriton, protocol: str) -> None:
+    """So is a request without an id, and one behind the end; a second start begins again."""
+    with caller(server, protocol) as call:
+        refusal(lambda: sums(call, 99, [1.0])).assert_is("INVALID_ARG", protocol)
+        refusal(lambda: sums(call, 0, [1.0])).assert_is("INVALID_ARG", protocol)
+        assert sums(call, 10, [1.0], start=True) == [1.0]
+        assert sums(call, 10, [2.0], start=True) == [2.0]
+        assert sums(call, 10, [2.0], end=True) == [4.0]
+        refusal(lambda: sums(call, 10, [1.0])).assert_is("INVALID_ARG", protocol)
+
+
+def test_text_streams_over_http(server: RunningTriton) -> None:
+    """Pieces are whole characters, and the last one says the end and the usage."""
+    with Stream(server, "teller", text_input="hello", max_tokens=40) as stream:
+        pieces = list(stream)
+    assert "".join(one["text_output"] for one in pieces) == told(b"hello", 40)
+    assert len(pieces) > 5
+    last = pieces[-1]
+    assert (last["finish_reason"], last["prompt_tokens"], last["completion_tokens"]) == ("length", 5, 40)
+    assert not any("finish_reason" in one for one in pieces[:-1])
+
+
+def test_an_answer_in_one_response(server: RunningTriton) -> None:
+    """With `stream` false, `generate` works, and a stop text ends the answer."""
+    assert generate(server, "teller", text_input="hello", max_tokens=9)["text_output"] == told(b"hello", 9)
+    stopped = generate(server, "teller", text_input="hello", stop="Wald")
+    assert stopped["text_output"] == told(b"hello", 100).partition("Wald")[0]
+    assert stopped["finish_reason"] == "stop"
+    wrong = generate(server, "teller", text_input="hello", top_p=2)
+    assert wrong == {"error": "parameter top_p must be a number above 0, at most 1 (off), got 2"}
+    answer = generate(server, "tokens", tokens=[5, 6, 7], max_tokens=4)
+    assert len(answer["tokens"]) == answer["completion_tokens"] == 4
+
+
+def test_several_answers_share_a_grpc_stream(server: RunningTriton) -> None:
+    """Each is whole, and has one last response."""
+    text: dict[str, str] = {str(n): "" for n in range(6)}
+    ends: list[str] = []
+    with grpc_streams(server) as streams:
+        for id in text:
+            streams.ask("teller", id, b"x" * (1 + int(id)), parameters={"max_tokens": 30})
+        while len(ends) < len(text):
+            id, outputs, last = streams.next()
+            text[id] += outputs["text_output"][0].decode()
+            ends += [id] * last
+    assert text == {id: told(b"x" * (1 + int(id)), 30) for id in text}
+    assert sorted(ends) == sorted(text)
+
+
+def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
+    """Whether it cancels, closes its connection, or its deadline passes: the one slot is the next client's."""
+    with grpc_streams(server) as streams:
+        streams.ask("alone", "long", b"hello")
+        assert streams.next()[0] == "long"
+    assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
+
+    with Stream(server, "alone", text_input="hello") as stream:
+        assert next(iter(stream))["text_output"]
+    assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
+
+    with grpc_streams(server) as streams:
+        streams.ask("alone", "late", b"hello", timeout=200_000)
+        assert "[rsrv:DEADLINE]" in streams.failure()
+    assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
+
+
+def test_a_model_of_tritons_own_asks(server: RunningTriton) -> None:
+    """BLS reads the stream."""
+    answer = generate_plain(server, "asking", text_input="hello")
+    assert answer["text_output"] == told(b"hello", 30)
+
+
+def generate_plain(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]:
+    """Ask a model that knows no parameter."""
+    with Stream(server, model, **fields) as stream:
+        (answer,) = stream
+    return answer
+
+
+@pytest.mark.long
+def test_streams_closed_at_every_step_leave_nothing(server: RunningTriton) -> None:
+    """Clients go before, between and behind pieces, by both protocols, beside bad ones: one slot serves the next."""
+    runtime, (stub,) = read_status(server.pid)["pid"], server.stub_pids("alone")
+
+    def strike(caller: Caller, number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(40):
+            pieces, text = rng.choice((0, 0, 1, 2, 5, 30)), "x" * rng.choice((1, 20, 300))
+            if rng.random() < 0.5:
+                with Stream(server, "alone", **{"text_input": text, **rng.choice(_ODD)}) as stream:
+                    for _ in zip(range(pieces), stream, strict=False):
+                        pass
+            else:
+                with grpc_streams(server) as streams, suppress(InferenceServerException):
+                    streams.ask("alone", "x", text.encode(), parameters={"max_tokens": 20})
+                    for _ in range(pieces):
+                        if streams.next()[2]:
+                            break
+
+    at_once(server, 4, strike)
+    before = settled(lambda: held(stub))
+    at_once(server, 4, strike)
+
+    assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
+    assert_returned(before, settled(lambda: held(stub)), share=0.1)
+    assert server.stub_pids("alone") == [stub]
+    assert read_status(server.pid)["pid"] == runtime
+
+
+#: parameters of requests, wrong ones among them
+_ODD: list[dict[str, Any]] = [
+    {}, {}, {"max_tokens": 3}, {"max_tokens": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": "nan"}, {"stop": "Wald"},
+    {"stop": ["a"]}, {"stop": "["}, {"top_k": 10**30}, {"unknown": 1}, {"stream": False, "max_tokens": 9}, {"rsrv_run": "7"},
+    {"rsrv_deadline_unix_ns": 1}, {"sequence_id": 7}, {"text_input": 7}, {"text_input": ["a", "b"]}, {"text_input": "\ud800"},
+]  # fmt: skip
+
+
+def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) -> None:
+    """With tagged errors, once each; the next runtime begins new ones."""
+    with caller(server) as call, grpc_streams(server) as streams:
+        assert sums(call, 20, [1.0], start=True) == [1.0]
+        streams.ask("teller", "long", b"hello")
+        assert streams.next()[0] == "long"
+        killed = read_status(server.pid)["pid"]
+        os.kill(killed, signal.SIGKILL)
+        assert "[rsrv:RUNTIME_DOWN] the model runtime ended after" in streams.failure()
+        lost = refusal(lambda: sums(call, 20, [1.0]))
+        lost.assert_is("NOT_FOUND", "grpc")
+        assert "[rsrv:SEQUENCE_LOST]" in lost.message
+        assert sums(call, 20, [1.0], start=True) == [1.0]
+        assert sums(call, 20, [1.0], end=True) == [2.0]
+    assert generate(server, "teller", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)

@@ -99,6 +99,30 @@ def test_another_version_takes_the_place_of_one_that_is_held(
     engine.close()
 
 
+@pytest.mark.parametrize("let_go", [False, True])
+def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
+    runtime: Runtime, doublings: dict[str, Path], let_go: bool
+) -> None:
+    """The start is kept, unless the model is let go meanwhile."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    runtime.device.gate.clear()
+    assert engine.execute([FakeRequest({"x": rows(1)})]) is None
+    assert runtime.device.gate.waiting.wait(10)
+    engine.close()
+    wait_until(lambda: states(runtime) == {"a": "draining"})
+
+    start({"a": doublings["a"]})
+    wait_until(lambda: runtime.loop._registry._deferred)
+    if let_go:
+        command(os.getpid(), {"command": "start", "models": {"a": None}})
+    runtime.device.gate.set()
+
+    start({"b": doublings["b"]})
+    wait_until(is_ready(runtime, "b"))
+    wait_until(lambda: not runtime.loop._registry._deferred)
+    assert sorted(states(runtime)) == (["b"] if let_go else ["a", "b"])
+
+
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
     """The reason is told to those who look, and looking does not start the model again."""
     start({"a": tmp_path / "nowhere"})

@@ -62,7 +62,7 @@ class Registry:
         self._outbox = outbox
         #: registrations that wait until a model of theirs is gone, which is there to drain, by its key
         self._deferred: dict[str, list[BundlesRead]] = {}
-        #: keys of the models that are kept without a connection, by name
+        #: keys of the models that are kept without a connection, by name; none yet of those whose bundle is not read
         self._held: dict[str, list[str]] = {}
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
@@ -198,6 +198,7 @@ class Registry:
         """
         if not self.catalog.serves(name):
             self.start_failures.pop(name, None)
+            self._held.setdefault(name, [])
             self._builder.read(None, name, path, {}, demand)
 
     def let_go(self, name: str) -> None:
@@ -227,15 +228,21 @@ class Registry:
             key, why = next(iter(message.verdicts.items()))
             self._reject_crashed(connection, group, key, wanted, why)
             return
-        for key in wanted.models:
-            entry = self.catalog.entries.get(key)
-            if entry is not None and entry.ending:
-                self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
-                return
+        if self._is_deferred(message, wanted):
+            return
         start_s = self._begin(wanted, connection.demand)
         self._transport.guard(connection, self._join, connection, group)
         if start_s and connection.demand.urgency is Urgency.REQUESTED:
             self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
+
+    def _is_deferred(self, message: BundlesRead, wanted: RequestedModels) -> bool:
+        """Defer bundles that were read until a model of theirs is gone, if one is leaving."""
+        for key in wanted.models:
+            entry = self.catalog.entries.get(key)
+            if entry is not None and entry.ending:
+                self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
+                return True
+        return False
 
     def _begin(self, wanted: RequestedModels, demand: Demand) -> float:
         """Begin the lives of models that are new; return the least seconds that they need, as `_start_seconds`."""
@@ -256,20 +263,21 @@ class Registry:
         return device.known_start(key) or 0.0
 
     def _read_for_none(self, message: BundlesRead) -> None:
-        """Begin the life of a model that no stub has registered, unless one has meanwhile."""
+        """Begin the life of a model that no stub has registered, unless one has or the model was let go meanwhile."""
         wanted = message.result
+        if message.name not in self._held:
+            return
         if isinstance(wanted, str) or message.verdicts:
             reason = wanted if isinstance(wanted, str) else next(iter(message.verdicts.values()))
             self.start_failures[message.name] = reason
+            del self._held[message.name]
             return
-        if self.catalog.serves(wanted.name):
+        if self.catalog.serves(wanted.name) or self._is_deferred(message, wanted):
             return
-        if any(key in self.catalog.entries for key in wanted.models):
-            return  # it is leaving
         self._begin(wanted, message.demand)
         for key in wanted.models:
             self.catalog.entries[key].held = message.demand
-            self._held.setdefault(wanted.name, []).append(key)
+            self._held[wanted.name].append(key)
 
     def _reject_crashed(
         self, connection: PeerConnection, group: Registration, key: str, wanted: RequestedModels, why: str

@@ -24,9 +24,10 @@ from rsrv_bundle import Bundle, dtypes, load_weights, read_bundle, weights, writ
 from rsrv_bundle.commands.upgrading import upgrade
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inputs import random_inputs
-from rsrv_bundle.manifest import CURRENT
+from rsrv_bundle.manifest import CURRENT, WITH_STATE
 from rsrv_bundle.meta import write_meta_bundle
 from rsrv_bundle.numerics import Array, ModuleRunner, answers, label
+from rsrv_bundle.stateful import export_generative, export_stateful
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 #: file of a set: bundle -> digest
@@ -152,6 +153,46 @@ def write_bundles(folder: Path) -> None:
         )
 
 
+def write_stateful_bundles(folder: Path) -> None:
+    """Write small bundles with state: one that counts, and one that generates."""
+    ints = np.random.default_rng(0).integers
+    struct: Any = jax.ShapeDtypeStruct
+    export_stateful(
+        lambda p, state, x: ({"y": state["sum"] + x @ p}, {"sum": state["sum"] + x @ p, "n": state["n"] + 1}),
+        lambda p: {"sum": p[0], "n": jnp.int32(1)},
+        ints(-8, 9, (3, 2)).astype(np.float32),
+        {"x": np.zeros((1, 3), np.float32)},
+        slots=8,
+        when_full="host",
+        batch_sizes=[1, 4],
+        out_dir=folder / "counter",
+    )
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text("{}")
+    export_generative(
+        _logits,
+        {"seen": struct((8,), np.float32)},
+        {"table": ints(-8, 9, (8, 8)).astype(np.float32)},
+        slots=4,
+        context=32,
+        max_tokens=8,
+        stop=[0],
+        chunks=[1, 4],
+        batch_sizes=[2],
+        tokenizer=tokenizer,
+        template="Q: {text}",
+        out_dir=folder / "generator",
+    )
+    tokenizer.unlink()
+
+
+def _logits(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
+    """Return logits from the tokens seen so far."""
+    counted = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    seen = state["seen"] + (jax.nn.one_hot(tokens, 8) * counted[:, :, None]).sum(1)
+    return seen @ params["table"] + position[:, None] / 64, {"seen": seen}
+
+
 def write_as_2(bundle: Path, out_dir: Path) -> None:
     """Rewrite a bundle in format 2.0: axes and weights reversed, with keys that only format 2.0's reader knows."""
     found = read_bundle(bundle)
@@ -235,8 +276,17 @@ def write_answers(path: Path, file: Path) -> None:
 
 
 def main() -> int:
-    """Make the set. Returns the exit status."""
-    jax_version, format_version = metadata.version("jax").replace(".", "_"), CURRENT.replace(".", "_")
+    """Make the sets without and with state. Returns the exit status."""
+    made = [
+        _make(version, write)
+        for version, write in ((CURRENT, write_bundles), (WITH_STATE, write_stateful_bundles))
+    ]
+    return 0 if any(made) else 1
+
+
+def _make(version: str, write: Callable[[Path], None]) -> bool:
+    """Make a set of a format version; return False if there is one."""
+    jax_version, format_version = metadata.version("jax").replace(".", "_"), version.replace(".", "_")
     # Format 2.0 is fixed: its bundles change with jax only.
     with_old = not list(GOLDEN.glob(f"jax_{jax_version}*"))
     target = GOLDEN / f"jax_{jax_version}_format_{format_version}"
@@ -245,10 +295,10 @@ def main() -> int:
             f"{target.name} is there already, and stays as it is: tests/golden/README.md says why",
             file=sys.stderr,
         )
-        return 1
+        return False
     new, old = target / f"format_{format_version}", target / "format_2_0"
     new.mkdir(parents=True)
-    write_bundles(new)
+    write(new)
     if with_old:
         old.mkdir()
         for bundle in sorted(new.iterdir()):
@@ -260,7 +310,7 @@ def main() -> int:
         write_answers(bundle, bundle.with_suffix(".npz"))
         digests[f"{bundle.parent.name}/{bundle.name}"] = read_bundle(bundle).digest
     (target / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
-    return 0
+    return True
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _HOOKS = b"def preprocess(inputs):\n    return inputs\n\ndef postprocess(outputs
 def good_bundles(scratch: Path) -> list[Files]:
     """Return the bundles from which all others are made: plain, with hooks, with variants, of format 2.0, a meta model.
 
-    The first and that with variants have checksums, and the same without come last.
+    Then the first and that with variants without checksums, one with state, and a generation.
     """
     # Elsewhere, because jax starts threads, and children are to be forked here.
     subprocess.run([sys.executable, "-m", __name__, str(scratch)], check=True)
@@ -46,6 +46,8 @@ def good_bundles(scratch: Path) -> list[Files]:
         {"manifest.yaml": json.dumps(META).encode(), "model.py": run},
         _without_checksums(first),
         _without_checksums(variants),
+        _read(scratch / "stateful"),
+        _read(scratch / "generative"),
     ]
 
 
@@ -59,16 +61,20 @@ def _without_checksums(files: Files) -> Files:
 def _seal(files: Files) -> None:
     """Update the checksums of a bundle that has some, as otherwise no change to a file gets any further."""
     with contextlib.suppress(ValueError, TypeError):  # Because of an earlier change.
-        if "sha256" in yaml12.load(files["manifest.yaml"]):
+        document = yaml12.load(files["manifest.yaml"])
+        if "sha256" in document:
             summed = [name for name in files if name.endswith((".mlir", ".safetensors"))]
             sums = {name: hashlib.sha256(files[name]).hexdigest() for name in summed}
-            files["manifest.yaml"] = sealed(files["manifest.yaml"], sums)
+            version = "3.2" if {"state", "generate"} & document.keys() else "3.1"
+            files["manifest.yaml"] = sealed(files["manifest.yaml"], sums, version)
 
 
 def _export(scratch: Path) -> None:
+    import jax
     import jax.numpy as jnp
 
     from rsrv_bundle.export import export_bundle
+    from rsrv_bundle.stateful import export_generative, export_stateful
 
     def f(params: Any, x: Any) -> dict[str, Any]:
         return {"y": jnp.tanh(x @ params["w"]).sum(-1, keepdims=True) + params["b"]}
@@ -85,6 +91,41 @@ def _export(scratch: Path) -> None:
         input_shapes=[{"h": 4, "w": 6}, {"h": 8, "w": 2}],
         out_dir=scratch / "variants",
     )
+    sums: Any = {"sum": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    export_stateful(
+        lambda params, state, x: ({"y": state["sum"] + x}, {"sum": state["sum"] + x * params["b"]}),
+        sums,
+        {"b": weights["b"]},
+        inputs,
+        slots=4,
+        batch_sizes=[1, 4],
+        out_dir=scratch / "stateful",
+    )
+
+    def logits(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -> Any:
+        counted = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        total = state["sum"] + (jax.nn.one_hot(tokens, 4) * counted[:, :, None]).sum(1)
+        return total * params["b"], {"sum": total}
+
+    export_generative(
+        logits,
+        sums,
+        {"b": weights["b"]},
+        slots=4,
+        context=16,
+        max_tokens=4,
+        stop=[3],
+        chunks=[1, 4],
+        batch_sizes=[2],
+        tokenizer=_tokenizer(scratch),
+        out_dir=scratch / "generative",
+    )
+
+
+def _tokenizer(scratch: Path) -> Path:
+    file = scratch / "tokenizer.json"
+    file.write_text("{}")
+    return file
 
 
 def _read(directory: Path) -> Files:

@@ -57,6 +57,8 @@ def key(rng: Random, files: Files) -> None:
                 "public",
                 "kind",
                 "numerics",
+                "state",
+                "generate",
             )
             holder[rng.choice((f"{key}s", "", "\0", "n", "dims", *known))] = copy.deepcopy(
                 rng.choice((value, *VALUES))
@@ -72,7 +74,7 @@ def many(rng: Random, files: Files) -> None:
     count = rng.choice((300, 5000, 60_000))
     entry = {"name": "x", "dtype": "f32", "shape": "nc", "dims": {"c": 1}}
     section = rng.choice(("executable_inputs", "executable_outputs", "client_inputs"))
-    match rng.randrange(6):
+    match rng.randrange(7):
         case 0:
             document[section] = [{**entry, "name": f"x{i}"} for i in range(count // 10)]
         case 1:
@@ -86,6 +88,10 @@ def many(rng: Random, files: Files) -> None:
             }
         case 4:
             document |= {f"{section[:-1]}{i}": i for i in range(count)}
+        case 5:
+            tensors = [{"name": f"x{i}", "dtype": "f32", "dims": [1]} for i in range(count)]
+            document["state"] = {"slots": 65_536, "tensors": tensors}
+            document["generate"] = {"context": 1, "max_tokens": 1, "stop": list(range(count))}
         case _:
             document["provenance"] = {str(i): [i] for i in range(count)}
     _dump(document, files)

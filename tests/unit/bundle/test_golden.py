@@ -73,7 +73,7 @@ def check_answers(bundle: Bundle, answers: Answers) -> None:
 
 def test_all_that_the_format_has_is_in_a_set() -> None:
     """The golden sets cover all format versions and features."""
-    assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0", "3.1"}
+    assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0", "3.1", "3.2"}
     for version in ("2_0", "3_0", "3_1"):
         bundles = [read_bundle(path) for path in BUNDLES if path.parent.name == f"format_{version}"]
         assert any(bundle.variants > 1 for bundle in bundles)
@@ -82,6 +82,8 @@ def test_all_that_the_format_has_is_in_a_set() -> None:
         assert any(bundle.modules and not bundle.weights for bundle in bundles)
         assert any(weight.dtype == "bf16" for bundle in bundles for weight in bundle.weights)
         assert any(bundle.modules and not bundle.manifest.batched for bundle in bundles)
+    with_state = [read_bundle(path).manifest for path in BUNDLES if path.parent.name == "format_3_2"]
+    assert {manifest.generate is None for manifest in with_state} == {True, False}
 
 
 def test_no_file_of_a_set_has_changed() -> None:

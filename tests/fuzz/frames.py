@@ -15,11 +15,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from rsrv.runtime.device import Array
 from rsrv.runtime.loop import Loop
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
 from rsrv.wire.frames import Kind, ProtocolError, Status, Submission
+from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import Board, SharedMemoryError, create_document, create_sealed, read_board
 from rsrv.wire.socket import Closed, Receiver, connect, listen, send
@@ -27,6 +29,7 @@ from tests.fakes import FakeDevice
 from tests.fuzz.manifests import Files
 from tests.fuzz.speaker import Random, Speaker, some_fds
 from tests.fuzz.watched import Verdict, watch
+from tests.unit.runtime.counting import count, export_counting
 
 SECONDS = 4.0
 NBYTES = 256 << 20
@@ -39,10 +42,13 @@ _FEW = 12
 def check_frames(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
     """Have one connection misbehave for every seed, beside one that does not."""
     started: list[_Served] = []
+    generator = scratch / "generator"
+    if not generator.exists():
+        export_counting(generator)
 
     def case(seed: int) -> str:
         if not started:  # In the child, because threads do not survive its fork.
-            started.append(_Served(good[0], scratch))
+            started.append(_Served(good[0], generator, scratch))
         return started[0].misbehave(Random(seed))
 
     yield from watch(case, seeds, seconds=SECONDS, nbytes=NBYTES)
@@ -54,9 +60,9 @@ def check_answers(seeds: Sequence[int]) -> Iterator[Verdict]:
 
 
 class _Served:
-    """A loop with a model and a meta model that calls it, and one connection for each."""
+    """A loop with a model, a meta model that calls it, and a model that generates, and one connection for each."""
 
-    def __init__(self, model: Files, scratch: Path) -> None:
+    def __init__(self, model: Files, generator: Path, scratch: Path) -> None:
         # It logs every connection that it closes, which is most of them; an error of its own has a line.
         logging.getLogger("rsrv.transport").addFilter(lambda record: record.exc_info is not None)
         place = Path(scratch, f"served-{os.getpid()}")
@@ -67,7 +73,7 @@ class _Served:
                 (directory / name).write_bytes(content)
         self._path = place / "socket"
         settings = load_settings("traces: {endpoint: 'http://nowhere'}")
-        device = FakeDevice(lambda inputs, weights: [inputs[0][:, :1]])
+        device = FakeDevice(_compute)
         listener = listen(self._path)
         self._loop = Loop(listener, os.getpid(), settings, lambda: device)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
@@ -78,6 +84,9 @@ class _Served:
         self._meta = self._lane()
         wanted = {"model": "meta", "bundle": str(meta), "calls": {"m": str(bundle)}}
         self._keys.append(self._meta.register(wanted)["key"])
+        self._generator = self._lane()
+        wanted = {"model": "generator", "bundle": str(generator)}
+        self._keys.append(self._generator.register(wanted)["key"])
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
         self._inputs = variant.inputs.places(1)[1]
         self._request = self._witness.take(self._inputs + variant.outputs.places(1)[1], 1).place
@@ -98,6 +107,11 @@ class _Served:
         (done,) = self._witness.receive(_PATIENCE)
         assert (done.request, done.status) == (self._ids, Status.OK), done
         assert self._thread.is_alive(), "the loop has ended"
+        self._ids += 1
+        send(self._generator.sock, pack_generate(Generate(self._ids, [3, 4], 3)))
+        while not (ends := self._generator.receive(_PATIENCE)):
+            pass
+        assert [(one.request, one.status) for one in ends] == [(self._ids, Status.OK)], ends
 
     def _undo(self) -> None:
         """Undo the commands of any connection: a paused model serves no request."""
@@ -170,6 +184,10 @@ _META: Files = {
 }
 
 
+def _compute(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    return [inputs[0][:, :1]] if len(inputs) == 1 else count(inputs, weights)
+
+
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -193,6 +211,7 @@ def _hear(rng: Random) -> str:
             (_register, Kind.REGISTERED),
             (_register, Kind.REJECTED),
             (_receive, Kind.DONE),
+            (_receive, Kind.TOKENS),
         )
     )
     with ours, theirs:
@@ -244,3 +263,4 @@ def _receive(sock: socket.socket) -> str:
     lane = _lane(sock)
     while True:
         lane.receive(1.0)
+        list(lane.take_tokens())

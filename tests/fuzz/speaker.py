@@ -16,13 +16,14 @@ from typing import Any
 from rsrv.wire import calls, frames, traces
 from rsrv.wire.calls import Where
 from rsrv.wire.frames import HEADER, MAX_FRAME, Completion, Kind, ProtocolError, Status, Submission
+from rsrv.wire.generation import Generate, pack_tokens
 from rsrv.wire.memory import create_sealed
 
 Random = random.Random
 
 #: Kinds for stubs; the others are for runtimes.
 _TO_STUB = frozenset(
-    {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING}
+    {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING, Kind.TOKENS}
 )
 #: Seconds that a start takes or may take; 0 is none. Requests that may wait for less than the first number start nothing.
 _START_S = (0.1, 1.0, 1e9, 0.0)
@@ -55,6 +56,7 @@ class Speaker:
         #: The model that it registers for; empty, if it is a runtime.
         self.key = rng.choice(keys) if keys else ""
         self._meta = self.key.startswith("meta")
+        self._generates = self.key.startswith("generator")
         self._numbers = itertools.count()
         self._runs = [1]
 
@@ -77,6 +79,7 @@ class Speaker:
             return sorted(_TO_STUB)
         never = {Kind.HELLO, Kind.REGISTER, Kind.SEGMENT, Kind.DROP_SEGMENT}
         never |= {Kind.SUBMIT} if self._meta else {Kind.ENTER, Kind.CALL, Kind.LEAVE, Kind.RELEASE}
+        never |= set() if self._generates else {Kind.GENERATE}
         return [kind for kind in Kind if kind not in _TO_STUB and kind not in never]
 
     def _good(self, kind: Kind) -> bytes:
@@ -101,12 +104,29 @@ class Speaker:
                 return traces.pack_marks(marks)
             case Kind.CANCEL | Kind.SEGMENT | Kind.DROP_SEGMENT:
                 return frames.pack_ids(kind, [self._one(range(200), _WILD_IDS) for _ in many])
+            case Kind.GENERATE:
+                return self._generate()
+            case Kind.TOKENS:
+                return pack_tokens([(self._one((1,), _WILD_IDS), rng.choice((0, -1, 7))) for _ in many])[0]
             case Kind.DONE:
                 return frames.pack_completions([_completion(rng)])[0]
             case Kind.COLD | Kind.STARTING:
                 pack = frames.pack_cold if kind is Kind.COLD else frames.pack_starting
                 return pack(rng.choice(_START_S), flat=not self.is_wild())
         return HEADER.pack(kind, 0, 0) + json.dumps(self._object()).encode()
+
+    def _generate(self) -> bytes:
+        rng = self._rng
+        prompt = [rng.randrange(20) for _ in range(rng.choice((1, 1, 5, 30, 39, 40, 2000)))]
+        body = Generate(self._request(), prompt)._asdict()
+        body |= {
+            "max_tokens": rng.choice((None, 1, 30)),
+            "stop": rng.choice((None, [], [1, 2])),
+            "deadline_ns": self._one(*_FIELDS["deadline_ns"]),
+        }
+        if self.is_wild():
+            body[rng.choice((*body, "extra"))] = rng.choice(_JUNK)
+        return HEADER.pack(Kind.GENERATE, 0, 0) + json.dumps(body).encode()
 
     def _one(self, good: Sequence[int], wild: Sequence[int]) -> int:
         return self._rng.choice(wild if self.is_wild() else good)

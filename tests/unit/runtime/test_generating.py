@@ -299,8 +299,11 @@ def test_a_closed_connection_ends_its_generations(client: Client, connect: Conne
     wait_until(lambda: counts.active == 0)
 
 
-def test_a_client_that_reads_nothing_is_disconnected(client: Client, connect: Connect) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(
+    client: Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for it is bounded, and its generations end with it."""
+    monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG", 50)
     other = connect(client.runtime)
 
     def ask_on() -> None:

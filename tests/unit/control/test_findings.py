@@ -364,6 +364,7 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
         ("meta_waits", server(counts({}, metas={"m": {**model(50), "queued": 2, "running": 2, "calls": 9}}))),
         ("paused", server(counts({"a": model()}), entries={"a@1": entry("a", paused="hold")})),
         ("model_failed", server(counts({}), entries={"a@1": entry("a", state="loading")})),
+        ("model_failed", server(counts({}), failures={"a": BundleFailure("torn", 0.0)}, cold=frozenset("a"))),
         (
             "not_served",
             server(counts({}), missing=frozenset("a"), entries={"a@1": entry("a", state="loading")}),

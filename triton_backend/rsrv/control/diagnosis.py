@@ -103,6 +103,7 @@ class Diagnosis:
             settings_waiting=file.waiting,
             facts=self._facts,
             missing=frozenset(self._missing()),
+            cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),
         )

@@ -63,8 +63,9 @@ class ServerFigures:
     settings_waiting: Sequence[str] = ()
     #: What is known of the models beside their counters.
     facts: Mapping[str, ModelFacts] = field(default_factory=dict)
-    #: Models that should serve and do not, by readiness.
+    #: Models that should serve and do not, by readiness; and those that start with their next request.
     missing: frozenset[str] = frozenset()
+    cold: frozenset[str] = frozenset()
     #: Bytes of /dev/shm that are free, and all of its bytes; None: not known.
     shm: tuple[int, int] | None = None
     #: Spans of traces by outcome.

@@ -87,7 +87,8 @@ def _runtime_restarts(case: _Case) -> Iterator[ServerFinding]:
 
 
 def _model_failed(case: _Case) -> Iterator[ServerFinding]:
-    ready = {one["name"] for one in case.now.entries.values() if one["state"] == "ready"}
+    # A cold model serves with its next request.
+    ready = {one["name"] for one in case.now.entries.values() if one["state"] == "ready"} | case.now.cold
     texts = {name: one.text for name, one in case.now.failures.items()}
     for one in case.now.entries.values():
         if one["state"] == "failed" and one["name"] not in ready:
@@ -107,7 +108,7 @@ def _model_failed(case: _Case) -> Iterator[ServerFinding]:
                 severity,
                 f"{_named(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
                 _short(texts[names[0]]) or "the log has the reason",
-                f"export the bundle again, and see `rsrv-bundle check`; `rsrv reload {names[0]}` tries at once",
+                f"mend what the reason names (`rsrv-bundle check` finds more); `rsrv reload {names[0]}` tries at once",
             )
 
 

@@ -43,6 +43,27 @@ async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
         await view.wait_change(seen)
 
 
+def slow_request(at: float, seconds: float) -> dict[str, Any]:
+    """Return a request that ended, as a runtime tells of it."""
+    return {
+        "number": "3.17",
+        "key": "a@1",
+        "rows": 3,
+        "call": False,
+        "deadline_s": None,
+        "at": at,
+        "seconds": seconds,
+        "weights_s": 0.2,
+        "peers_s": 0.0,
+        "others_s": seconds - 0.202,
+        "executing_s": 0.002,
+        "outcome": "answered",
+        "behind": ["b"],
+        "evicted": {"at": 0.5, "what": "weights absent", "why": "room", "model": "b", "bytes": 10},
+        "batch": (2, 5, 8),
+    }
+
+
 def entry(name: str, **differs: Any) -> ModelVersion:
     """Return the entry of a model that is ready."""
     common: dict[str, Any] = {

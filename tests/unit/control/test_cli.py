@@ -26,7 +26,7 @@ from rsrv.control.sentences import clock_time
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
-from tests.unit.control.peers import Served, entry, served, until
+from tests.unit.control.peers import Served, entry, served, slow_request, until
 from tests.unit.control.test_findings import counts, model, outcomes
 from tests.waiting import looped
 
@@ -475,12 +475,37 @@ def test_a_subcommand_is_one_command(
     run()
 
 
+def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv why` has a sentence per request; if none is found, it says which ones are kept, and fails."""
+    found = [slow_request(1.0, 0.25), slow_request(2.0, 0.5)]
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = lambda command: {"unix_s": 1e9, "requests": list(found)}
+            said = await rsrv("why", "r")
+            evicted, first, second = said.out.splitlines()
+            assert "a was evicted to make room for b" in evicted
+            assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
+            assert len((await rsrv("why", "r", "--json")).json["requests"]) == 2
+            table = (await rsrv("why", "--slowest", "a")).out.splitlines()
+            assert [line.split()[0] for line in table] == ["NUMBER", "3.17", "3.17"]
+            assert "500 ms" in table[1]
+            found.clear()
+            missing = await rsrv("why", "r")
+            assert (missing.status, missing.out) == (1, "")
+            assert "no request 'r' is known" in missing.err
+            assert (await rsrv("why", "--slowest", "a")).out == "no request has ended in the last hour\n"
+
+    run()
+
+
 def test_a_followed_history_has_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A followed history goes on with the records that are new, and with another obstacle of the weights."""
     looks: list[tuple[int, str]] = [(1, ""), (1, ""), (2, "queued: waits for a"), (2, "queued: waits for a")]
-    monkeypatch.setattr("rsrv.cli.server_commands._FOLLOW_S", 0.0)
+    monkeypatch.setattr("rsrv.cli.history._FOLLOW_S", 0.0)
 
     @looped
     async def run() -> None:
@@ -520,6 +545,8 @@ def test_a_followed_history_has_each_record_once(
         ["profile"],
         ["profile", "start", "--seconds", "1"],
         ["profile", "--seconds", "0"],
+        ["why"],
+        ["why", "r", "--slowest", "a"],
         ["status", "--timeout", "-1"],
         ["status", "--tls-cert", "cert.pem"],
     ],

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rsrv.cli.server_pages import history_page, model_page, print_update, status_page
+from rsrv.cli.history import history_page
+from rsrv.cli.server_pages import model_page, print_update, status_page
 from rsrv.control.card_memory import CardMemory, Cards, NoFigures
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.v1 import control_pb2 as pb

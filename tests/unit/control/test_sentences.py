@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.sentences import _REFUSALS, _SENTENCES, clock_time, history_lines, record_sentence
+from rsrv.control.sentences import (
+    _OUTCOMES,
+    _REFUSALS,
+    _SENTENCES,
+    clock_time,
+    history_lines,
+    record_sentence,
+    request_lines,
+    request_sentence,
+)
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.runtime.model_states import LifecycleState
-from rsrv.scheduler.events import Pause, Reason
+from rsrv.scheduler.events import Outcome, Pause, Reason
 from rsrv.scheduler.statistics import Cause
 from rsrv.scheduler.weight_states import LoadReason, WeightState
 
@@ -93,3 +102,67 @@ def test_lines_of_several_versions_are_in_one_order() -> None:
 def test_the_time_of_another_day_has_its_date() -> None:
     """A line from yesterday cannot be mistaken for one of today."""
     assert clock_time(NOW - 86400, NOW) == "2026-11-22 08:00:00.000"
+
+
+SLOW = pb.SlowRequest(
+    number="3.17",
+    model="cats",
+    rows=3,
+    arrived_unix_s=NOW - 10.0,
+    seconds=0.0412,
+    weights_s=0.026,
+    others_s=0.01,
+    executing_s=0.0052,
+    behind=["defects", "cats"],
+    outcome="answered",
+    batch_requests=3,
+    batch_rows=7,
+    batch_size=16,
+    evicted=pb.HistoryRecord(
+        unix_s=NOW - 10.5, what="weights absent", why="room", model="tickets", bytes=6_500_000
+    ),
+)
+
+
+def test_a_slow_request_has_the_parts_of_its_time() -> None:
+    """Each part of the wait has its reason, after the eviction that it began with; equal evictions are one line."""
+    twice = pb.GetRequestsResponse(requests=[SLOW, SLOW])
+
+    evicted, asked = request_lines(twice, NOW)
+    assert evicted == "07:59:49.500 cats was evicted to make room for tickets (6.5 MB)"
+    assert asked == (
+        "07:59:50.000 request 3.17 of 3 rows for cats waited 36 ms: 26 ms for its weights, 10 ms behind defects and "
+        "other requests for it; executed with 2 others, padded to 16 in 5.2 ms; answered after 41.2 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    ("slow", "sentence"),
+    [
+        (
+            pb.SlowRequest(seconds=0.5, peers_s=0.5, outcome="expired", deadline_s=0.5),
+            (
+                "waited 500 ms for others to join (max_delay_us); its deadline passed: ended after 500 ms, "
+                "with a deadline of 500 ms"
+            ),
+        ),
+        (
+            pb.SlowRequest(seconds=2.0, others_s=2.0, outcome="waiting"),
+            "waited 2 s for the device; still waits after 2 s",
+        ),
+        (
+            pb.SlowRequest(seconds=2.0, executing_s=2.0, outcome="executing", batch_requests=1),
+            "waited for nothing; executes alone for 2 s; not answered yet after 2 s",
+        ),
+    ],
+)
+def test_a_request_that_is_not_answered_has_a_sentence(slow: pb.SlowRequest, sentence: str) -> None:
+    """A request in progress, or without an execution, has its time so far and its deadline."""
+    slow.number, slow.model, slow.rows, slow.call = "1.2", "a", 1, True
+
+    assert request_sentence(slow) == f"request 1.2 of 1 row for a, asked for by a meta model, {sentence}"
+
+
+def test_every_outcome_has_words() -> None:
+    """Each outcome of a request, and both ways to be in progress, have words."""
+    assert {outcome.value for outcome in Outcome} | {"waiting", "executing"} == _OUTCOMES.keys()

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
-from tests.unit.control.peers import entry, model_status, served, until
+from tests.unit.control.peers import entry, model_status, served, slow_request, until
 from tests.waiting import looped
 
 A = pb.Target(model="a")
@@ -158,6 +158,8 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         ("Continue", pb.ContinueRequest(target=ALL), {"command": "continue", "model": None}),
         ("Abort", pb.AbortRequest(request_id="r"), {"command": "abort", "request": "r"}),
         ("GetHistory", pb.GetHistoryRequest(model="a"), {"command": "history", "model": "a"}),
+        ("GetRequests", pb.GetRequestsRequest(model="a"), {"command": "slowest", "model": "a"}),
+        ("GetRequests", pb.GetRequestsRequest(request="r"), {"command": "find", "request": "r"}),
         ("GetLoad", pb.GetLoadRequest(), {"command": "load", "since": 0}),
         ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
     ],
@@ -176,6 +178,8 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
                 }
             },
         },
+        "slowest": {"unix_s": 1e9, "requests": [slow_request(1.0, 0.25), slow_request(2.0, 0.5)]},
+        "find": {"unix_s": 1e9, "requests": [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]},
         "load": {
             "instance": "1",
             "since": 0,
@@ -199,6 +203,13 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
                     assert list(answer.models) == ["a", "b"]
                 case "Abort":
                     assert (answer.aborted, answer.executing) == (2, 1)
+                case "GetRequests":
+                    assert [(one.arrived_unix_s, one.model) for one in answer.requests] == [
+                        (1e9 + 2.0, "a"),
+                        (1e9 + 1.0, "a"),
+                    ][:: 1 if request_.model else -1]
+                    (evicted,) = {one.evicted.unix_s for one in answer.requests}
+                    assert (evicted, answer.requests[0].batch_size) == (1e9 + 0.5, 8)
                 case "GetHistory":
                     (one,), record = answer.histories, pb.HistoryRecord(what="model ready", why="x")
                     record.unix_s, record.clock_s = 1e9 + 2.5, 2.5
@@ -266,6 +277,8 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ("Prefetch", pb.PrefetchRequest(), "model is empty"),
         ("Prefetch", pb.PrefetchRequest(model="a" * 200_000), "exceeds a frame"),
         ("GetHistory", pb.GetHistoryRequest(), "model is empty"),
+        ("GetRequests", pb.GetRequestsRequest(), "name either a model or a request"),
+        ("GetRequests", pb.GetRequestsRequest(model="a", request="r"), "name either a model or a request"),
         ("ReloadWeights", pb.ReloadWeightsRequest(), "model is empty"),
         (
             "SetScheduler",

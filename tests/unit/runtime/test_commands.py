@@ -19,7 +19,7 @@ from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
-from tests.unit.runtime.metas import chain, queued
+from tests.unit.runtime.metas import answer_of, chain, queued, send
 from tests.unit.runtime.test_pipelining import answer
 from tests.unit.runtime.test_residency import answered, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
@@ -332,6 +332,48 @@ def test_the_history_of_all_versions(
     newer.close()
 
 
+def test_requests_are_found_by_their_id_and_by_number(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator
+) -> None:
+    """All requests with a client's id are found, while they wait and when they are answered; a number names one."""
+    runtime.device.gate.clear()
+    occupying = ask(engines["b"])
+    assert runtime.device.gate.waiting.wait(10)
+    asked = [FakeRequest({"x": rows(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
+    engines["a"].execute(asked)
+    wait_until(lambda: queued("a") == 3)
+
+    waiting = operator.do("find", request="ours")["requests"]
+    assert [(one["outcome"], one["batch"]) for one in waiting] == [("waiting", None)] * 2
+    assert all(one["key"].startswith("a@") and one["behind"] == ["b"] for one in waiting)
+
+    runtime.device.gate.set()
+    assert (answered(occupying), answered(asked[0])) == (2, 1)
+    found = operator.do("find", request="ours")["requests"]
+    assert {one["number"] for one in found} == {one["number"] for one in waiting}
+    assert {one["outcome"] for one in found} == {"answered"}
+    assert operator.do("find", request=found[0]["number"])["requests"] == found[:1]
+    slowest = operator.do("slowest", model="a")["requests"]
+    assert [one["seconds"] for one in slowest] == sorted((one["seconds"] for one in slowest), reverse=True)
+    assert len(slowest) == 3
+    assert [operator.do("find", request=none)["requests"] for none in ("", "9" * 5000 + ".1", "1.²")] == [
+        []
+    ] * 3
+
+
+def test_the_calls_of_a_run_are_found_by_the_id_of_its_request(
+    runtime: Runtime, start_meta: StartMeta, operator: Operator
+) -> None:
+    """The id of a meta model's request names the requests of its run to other models."""
+    asked = FakeRequest({"x": rows(1, 1.0)}, id="ours")
+    thread = send(start_meta(runtime, chain), asked)
+    assert answer_of(asked).error is None
+    thread.join()
+
+    found = operator.do("find", request="ours")["requests"]
+    assert sorted((one["key"][:2], one["call"]) for one in found) == [("a@", True), ("b@", True)]
+
+
 def test_a_long_history_comes_in_a_document(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,6 +663,8 @@ names = st.sampled_from(
         "continue",
         "abort",
         "history",
+        "slowest",
+        "find",
         "load",
     ]
 )

@@ -121,6 +121,13 @@ def parser() -> CommandParser:
     history = command("history", "what happened to a model recently, and why; newest last")
     history.add_argument("model", metavar="MODEL")
     history.add_argument("--follow", action="store_true", help="go on with what happens, until Ctrl-C")
+    why = command("why", "why a request took as long as it did, or still does")
+    why.add_argument(
+        "request", nargs="?", default="", metavar="REQUEST", help="a client's id of it, or a number"
+    )
+    why.add_argument(
+        "--slowest", metavar="MODEL", help="list this model's slowest requests, with their numbers"
+    )
     timeline = command("timeline", "the device's recent work, as a trace for Perfetto or chrome://tracing")
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
     timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")

@@ -4,16 +4,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from math import inf
 from typing import Any
 
 import grpc
 
+from rsrv.cli import history, top
 from rsrv.cli import server_pages as pages
-from rsrv.cli import top
 from rsrv.cli.chrome_trace import chrome_trace
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
@@ -28,8 +27,6 @@ from rsrv.text import nearest
 _WARM_LOOK_S = 0.25
 #: exit statuses of `rsrv doctor`
 _STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
-#: seconds between two looks at a history that is followed
-_FOLLOW_S = 1.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,34 +90,6 @@ def _health(server: Server) -> int:
 
 def _load(server: Server) -> int:
     return server.show(server.ask("GetLoad", pb.GetLoadRequest()), pages.load_page)
-
-
-def _history(server: Server) -> int:
-    request = pb.GetHistoryRequest(model=server.options.model)
-    if not server.options.follow:
-        return server.show(server.ask("GetHistory", request), pages.history_page)
-    before: dict[tuple[int, str], pb.History] = {}
-    while True:
-        answer = server.ask("GetHistory", request)
-        fresh = pb.GetHistoryResponse(histories=[_fresh(one, before) for one in answer.histories])
-        before = {(one.device, one.key): one for one in answer.histories}
-        if not server.json:
-            pages.history_page(fresh)
-        elif any(one.records or one.waits_for for one in fresh.histories):
-            print_json(fresh, line=True)
-        time.sleep(_FOLLOW_S)
-
-
-def _fresh(history: pb.History, before: Mapping[tuple[int, str], pb.History]) -> pb.History:
-    """Return the part of a history that the answer before did not have."""
-    known = before.get((history.device, history.key), pb.History())
-    latest = max((record.clock_s for record in known.records), default=-inf)
-    return pb.History(
-        key=history.key,
-        device=history.device,
-        records=[record for record in history.records if record.clock_s > latest],
-        waits_for="" if history.waits_for == known.waits_for else history.waits_for,
-    )
 
 
 def _timeline(server: Server) -> int:
@@ -385,7 +354,8 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "health": _health,
     "memory": _memory,
     "load": _load,
-    "history": _history,
+    "history": history.run_history,
+    "why": history.run_why,
     "timeline": _timeline,
     "top": _top,
     "watch": _watch,

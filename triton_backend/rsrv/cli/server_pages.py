@@ -7,7 +7,6 @@ from typing import Any
 
 from rsrv.cli.output import headline, print_table, saved
 from rsrv.control.overview import life
-from rsrv.control.sentences import history_lines
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, percent, printable
 
@@ -317,11 +316,6 @@ def _print_load(device: pb.DeviceLoad) -> None:
             for model in sorted(device.models, key=lambda model: model.name)
         ),
     )
-
-
-def history_page(answer: pb.GetHistoryResponse) -> None:
-    for line in history_lines(answer, time.time()):
-        print(line, flush=True)
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:

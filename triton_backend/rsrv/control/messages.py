@@ -398,25 +398,39 @@ def finding(found: ServerFinding) -> pb.Finding:
 
 def history(said: Mapping[int, Json]) -> pb.GetHistoryResponse:
     """`said`: the answers of the devices."""
-    fields = pb.HistoryRecord.DESCRIPTOR.fields_by_name
     return pb.GetHistoryResponse(
         histories=[
             pb.History(
                 key=key,
                 device=number,
                 waits_for=one["waits_for"],
-                records=[
-                    pb.HistoryRecord(
-                        unix_s=answer["unix_s"] + record["at"],
-                        clock_s=record["at"],
-                        **{name: value for name, value in record.items() if name in fields},
-                    )
-                    for record in one["records"]
-                ],
+                records=[_record(record, answer["unix_s"]) for record in one["records"]],
             )
             for number, answer in said.items()
             for key, one in answer["histories"].items()
         ]
+    )
+
+
+def _record(said: Json, unix_s: float) -> pb.HistoryRecord:
+    fields = pb.HistoryRecord.DESCRIPTOR.fields_by_name
+    known = {name: value for name, value in said.items() if name in fields}
+    return pb.HistoryRecord(unix_s=unix_s + said["at"], clock_s=said["at"], **known)
+
+
+def slow_request(said: Json, unix_s: float, device: int) -> pb.SlowRequest:
+    """Return a request of one device, whose clock was 0 at `unix_s`."""
+    fields, key = pb.SlowRequest.DESCRIPTOR.fields_by_name, said["key"]
+    requests, rows, size = said["batch"] or (0, 0, 0)
+    return pb.SlowRequest(
+        device=device,
+        model=key.rpartition("@")[0],
+        arrived_unix_s=unix_s + said["at"],
+        batch_requests=requests,
+        batch_rows=rows,
+        batch_size=size,
+        evicted=None if said["evicted"] is None else _record(said["evicted"], unix_s),
+        **{name: value for name, value in said.items() if name in fields and name != "evicted"},
     )
 
 

@@ -78,6 +78,19 @@ _REFUSALS = {
     "not_resident": "its weights were not on the device, and requests do not load them",
     "no_memory": "its weights had found no memory",
 }
+#: outcome of a request -> words before its time
+_OUTCOMES = {
+    "answered": "answered after",
+    "waiting": "still waits after",
+    "executing": "not answered yet after",
+    "refused": "refused after",
+    "expired": "its deadline passed: ended after",
+    "shed": "its deadline could not be met any more: ended after",
+    "cancelled": "cancelled after",
+    "failed": "failed after",
+}
+#: shorter parts of a request's time are left out
+MIN_PART_S = 50e-6
 
 
 def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
@@ -93,6 +106,55 @@ def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
             waits.append(f"{clock_time(now, now)} {where}its weights are {one.waits_for}")
     timed.sort(key=lambda line: line[0])
     return [*(f"{clock_time(at, now)} {one_line(text)}" for at, text in timed), *map(one_line, waits)]
+
+
+def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
+    """Return a line per request, the newest last; before it, the eviction of the weights that it waited for."""
+    several = len({one.device for one in answer.requests}) > 1
+    timed: list[tuple[float, str]] = []
+    for one in answer.requests:
+        where = f" on device {one.device}" if several else ""
+        timed.append((one.arrived_unix_s, request_sentence(one, where)))
+        if one.HasField("evicted"):
+            timed.append((one.evicted.unix_s, f"{one.model}{where} was {record_sentence(one.evicted)}"))
+    # Requests that waited for the same weights name the same eviction.
+    lines = sorted(dict.fromkeys(timed), key=lambda line: line[0])
+    return [f"{clock_time(at, now)} {one_line(text)}" for at, text in lines]
+
+
+def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
+    """Return what one request's time went to."""
+    rows = f"{slow.rows} {'row' if slow.rows == 1 else 'rows'}"
+    asked = ", asked for by a meta model," if slow.call else ""
+    parts = [
+        (slow.weights_s, "for its weights"),
+        (slow.peers_s, "for others to join (max_delay_us)"),
+        (slow.others_s, _behind(slow)),
+    ]
+    told = [f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= MIN_PART_S]
+    waited = sum(seconds for seconds, _ in parts)
+    text = f"request {slow.number} of {rows} for {slow.model}{where}{asked} "
+    text += (
+        f"waited {duration(waited)}: {', '.join(told)}"
+        if len(told) > 1
+        else f"waited {''.join(told) or 'for nothing'}"
+    )
+    if slow.batch_requests:
+        text += f"; {'executes' if slow.outcome == 'executing' else 'executed'} {_batch(slow)}"
+        text += f" {'for' if slow.outcome == 'executing' else 'in'} {duration(slow.executing_s)}"
+    deadline = f", with a deadline of {duration(slow.deadline_s)}" if slow.HasField("deadline_s") else ""
+    return f"{text}; {_OUTCOMES.get(slow.outcome, slow.outcome)} {duration(slow.seconds)}{deadline}"
+
+
+def _behind(slow: pb.SlowRequest) -> str:
+    names = ["other requests for it" if name == slow.model else name for name in slow.behind]
+    return f"behind {' and '.join(names)}" if names else "for the device"
+
+
+def _batch(slow: pb.SlowRequest) -> str:
+    others = slow.batch_requests - 1
+    shared = f"with {others} {'other' if others == 1 else 'others'}" if others else "alone"
+    return shared + (f", padded to {slow.batch_size}" if slow.batch_size > slow.batch_rows else "")
 
 
 def record_sentence(record: pb.HistoryRecord) -> str:

@@ -182,6 +182,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return messages.history(said)
 
     @answers
+    async def GetRequests(self, request: pb.GetRequestsRequest) -> pb.GetRequestsResponse:
+        if bool(request.model) == bool(request.request):
+            _refuse("name either a model or a request")
+        if request.model:
+            said = await self._runtimes.query({"command": "slowest", "model": request.model})
+        else:
+            said = await self._runtimes.query({"command": "find", "request": request.request})
+        found = [
+            messages.slow_request(slow, one["unix_s"], number)
+            for number, one in said.items()
+            for slow in one["requests"]
+        ]
+        found.sort(key=(lambda one: -one.seconds) if request.model else (lambda one: one.arrived_unix_s))
+        return pb.GetRequestsResponse(requests=found)
+
+    @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
         since = {one.device: (one.instance, one.next) for one in request.positions}
         said = await self._runtimes.timeline(since)

@@ -18,7 +18,7 @@ from rsrv.runtime.device import Device
 from rsrv.runtime.host_memory import memory_limit
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
-from rsrv.runtime.requests import Requests
+from rsrv.runtime.requests import Requests, parse_number
 from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection, Transport
@@ -123,6 +123,8 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "continue": _MODEL_OR_ALL,
     "abort": {"request": _Field(_is_text, "a string", required=True)},
     "history": _MODEL,
+    "slowest": _MODEL,
+    "find": {"request": _Field(_is_text, "a string", required=True)},
     "load": _SINCE,
     "metrics": {},
     "memory": {},
@@ -482,6 +484,11 @@ class Commands:
                 return self._abort(command["request"])
             case "history":
                 return self._reports.histories(self._names(model))
+            case "slowest":
+                return self._reports.slowest(self._names(model))
+            case "find":
+                text = command["request"]
+                return self._reports.find(request_tag(text), parse_number(text))
             case "load":
                 return self._reports.load(command.get("since", 0))
             case "timeline":

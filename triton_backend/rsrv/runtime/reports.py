@@ -12,11 +12,12 @@ from rsrv.histogram import SECONDS, Histogram
 from rsrv.runtime.catalog import WATCHED_STATES, ModelEntry
 from rsrv.runtime.executor import LoopBans
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.requests import Requests
+from rsrv.runtime.requests import Requests, request_number
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler.events import Outcome, Reason
 from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.slowest import SlowRequest
 from rsrv.scheduler.statistics import LoadReport, ModelSnapshot, SchedulerSnapshot, Totals
 from rsrv.scheduler.weight_states import WeightState
 from rsrv.wire.frames import ProtocolError, Status
@@ -162,6 +163,21 @@ class Reports:
                 if entry.name in names
             },
         }
+
+    def slowest(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the slowest requests of the models of these names, the slowest first."""
+        now = self._clock()
+        keys = [key for key, entry in self._catalog.entries.items() if entry.name in names]
+        found = [one for key in keys for one in self._scheduler.slowest(key, now)]
+        return self._slow_requests(sorted(found, reverse=True), now)
+
+    def find(self, tag: int, id: int | None) -> dict[str, Any]:
+        """Return the slowest requests, and those in progress, with the tag of a client's id or with this id."""
+        now = self._clock()
+        return self._slow_requests(self._scheduler.find_requests(tag, id, now), now)
+
+    def _slow_requests(self, found: Iterable[SlowRequest], now: float) -> dict[str, Any]:
+        return {"unix_s": time.time() - now, "requests": [_slow_request(one) for one in found]}
 
     def timeline(self, since: int) -> dict[str, Any]:
         return self._traces.timeline.answer(self._catalog.feed.instance, since, self._clock())
@@ -444,6 +460,28 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
         "precisions": entry.model.precisions if entry.model else {},
+    }
+
+
+def _slow_request(slow: SlowRequest) -> dict[str, Any]:
+    request, wait, execute, evicted = slow.request, slow.wait, slow.execute, slow.evicted
+    state = "waiting" if execute is None else "executing"
+    return {
+        "number": request_number(request.id),
+        "key": request.model,
+        "rows": request.rows,
+        "call": request.run != 0,
+        "deadline_s": None if request.deadline is None else request.deadline - wait.arrived,
+        "at": wait.arrived,
+        "seconds": wait.seconds,
+        "weights_s": wait.weights,
+        "peers_s": wait.peers,
+        "others_s": wait.others,
+        "executing_s": wait.executing,
+        "outcome": state if slow.outcome is None else slow.outcome.value,
+        "behind": slow.behind,
+        "evicted": None if evicted is None else {"at": evicted.at, "what": evicted.what, **evicted.details},
+        "batch": None if execute is None else (len(execute.requests), execute.rows, execute.size),
     }
 
 

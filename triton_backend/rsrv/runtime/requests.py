@@ -28,6 +28,8 @@ from rsrv.wire.layout import ALIGNMENT
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
 _FLAGS = ALONE | WAITED | START | END
+#: characters of a request's number
+_MAX_NUMBER = 32
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 _ABORTED = "the request was aborted"
 _CANCELLED = "the request was cancelled"
@@ -114,8 +116,9 @@ class Requests:
                     self._end_request(id, Status.CANCELLED, _ABORTED)
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
+                tag = tag or run.tag
             run_id, alone, waited = 0 if run is None else run.id, flags & ALONE != 0, flags & WAITED != 0
-            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited)
+            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited, tag)
             if mark is not None:
                 self._traces.begin(id, mark, key)
             if pool is None:
@@ -203,7 +206,15 @@ class Requests:
                 return
             run.promised |= promised
         request = ev.Request(
-            id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id, call.flags != 0
+            id,
+            model.key,
+            call.variant,
+            call.rows,
+            run.deadline,
+            run.priority,
+            run.id,
+            call.flags != 0,
+            tag=run.tag,
         )
         if run.admitted:
             self.arrived.append(request)
@@ -450,6 +461,19 @@ class Requests:
         if id in self.pending or id in self.generations:
             raise ProtocolError(f"request {request} is there already, and not answered yet")
         return id
+
+
+def request_number(id: int) -> str:
+    """Return the number by which operators name a request: its connection's, and its own there."""
+    return f"{id >> _ID_BITS}.{id & (1 << _ID_BITS) - 1}"
+
+
+def parse_number(text: str) -> int | None:
+    """Return the global id that `request_number` names; None if the text is no such number."""
+    connection, _, request = text.partition(".")
+    if not (len(text) <= _MAX_NUMBER and text.isascii() and connection.isdigit() and request.isdigit()):
+        return None
+    return int(connection) << _ID_BITS | int(request)
 
 
 def _global_id(connection: PeerConnection, id: int) -> int:

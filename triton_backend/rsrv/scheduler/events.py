@@ -113,6 +113,8 @@ class Request(NamedTuple):
     #: whether it had been accepted before a restart, or goes on with what was: neither a full queue nor `Pause.DRAIN`
     #: refuses it.
     waited: bool = False
+    #: stands for the client's id of it; 0: none. Information for operators, not part of any decision.
+    tag: int = 0
 
 
 class Run(NamedTuple):

@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import merge
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 from rsrv.scheduler.events import Execute, ExecutionFinished, LoadFailed, PolicyChanged
+from rsrv.scheduler.statistics import Cause
 
 Value = str | int | float | list[int]
 #: the details of a record: an instruction or an event as it was given, ids of requests, text, or named values.
@@ -17,6 +19,11 @@ _MAX_IDS = 16
 
 #: records kept of each model, and changes of state, which outlast the records of its requests.
 LENGTH, CHANGES_LENGTH = 50, 30
+
+#: the changes after which requests can execute.
+_USABLE = ("weights resident", "weights evicting")
+#: reasons of evictions.
+_EVICTED = {*(cause.value for cause in Cause), "removed"}
 
 
 class HistoryRecord(NamedTuple):
@@ -54,6 +61,25 @@ class History:
         """Add a change of state."""
         self._added += 1
         self._changes.append((self._added, now, state, details))
+
+    def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
+        """Return from when to when the weights could not be executed on, and the eviction that these began with.
+
+        `since`: periods that ended before do not matter. An end that has not come is inf.
+        """
+        found: list[tuple[float, float]] = []
+        evicted, end = None, inf
+        for _, at, what, details in reversed(self._changes):
+            if what in _USABLE:
+                if at <= since:
+                    break
+            else:
+                if end > since:
+                    found.append((at, end))
+                if what == "weights absent" and isinstance(details, Mapping) and details["why"] in _EVICTED:
+                    evicted = evicted or HistoryRecord(at, what, details)
+            end = at
+        return found, evicted
 
     def records(self, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
         """Return all records and changes, oldest first. `beside`: other records to insert, oldest first."""

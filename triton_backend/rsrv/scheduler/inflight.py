@@ -1,10 +1,14 @@
 """The executions that the device has been given."""
 
+from collections import deque
 from dataclasses import dataclass
 from math import inf
 
 from rsrv.scheduler.events import CallerError, Execute
 from rsrv.scheduler.model import ModelState
+
+#: executions that `behind` looks at, and names that it returns
+_RECENT, _MAX_NAMES = 32, 3
 
 
 @dataclass(slots=True)
@@ -21,12 +25,14 @@ class StartedExecution:
 class InFlight(dict[int, StartedExecution]):
     """The executions in flight by dispatch; the device runs them in this order."""
 
-    __slots__ = ("_freed", "started")
+    __slots__ = ("_freed", "_recent", "started")
 
     def __init__(self) -> None:
         super().__init__()
         #: when the latest execution ended.
         self._freed = -inf
+        #: the latest executions that ended: name of the model, and from when to when the device had it.
+        self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
         #: number of executions started since the beginning; the dispatch of the latest.
         self.started = 0
 
@@ -46,8 +52,25 @@ class InFlight(dict[int, StartedExecution]):
 
     def end(self, dispatch: int, now: float) -> StartedExecution:
         """Take out an execution that ended."""
+        ended = self.pop(dispatch)
+        self._recent.append((ended.model.family, max(ended.started, self._freed), now))
         self._freed = now
-        return self.pop(dispatch)
+        return ended
+
+    def behind(self, since: float, until: float, begun_before: float) -> tuple[str, ...]:
+        """Return the names of the models that executed in a time, the one with the most seconds first; at most three.
+
+        `begun_before`: executions that began later do not count.
+        """
+        running = [(one.model.family, max(one.started, self._freed), until) for one in self.values()]
+        seconds: dict[str, float] = {}
+        for name, start, end in (*running, *reversed(self._recent)):
+            if end <= since:
+                break
+            if start < begun_before:
+                part = min(end, until) - max(start, since)
+                seconds[name] = seconds.get(name, 0.0) + part
+        return tuple(sorted(seconds, key=lambda name: -seconds[name])[:_MAX_NAMES])
 
     @property
     def alone(self) -> bool:

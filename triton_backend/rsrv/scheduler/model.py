@@ -7,6 +7,7 @@ from math import inf, isfinite
 from rsrv.scheduler.batching import Batch, VariantCosts, plan_batch
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
+from rsrv.scheduler.slowest import SlowestRequests
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, WeightState
@@ -79,6 +80,7 @@ class ModelState:
         "queued",
         "queues",
         "sizes",
+        "slowest",
         "totals",
         "turn_seconds",
         "weight",
@@ -127,6 +129,7 @@ class ModelState:
         self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
         self.history = weights.history
+        self.slowest = SlowestRequests()
 
     def reconfigure(self, program: Program) -> None:
         """Take other values of the program."""

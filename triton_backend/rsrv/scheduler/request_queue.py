@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
 from rsrv.scheduler.events import (
@@ -32,6 +33,14 @@ SLACK = 1e-6
 _ANSWERED = Outcome.ANSWERED
 
 
+class EndedWait(NamedTuple):
+    """A request that waited, and ended without an execution."""
+
+    model: ModelState
+    entry: InFlightRequest
+    outcome: Outcome
+
+
 class RequestQueues:
     """The queues of all models, taken together."""
 
@@ -44,6 +53,7 @@ class RequestQueues:
         "departed",
         "dirty",
         "discipline",
+        "ended",
         "late_checks",
         "live",
         "queued",
@@ -70,6 +80,8 @@ class RequestQueues:
         self.runs: dict[int, list[InFlightRequest]] = {}
         #: models that changed since the scheduler settled its accounts (a dictionary for its order).
         self.dirty: dict[ModelState, None] = {}
+        #: requests that ended without an execution, until the scheduler takes them out.
+        self.ended: list[EndedWait] = []
         #: requests that ended without a model, or whose model was removed.
         self.departed = OutcomeCounts()
 
@@ -193,6 +205,7 @@ class RequestQueues:
             entry = self.live.get(request)
             if entry is not None and entry.queue is not None:
                 model = self._take_out(entry, entry.queue)
+                self.ended.append(EndedWait(model, entry, Outcome.CANCELLED))
                 model.totals.counts.cancelled += 1
                 model.history.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
@@ -201,6 +214,7 @@ class RequestQueues:
         """End waiting requests whose deadline is `now` or earlier."""
         for entry, queue in self.deadlines.due(now):
             model = self._take_out(entry, queue)
+            self.ended.append(EndedWait(model, entry, Outcome.EXPIRED))
             model.totals.counts.expired += 1
             model.totals.miss(model.stage)
             model.history.add(now, "expired", (entry.request.id,))
@@ -209,6 +223,7 @@ class RequestQueues:
     def shed(self, entry: InFlightRequest, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
         """End a waiting request whose deadline cannot be met any more."""
         model = self._take_out(entry, queue)
+        self.ended.append(EndedWait(model, entry, Outcome.SHED))
         if not model.held:
             queue.costs.relax()
         model.totals.counts.shed += 1
@@ -234,11 +249,11 @@ class RequestQueues:
 
     def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
         """Refuse all waiting requests of a model."""
-        _refuse(model, self._take_out_all(model), reason, None, now, out)
+        _refuse(model, self._take_out_all(model, Outcome.REFUSED), reason, None, now, out)
 
     def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
         """Fail all waiting requests of a model whose weights could not be loaded."""
-        ids = self._take_out_all(model)
+        ids = self._take_out_all(model, Outcome.FAILED)
         model.totals.counts.failed += len(ids)
         out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
 
@@ -264,11 +279,20 @@ class RequestQueues:
         event: ExecutionFinished,
         now: float,
         out: list[Instruction],
-    ) -> None:
-        """End the requests of an execution: answered, or failed with its error."""
-        live = self.live
+    ) -> list[InFlightRequest]:
+        """End the requests of an execution: answered, or failed with its error.
+
+        Returns:
+            All of them, if one took long enough to be kept by `ModelState.slowest`.
+        """
+        live, entries = self.live, []
+        latest, slow = model.slowest.latest_arrival(now), False
         for request in requests:
-            deadline = live.pop(request).request.deadline
+            entry = live.pop(request)
+            entries.append(entry)
+            if entry.arrived < latest:
+                slow = True
+            deadline = entry.request.deadline
             if deadline is not None and deadline < now:
                 model.totals.miss(Stage.EXECUTE)
         if event.error is None:
@@ -278,6 +302,11 @@ class RequestQueues:
             model.totals.counts.failed += len(requests)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
         model.history.add(now, "answered" if event.error is None else "failed", event)
+        return entries if slow else []
+
+    def model(self, entry: InFlightRequest) -> ModelState:
+        """Return the model of a waiting request."""
+        return self._models[entry.request.model]
 
     def _take_out(self, entry: InFlightRequest, queue: VariantQueue) -> ModelState:
         queue.remove(entry)
@@ -312,12 +341,13 @@ class RequestQueues:
                 )
                 self.dirty[self._models[request.model]] = None
 
-    def _take_out_all(self, model: ModelState) -> list[int]:
+    def _take_out_all(self, model: ModelState, outcome: Outcome) -> list[int]:
         """Take out all requests of a model; return their ids by sequence number."""
         waiting = [(entry, queue) for queue in model.queues.values() for entry in queue.entries]
         waiting.sort(key=lambda item: item[0].place[2])
         for entry, queue in waiting:
             self._take_out(entry, queue)
+            self.ended.append(EndedWait(model, entry, outcome))
         return [entry.request.id for entry, _ in waiting]
 
 

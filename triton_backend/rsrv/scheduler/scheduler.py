@@ -49,8 +49,10 @@ from rsrv.scheduler.meta_admission import MetaAdmission
 from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.request_queue import SLACK, RequestQueues, late_requests
+from rsrv.scheduler.request_times import RequestTimes
 from rsrv.scheduler.residency import DeviceResidency
 from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.slowest import SlowRequest
 from rsrv.scheduler.statistics import (
     LoadReport,
     MetaSnapshot,
@@ -96,6 +98,7 @@ class Scheduler:
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
+        self._times = RequestTimes(self._queues, self._running)
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
         self._round = 0.0
@@ -141,6 +144,8 @@ class Scheduler:
         self._plan(now, out)
         if self._rest_until is not None:
             self._come_to_rest(now, out)
+        if self._queues.ended:
+            self._times.keep_ended(now)
         self._now = now
         return out
 
@@ -340,7 +345,9 @@ class Scheduler:
         if event.error is None:
             # The duration of a failure says nothing about the cost of success.
             model.queues[execute.variant].costs.learn(execute.size, event.seconds)
-        self._queues.finish(model, execute.requests, event, now, out)
+        slow = self._queues.finish(model, execute.requests, event, now, out)
+        if slow:
+            self._times.keep(running, slow, event, now)
         if model.draining:
             self._drain(model, now, out)
         else:
@@ -657,6 +664,16 @@ class Scheduler:
         """
         state = self._models.get(model) or self._draining.get(model)
         return (History() if state is None else state.history).records(beside)
+
+    def slowest(self, model: str, now: float) -> list[SlowRequest]:
+        """Return the slowest requests of a loaded or draining model, the slowest first; none of others."""
+        state = self._models.get(model) or self._draining.get(model)
+        return [] if state is None else state.slowest.read(now)
+
+    def find_requests(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
+        """Return the slowest requests, and those in progress, with a client's tag other than 0, or with this id."""
+        kept = [one for state in self._states() for one in state.slowest.find(tag, id, now)]
+        return kept + self._times.in_progress(tag, id, now)
 
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""

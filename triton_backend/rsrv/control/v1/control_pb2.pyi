@@ -1036,6 +1036,62 @@ class HistoryRecord(_message.Message):
     seconds: float
     def __init__(self, unix_s: _Optional[float] = ..., clock_s: _Optional[float] = ..., what: _Optional[str] = ..., why: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class GetRequestsRequest(_message.Message):
+    __slots__ = ("model", "request")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    request: str
+    def __init__(self, model: _Optional[str] = ..., request: _Optional[str] = ...) -> None: ...
+
+class GetRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[SlowRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ...) -> None: ...
+
+class SlowRequest(_message.Message):
+    __slots__ = ("number", "model", "key", "device", "rows", "call", "arrived_unix_s", "seconds", "weights_s", "peers_s", "others_s", "executing_s", "behind", "deadline_s", "outcome", "batch_requests", "batch_rows", "batch_size", "evicted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_S_FIELD_NUMBER: _ClassVar[int]
+    PEERS_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_S_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_S_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    number: str
+    model: str
+    key: str
+    device: int
+    rows: int
+    call: bool
+    arrived_unix_s: float
+    seconds: float
+    weights_s: float
+    peers_s: float
+    others_s: float
+    executing_s: float
+    behind: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    outcome: str
+    batch_requests: int
+    batch_rows: int
+    batch_size: int
+    evicted: HistoryRecord
+    def __init__(self, number: _Optional[str] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., device: _Optional[int] = ..., rows: _Optional[int] = ..., call: bool = ..., arrived_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., weights_s: _Optional[float] = ..., peers_s: _Optional[float] = ..., others_s: _Optional[float] = ..., executing_s: _Optional[float] = ..., behind: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., outcome: _Optional[str] = ..., batch_requests: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., evicted: _Optional[_Union[HistoryRecord, _Mapping]] = ...) -> None: ...
+
 class GetTimelineRequest(_message.Message):
     __slots__ = ("positions",)
     POSITIONS_FIELD_NUMBER: _ClassVar[int]

@@ -154,6 +154,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.FromString,
                 _registered_method=True)
+        self.GetRequests = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetRequests',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsResponse.FromString,
+                _registered_method=True)
         self.GetTimeline = channel.unary_unary(
                 '/rsrv.control.v1.Control/GetTimeline',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
@@ -344,6 +349,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequests(self, request, context):
+        """Requests with what their time went to: the slowest hundred of a model in the last hour, or those with an id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTimeline(self, request, context):
         """The devices' recent work: executions, loads of weights, evictions.
         """
@@ -488,6 +500,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetHistory,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.SerializeToString,
+            ),
+            'GetRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequests,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsResponse.SerializeToString,
             ),
             'GetTimeline': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTimeline,
@@ -1153,6 +1170,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetHistory',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetRequests',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

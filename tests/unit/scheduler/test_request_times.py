@@ -1,0 +1,146 @@
+"""The slowest requests of a model: which are kept, and what their time went to."""
+
+from math import inf
+
+import pytest
+
+from rsrv.scheduler.events import Outcome, Request
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.slowest import KEPT, WINDOW_S, SlowestRequests, SlowRequest, Wait
+from tests.unit.scheduler.driver import Driver, program
+
+
+@pytest.fixture
+def machine() -> Driver:
+    """A device that serves models in the order of arrival."""
+    return Driver(SchedulerSettings(discipline="fifo", weight_budget_bytes=100))
+
+
+def slowest(machine: Driver, model: str) -> SlowRequest:
+    return machine.scheduler.slowest(model, machine.now)[0]
+
+
+def parts(slow: SlowRequest) -> tuple[float, ...]:
+    wait = slow.wait
+    return tuple(round(part, 6) for part in (wait.weights, wait.peers, wait.others, wait.executing))
+
+
+def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine: Driver) -> None:
+    """The time until the load's end counts for the weights, and their eviction is known with its reason."""
+    machine.add(program("a"))
+    machine.add(program("b"), resident=False)
+    machine.now = 1.0
+    machine.arrive(machine.request("b"))
+    machine.load("b", seconds=0.2)
+    machine.finish(seconds=0.001)
+    machine.now = 2.0
+    machine.arrive(machine.request("a", rows=3))
+    machine.load("a", seconds=0.5)
+    machine.finish(seconds=0.004)
+
+    slow = slowest(machine, "a")
+    assert (slow.outcome, slow.request.rows, slow.wait.arrived) == (Outcome.ANSWERED, 3, 2.0)
+    assert parts(slow) == (0.5, 0.0, 0.0, 0.004)
+    assert slow.evicted is not None
+    assert (slow.evicted.at, slow.evicted.details["model"]) == (1.0, "b")
+    assert slow.execute is not None
+    assert slow.execute.rows == 3
+
+
+def test_a_request_waits_behind_another_model(machine: Driver) -> None:
+    """The time of another model's execution counts for others, and names that model."""
+    machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
+    machine.arrive(machine.request("b"))
+    machine.now = 0.25
+    machine.arrive(machine.request("a"))
+    machine.finish(seconds=0.75)
+    machine.finish(seconds=0.125)
+
+    slow = slowest(machine, "a")
+    assert (slow.seconds, slow.behind) == (0.875, ("b",))
+    assert parts(slow) == (0.0, 0.0, 0.75, 0.125)
+    assert slow.evicted is None
+    assert slowest(machine, "b").behind == ()
+
+
+def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
+    """The time for which a request is held back counts for its peers, until the batch is full at the latest."""
+    machine.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}, weight_bytes=10, max_delay=0.5))
+    machine.arrive(machine.request("a"))
+    machine.tick(0.5)
+    machine.finish(seconds=0.001)
+    assert parts(slowest(machine, "a")) == (0.0, 0.5, 0.0, 0.001)
+
+    machine.now = 10.0
+    machine.arrive(machine.request("a"))
+    machine.now = 10.25
+    machine.arrive(machine.request("a"))
+    machine.finish(seconds=0.001)
+    found = machine.scheduler.slowest("a", machine.now)
+    assert [parts(slow) for slow in found[1:]] == [(0.0, 0.25, 0.0, 0.001), (0.0, 0.0, 0.0, 0.001)]
+
+
+def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
+    """A request that never executed is kept with what it waited for."""
+    machine.add(program("a"), resident=False)
+    machine.arrive(machine.request("a", deadline=0.25))
+    machine.tick(0.25)
+
+    slow = slowest(machine, "a")
+    assert (slow.outcome, slow.execute, slow.seconds) == (Outcome.EXPIRED, None, 0.25)
+    assert parts(slow) == (0.25, 0.0, 0.0, 0.0)
+
+
+def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> None:
+    """All requests of one tag are found, those in progress with their time up to now; the tag 0 names none."""
+    machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
+    done, runs, waits = (machine.request(model)._replace(tag=7) for model in "aab")
+    machine.arrive(done)
+    machine.finish(seconds=0.001)
+    machine.arrive(runs)
+    machine.arrive(waits, machine.request("b"))
+    machine.now += 2.0
+
+    found = machine.scheduler.find_requests(7, None, machine.now)
+    assert [slow.request for slow in found] == [done, runs, waits]
+    assert [slow.outcome for slow in found] == [Outcome.ANSWERED, None, None]
+    assert [slow.execute is None for slow in found] == [False, False, True]
+    assert (parts(found[1]), parts(found[2])) == ((0.0, 0.0, 0.0, 2.0), (0.0, 0.0, 2.0, 0.0))
+    assert found[2].behind == ("a",)
+    assert machine.scheduler.find_requests(0, done.id, machine.now) == found[:1]
+    assert machine.scheduler.find_requests(0, None, machine.now) == []
+
+
+def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
+    """Return whether a request that ended is compared in full."""
+    arrived = ended - seconds
+    if not arrived < kept.latest_arrival(ended):
+        return False
+    wait = Wait(arrived, seconds, 0.0, 0.0, seconds)
+    kept.add(Request(int(ended), "a", 0, 1), wait, Outcome.ANSWERED, None, (), None)
+    return True
+
+
+def test_the_slowest_hundred_are_kept() -> None:
+    """A request that is faster than all of a hundred is not even looked at; a slower one replaces the fastest."""
+    kept = SlowestRequests()
+    for second in range(KEPT):
+        assert offer(kept, second, 0.5 + second / 1000)
+
+    assert not offer(kept, KEPT, 0.25)
+    assert offer(kept, KEPT, 0.75)
+    seconds = [slow.seconds for slow in kept.read(KEPT)]
+    assert (len(seconds), seconds[0], seconds[-1]) == (KEPT, 0.75, 0.501)
+
+
+def test_requests_are_dropped_after_an_hour() -> None:
+    """An old request leaves, also where none is read; its place is free for any request."""
+    kept = SlowestRequests()
+    for second in range(KEPT):
+        offer(kept, second, 10.0)
+
+    assert not offer(kept, WINDOW_S - 1, 0.5)
+    assert offer(kept, WINDOW_S, 0.5)
+    assert [slow.seconds for slow in kept.read(WINDOW_S)][-2:] == [10.0, 0.5]
+    assert kept.read(2 * WINDOW_S + 1) == []
+    assert kept.review_at == inf

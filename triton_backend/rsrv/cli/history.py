@@ -1,0 +1,114 @@
+"""The commands that tell what happened: `rsrv history` of a model, `rsrv why` of a request."""
+
+import sys
+import time
+from collections.abc import Mapping
+from math import inf
+
+from rsrv.cli.client import CommandLineError, Server
+from rsrv.cli.output import print_json, print_table
+from rsrv.control.sentences import MIN_PART_S, clock_time, history_lines, request_lines
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.text import duration
+
+#: seconds between two looks at a history that is followed
+_FOLLOW_S = 1.0
+#: lines of the table of slow requests
+_MOST_SLOWEST = 25
+
+
+def run_history(server: Server) -> int:
+    request = pb.GetHistoryRequest(model=server.options.model)
+    if not server.options.follow:
+        return server.show(server.ask("GetHistory", request), history_page)
+    before: dict[tuple[int, str], pb.History] = {}
+    while True:
+        answer = server.ask("GetHistory", request)
+        fresh = pb.GetHistoryResponse(histories=[_fresh(one, before) for one in answer.histories])
+        before = {(one.device, one.key): one for one in answer.histories}
+        if not server.json:
+            history_page(fresh)
+        elif any(one.records or one.waits_for for one in fresh.histories):
+            print_json(fresh, line=True)
+        time.sleep(_FOLLOW_S)
+
+
+def _fresh(history: pb.History, before: Mapping[tuple[int, str], pb.History]) -> pb.History:
+    """Return the part of a history that the answer before did not have."""
+    known = before.get((history.device, history.key), pb.History())
+    latest = max((record.clock_s for record in known.records), default=-inf)
+    return pb.History(
+        key=history.key,
+        device=history.device,
+        records=[record for record in history.records if record.clock_s > latest],
+        waits_for="" if history.waits_for == known.waits_for else history.waits_for,
+    )
+
+
+def run_why(server: Server) -> int:
+    request, model = server.options.request, server.options.slowest
+    if bool(request) == bool(model):
+        raise CommandLineError("name a request, or a model with --slowest")
+    if model:
+        answer = server.ask("GetRequests", pb.GetRequestsRequest(model=model))
+        return server.show(answer, slowest_page)
+    answer = server.ask("GetRequests", pb.GetRequestsRequest(request=request))
+    server.show(answer, why_page)
+    if not answer.requests and not server.json:
+        print(
+            f"no request {request!r} is known: only those in progress are, and the slowest hundred of each model in the "
+            "last hour; `rsrv why --slowest MODEL` lists these",
+            file=sys.stderr,
+        )
+    return int(not answer.requests)
+
+
+def history_page(answer: pb.GetHistoryResponse) -> None:
+    for line in history_lines(answer, time.time()):
+        print(line, flush=True)
+
+
+def why_page(answer: pb.GetRequestsResponse) -> None:
+    for line in request_lines(answer, time.time()):
+        print(line)
+
+
+def slowest_page(answer: pb.GetRequestsResponse) -> None:
+    """Print the slowest requests of a model, with what their time went to."""
+    if not answer.requests:
+        print("no request has ended in the last hour")
+        return
+    now, several = time.time(), len({one.device for one in answer.requests}) > 1
+    shown = answer.requests[:_MOST_SLOWEST]
+    print_table(
+        (
+            "NUMBER",
+            *(("ON",) if several else ()),
+            "ARRIVED",
+            "TOOK",
+            "WEIGHTS",
+            "PEERS",
+            "OTHERS",
+            "EXECUTED",
+            "ROWS",
+            "OUTCOME",
+            "BEHIND",
+        ),
+        (
+            (
+                one.number,
+                *((str(one.device),) if several else ()),
+                clock_time(one.arrived_unix_s, now),
+                *(
+                    duration(part) if part >= MIN_PART_S else "-"
+                    for part in (one.seconds, one.weights_s, one.peers_s, one.others_s, one.executing_s)
+                ),
+                str(one.rows),
+                one.outcome,
+                ", ".join(one.behind),
+            )
+            for one in shown
+        ),
+    )
+    if len(answer.requests) > len(shown):
+        print(f"\n{len(answer.requests) - len(shown)} more: --json has all")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,11 @@ from textwrap import dedent
 from typing import Any
 
 import jax
-import jax.export
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
 
-from rsrv_bundle.modules import strip_locations
-from rsrv_bundle.writer import write_weights
+from rsrv_bundle.spec import WhenFull
+from rsrv_bundle.stateful import export_stateful
 from tests.unit.bundle.forge import seal
 
 _default = settings.default
@@ -58,50 +55,39 @@ def export_sums(
     *,
     slots: int = 3,
     batch_sizes: Sequence[int] = (1, 3),
-    when_full: str = "wait",
+    when_full: WhenFull = "wait",
     idle_timeout_s: float = 60.0,
 ) -> Path:
     """Write a bundle with state: y [n, 3] is the sum of a sequence's x so far plus w = 1, and steps [n] their number."""
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        new = {"sum": state["sum"] + x, "steps": state["steps"] + 1}
+        return {"y": new["sum"] + params["w"], "steps": new["steps"]}, new
+
     struct: Any = jax.ShapeDtypeStruct  # has no types
-    pools = [struct((slots, 3), np.float32), struct((slots,), np.int32)]
-    path.mkdir(parents=True)
-    for n in batch_sizes:
-        inputs = [struct((n, 3), np.float32), struct((n,), np.int32)]
-        function = jax.jit(_add_to_sums, keep_unused=True)
-        exported = jax.export.export(function, platforms=["cpu"])(*inputs, struct((3,), np.float32), *pools)
-        (path / f"model.b{n}.mlir").write_bytes(strip_locations(exported.mlir_module_serialized).blob)
-    write_weights(path / "weights.safetensors", [("w", np.ones(3, np.float32))])
-    manifest = {
-        "format_version": "3.2",
-        "executable_inputs": [{"name": "x", "dtype": "f32", "shape": "na", "dims": {"a": 3}}],
-        "executable_outputs": [
-            {"name": "y", "dtype": "f32", "shape": "na", "dims": {"a": 3}},
-            {"name": "steps", "dtype": "i32", "shape": "n", "dims": {}},
-        ],
-        "batching": {"compiled_batch_sizes": list(batch_sizes)},
-        "state": {
-            "slots": slots,
-            "tensors": [
-                {"name": "sum", "dtype": "f32", "dims": [3]},
-                {"name": "steps", "dtype": "i32", "dims": []},
-            ],
-            "when_full": when_full,
-            "idle_timeout_s": idle_timeout_s,
-        },
-    }
-    (path / "manifest.yaml").write_text(json.dumps(manifest))
-    return seal(path, "3.2")
-
-
-def _add_to_sums(x: Any, slots: Any, w: Any, sums: Any, steps: Any) -> tuple[Any, ...]:
-    begins = slots < 0
-    at = jnp.where(begins, ~slots, slots)
-    old = jnp.where(begins[:, None], 0, sums.at[at].get(mode="fill", fill_value=0))
-    taken = jnp.where(begins, 0, steps.at[at].get(mode="fill", fill_value=0)) + 1
-    new = old + x
-    return new + w, taken, sums.at[at].set(new, mode="drop"), steps.at[at].set(taken, mode="drop")
+    export_stateful(
+        step,
+        {"sum": struct((3,), np.float32), "steps": struct((), np.int32)},
+        {"w": np.ones(3, np.float32)},
+        {"x": np.zeros((1, 3), np.float32)},
+        slots=slots,
+        when_full=when_full,
+        idle_timeout_s=idle_timeout_s,
+        batch_sizes=batch_sizes,
+        out_dir=path,
+    )
+    return path
 
 
 def add_to_sums(inputs: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
     """Compute what the modules of `export_sums` do, for a `FakeDevice`."""
-    return [np.array(result) for result in _add_to_sums(*map(jnp.asarray, (*inputs, *weights)))]
+    (x, slots), (w, steps, sums) = inputs, weights
+    taken, totals = np.zeros(len(x), np.int32), np.zeros_like(x)
+    steps, sums = steps.copy(), sums.copy()
+    for row, slot in enumerate(slots):
+        if slot == len(sums):
+            continue
+        at, begins = (~slot, True) if slot < 0 else (slot, False)
+        totals[row] = sums[at] = x[row] + (0 if begins else sums[at])
+        taken[row] = steps[at] = 1 + (0 if begins else steps[at])
+    return [totals + w, taken, steps, sums]

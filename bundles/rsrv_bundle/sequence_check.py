@@ -79,10 +79,12 @@ def compare_sequences(
     other sequences.
     """
     names = [spec.name for spec in run.bundle.manifest.inputs]
+    results = [spec.name for spec in run.bundle.manifest.outputs]
 
     def ask(state: Any, inputs: Sequence[Array]) -> tuple[list[Any], Any]:
         outputs, state = reference(state, **dict(zip(names, inputs, strict=True)))
-        return list(outputs.values()), state
+        # jax.jit sorts a mapping.
+        return [outputs[name] for name in results], state
 
     def further(judge: Judge) -> None:
         for key in run.keys():  # noqa: SIM118 - not a mapping

@@ -7,10 +7,8 @@ A server process has the real loop and the CPU. The clients' process makes no to
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,17 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsrv.runtime.jax_device import JaxDevice
-from rsrv.runtime.loop import Loop
-from rsrv.settings import load_settings
 from rsrv.stub.connection import RuntimeConnection, greet
 from rsrv.wire.frames import Status, Submission
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.layout import Interface
-from rsrv.wire.paths import SOCKET, runtime_directory
-from rsrv.wire.socket import connect, listen, read_status, send
+from rsrv.wire.socket import connect, read_status, send
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.stateful import export_generative
+from tests.bench.bare_runtime import bare_runtime
 from tests.bench.places import WORK
 
 _WIDTH, _VOCABULARY, _SIZES = 256, 512, (1, 2, 4, 8, 16)
@@ -45,20 +40,8 @@ def main() -> int:
     if not bundles.exists():
         _export_language_model(bundles / "gru")
         _export_neighbour(bundles / "image")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["RSRV_RUNTIME_DIR"] = folder
-        path = runtime_directory(os.getpid(), "0")
-        path.mkdir(mode=0o700, parents=True)
-        server = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(path / SOCKET,), daemon=True
-        )
-        server.start()
-        while not (path / SOCKET).exists():
-            time.sleep(0.05)
-        try:
-            _measure(path / SOCKET, bundles)
-        finally:
-            server.kill()
+    with bare_runtime() as (path, _):
+        _measure(path, bundles)
     return 0
 
 
@@ -152,11 +135,6 @@ class Neighbour:
             assert done.status is Status.OK, done.text
             took.append(1e3 * (time.perf_counter() - began))
         return sorted(took)
-
-
-def _serve(path: Path) -> None:
-    loop = Loop(listen(path), os.getppid(), load_settings(), lambda: JaxDevice("cpu", WORK / "xla"))
-    loop.run()
 
 
 def _export_language_model(path: Path) -> None:

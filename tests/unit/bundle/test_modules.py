@@ -335,14 +335,14 @@ def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
         read_module(bundle, key, signature)
 
 
-SLOTS, POOLS = ("i32", (4,)), ((F32, (3, 8)), ("i32", (3,)))
+SLOTS, POOLS = ("i32", (4,)), ((F32, (4, 8)), ("i32", (4,)))
 STATEFUL = changed(
     GOOD,
     format_version="3.2",
     batching=None,
     sha256={},
     state={
-        "slots": 3,
+        "slots": 4,
         "tensors": [{"name": "h", "dtype": "f32", "dims": [8]}, {"name": "p", "dtype": "i32", "dims": []}],
     },
 )
@@ -372,14 +372,14 @@ def test_a_module_with_state_takes_slots_and_pools(tmp_path: Path) -> None:
         (
             (X4, SLOTS, *POOLS, W),
             (Y4, *POOLS),
-            "state 'p': argument 4 of main is f32 [2, 3], expected i32 [3]",
+            "state 'p': argument 4 of main is f32 [2, 3], expected i32 [4]",
         ),
         ((X4, SLOTS, W, *POOLS), (Y4,), "main returns 1 results, expected 1 outputs and 2 pools"),
         ((X4, SLOTS, W, *POOLS), (Y4, Y4, *POOLS), "main returns 4 results"),
         (
             (X4, SLOTS, W, *POOLS),
             (Y4, *POOLS[::-1]),
-            "state 'h': result 1 of main is i32 [3], expected f32 [3, 8]",
+            "state 'h': result 1 of main is i32 [4], expected f32 [4, 8]",
         ),
     ],
 )

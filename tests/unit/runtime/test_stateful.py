@@ -11,64 +11,33 @@ import pytest
 from rsrv.runtime.device import Array, DeviceError
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.frames import END, START, Completion, Kind, Status, Submission, pack_ids
-from rsrv.wire.layout import Interface
+from rsrv.wire.frames import END, START, Kind, Status, Submission, pack_ids
 from rsrv.wire.socket import Closed, read_status, send
+from rsrv_bundle.spec import WhenFull
 from tests.builders import add_to_sums, export_sums, write_meta
 from tests.runtime_commands import command
+from tests.sequence_client import SequenceClient
 from tests.unit.runtime.conftest import Runtime, StartRuntime, double
 from tests.waiting import wait_until
 
 
-class Client:
-    """A registered connection whose requests are steps of sequences of `export_sums`."""
+class Client(SequenceClient):
+    """A client of `export_sums`."""
 
-    def __init__(self, runtime: Runtime, bundle: Path) -> None:
-        self.connection = RuntimeConnection(runtime.open())
-        body = self.connection.register({"model": "sums", "bundle": str(bundle)})
-        assert body["models"][0]["stateful"] is True
-        self.key = body["key"]
-        self._variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
-        self._inputs = self._variant.inputs.places(1)[1]
-        self._slabs: dict[int, tuple[Array, Array]] = {}
-        self._unread: dict[int, Completion] = {}
+    def ask(self, id: int, flags: int = 0, value: float = 1.0, **changes: int) -> int:
+        return self.send(id, flags, np.full(3, value, np.float32), **changes)
 
-    def send(self, id: int, flags: int = 0, value: float = 1.0, **changes: int) -> int:
-        """Send a step of a sequence; return the request's number."""
-        places, nbytes = self._variant.outputs.places(1)
-        slab = self.connection.take(self._inputs + nbytes, users=1)
-        at = slab.place.offset
-        np.ndarray(3, np.float32, slab.segment, at)[...] = value
-        (number,) = self.connection.next_ids(1)
-        total, steps = (at + self._inputs + place for place in places)
-        self._slabs[number] = (
-            np.ndarray(3, np.float32, slab.segment, total),
-            np.ndarray((), np.int32, slab.segment, steps),
-        )
-        good = Submission(number, 0, 1, 0, 0, slab.place.segment, flags, at, at + self._inputs, sequence=id)
-        self.connection.submit([good._replace(**changes)])
-        return number
-
-    def end(self, number: int) -> Completion:
-        """Wait for the end of a request."""
-        while number not in self._unread:
-            for done in self.connection.receive(10):
-                self._unread[done.request] = done
-        return self._unread.pop(number)
-
-    def answer(self, number: int) -> tuple[float, int]:
+    def sums(self, number: int) -> tuple[float, int]:
         """Return a sequence's sum and steps by the answer of a request."""
-        done = self.end(number)
-        assert done.status is Status.OK, done.text
-        total, steps = self._slabs.pop(number)
+        _, (total, steps) = self.answer(number)
         assert total[0] == total[1] == total[2]
         return float(total[0]) - 1, int(steps)
 
     def step(self, id: int, flags: int = 0, value: float = 1.0) -> tuple[float, int]:
-        return self.answer(self.send(id, flags, value))
+        return self.sums(self.ask(id, flags, value))
 
     def refused(self, id: int, flags: int = 0, **changes: int) -> tuple[Status, str]:
-        done = self.end(self.send(id, flags, **changes))
+        done = self.end(self.ask(id, flags, **changes))
         return done.status, done.text
 
 
@@ -79,7 +48,7 @@ StartClient = Callable[..., Client]
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = tmp_path_factory.mktemp("bundles")
 
-    def bundle(when_full: str = "wait", idle_timeout_s: float = 60.0) -> Path:
+    def bundle(when_full: WhenFull = "wait", idle_timeout_s: float = 60.0) -> Path:
         path = folder / f"{when_full}{idle_timeout_s}" / "sums"
         if not path.exists():
             export_sums(path, when_full=when_full, idle_timeout_s=idle_timeout_s)
@@ -103,7 +72,8 @@ def start_client(runtime: Runtime, bundles: Callable[..., Path]) -> Iterator[Sta
     with ExitStack() as started:
 
         def start(*kind: object) -> Client:
-            client = Client(runtime, bundles(*kind))
+            client = Client(runtime.open(), bundles(*kind))
+            assert client.stateful
             started.callback(client.connection.close)
             return client
 
@@ -133,12 +103,12 @@ def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_c
         client.step(id, START, float(id))
     executed = len(runtime.device.executed)
     runtime.device.gate.clear()
-    first = client.send(1)
+    first = client.ask(1)
     runtime.device.gate.waiting.wait(10)
-    others = [client.send(id, 0, 10.0 * id) for id in (3, 2)]
+    others = [client.ask(id, 0, 10.0 * id) for id in (3, 2)]
     wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 2)
     runtime.device.gate.set()
-    assert [client.answer(number) for number in (first, *others)] == [(2.0, 2), (33.0, 2), (22.0, 2)]
+    assert [client.sums(number) for number in (first, *others)] == [(2.0, 2), (33.0, 2), (22.0, 2)]
     assert runtime.device.executed[executed:] == [1, 3]
 
 
@@ -156,13 +126,13 @@ def test_two_steps_of_a_sequence_at_once_are_refused(runtime: Runtime, start_cli
     client = start_client()
     client.step(1, START)
     runtime.device.gate.clear()
-    first, second = client.send(1), client.send(1)
+    first, second = client.ask(1), client.ask(1)
     assert (
         client.end(second).text
         == "the sequence has a request in progress; send the next one after its answer"
     )
     runtime.device.gate.set()
-    assert client.answer(first) == (2.0, 2)
+    assert client.sums(first) == (2.0, 2)
 
 
 def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client: StartClient) -> None:
@@ -170,13 +140,13 @@ def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client:
     client = start_client()
     for id in (1, 2, 3):
         client.step(id, START)
-    fourth, fifth, sixth = (client.send(id, START, 4.0) for id in (4, 5, 6))
+    fourth, fifth, sixth = (client.ask(id, START, 4.0) for id in (4, 5, 6))
     send(client.connection.sock, pack_ids(Kind.CANCEL, [fourth]))
     assert client.end(fourth).status is Status.CANCELLED
     client.step(2, END)
-    assert client.answer(fifth) == (4.0, 1)
+    assert client.sums(fifth) == (4.0, 1)
     client.step(5, END)
-    assert client.answer(sixth) == (4.0, 1)
+    assert client.sums(sixth) == (4.0, 1)
     assert client.step(1) == (2.0, 2)
 
 
@@ -193,7 +163,7 @@ def test_idle_sequences_expire(start_client: StartClient) -> None:
     client = start_client("wait", 0.2)
     for id in (1, 2, 3):
         client.step(id, START)
-    assert client.answer(client.send(4, START, 4.0)) == (4.0, 1)
+    assert client.sums(client.ask(4, START, 4.0)) == (4.0, 1)
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
 
 
@@ -203,8 +173,8 @@ def test_more_sequences_than_slots_take_turns_on_the_host(start_client: StartCli
     for id in range(1, 11):
         assert client.step(id, START, float(id)) == (float(id), 1)
     for round in range(2, 5):
-        numbers = [client.send(id, 0, float(id)) for id in range(1, 11)]
-        assert [client.answer(number) for number in numbers] == [
+        numbers = [client.ask(id, 0, float(id)) for id in range(1, 11)]
+        assert [client.sums(number) for number in numbers] == [
             (float(round * id), round) for id in range(1, 11)
         ]
 
@@ -225,9 +195,9 @@ def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: S
     for id in (1, 2):
         client.step(id, START)
     runtime.device.gate.clear()
-    failing = client.send(1)
+    failing = client.ask(1)
     runtime.device.gate.waiting.wait(10)
-    queued = client.send(2)
+    queued = client.ask(2)
     wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 1)
     runtime.device.fail_next("read", error=DeviceError("told to"))
     runtime.device.gate.set()
@@ -243,9 +213,9 @@ def test_a_closed_connection_gives_its_slots_back(start_client: StartClient) -> 
     gone, client = start_client(), start_client()
     for id in (1, 2, 3):
         gone.step(id, START)
-    waiting = client.send(4, START)
+    waiting = client.ask(4, START)
     gone.connection.close()
-    assert client.answer(waiting) == (1.0, 1)
+    assert client.sums(waiting) == (1.0, 1)
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
 
 
@@ -285,10 +255,10 @@ def test_a_meta_model_cannot_call_a_model_with_state(
 def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[..., Path]) -> None:
     """With two executions in flight, each finds what the one before has left."""
     runtime = start_runtime(load_settings("scheduler: {depth: 2}"), compute=add_to_sums, asynchronous=True)
-    client = Client(runtime, bundles())
+    client = Client(runtime.open(), bundles())
     for id in (1, 2, 3):
         client.step(id, START)
     for round in range(2, 30):
-        numbers = [client.send(id) for id in (1, 2, 3)]
-        assert [client.answer(number) for number in numbers] == [(float(round), round)] * 3
+        numbers = [client.ask(id) for id in (1, 2, 3)]
+        assert [client.sums(number) for number in numbers] == [(float(round), round)] * 3
     client.connection.close()

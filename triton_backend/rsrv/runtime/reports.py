@@ -346,7 +346,7 @@ class Reports:
             },
             "models": {
                 entry.name: {
-                    "device_bytes": entry.model.host.device_bytes,
+                    "device_bytes": sum(entry.model.tensors.values()),
                     "host_bytes": entry.model.host.nbytes if entry.model.host.kept else 0,
                     "weights": entry.weights,
                     "pinned": entry.key in load.models and load.models[entry.key].pinned,

@@ -300,7 +300,8 @@ class GenerationEngine:
         one.latest_at = time.perf_counter()
         one.first_at = one.first_at or one.latest_at
         one.tokens.append(token)
-        if len(one.tokens) == 1:  # otherwise a sender thread has been asked, and will find this one, too
+        # With more tokens, a sender thread has been asked, and will find this one, too.
+        if len(one.tokens) == 1 and (one.params.stream or one.params.stop_texts):
             self._deferred.run(partial(self._send, one))
 
     def _send(self, one: AnswerStream) -> None:

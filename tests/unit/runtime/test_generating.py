@@ -140,6 +140,22 @@ def test_generations_share_executions(client: Client) -> None:
     assert len(client.runtime.device.executed) - warm <= 30 + 3
 
 
+def test_generations_share_executions_of_a_device_that_works_ahead(
+    start_runtime: StartRuntime, connect: Connect
+) -> None:
+    """With two executions at a time, those that came at different times come together all the same."""
+    client = connect(start_runtime(compute=count, asynchronous=True))
+    numbers = []
+    for n in range(1, 5):
+        numbers.append(client.ask([n], max_tokens=35, stop=[]))
+        client.wait_for(numbers[-1], 2)
+    before = len(client.runtime.device.executed)
+    assert [client.end(number)[0] for number in numbers] == [Status.OK] * 4
+
+    # The last one has 33 tokens to go, and the others fewer.
+    assert len(client.runtime.device.executed) - before <= 33
+
+
 def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     """Each gets its answer in the end; a slot that was used holds nothing of its former generation."""
     numbers = {client.ask([n], max_tokens=5): [n] for n in range(1, 30)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rsrv.scheduler.events import SettingsChanged
@@ -53,6 +55,20 @@ def test_arrivals_join_until_the_launch() -> None:
     device.run(1.0)
 
     assert [execute.rows for _, _, execute in device.executed] == [1, 7]
+
+
+def test_a_model_that_feeds_back_is_not_launched_beside_itself() -> None:
+    """Its next execution includes what follows from the one before."""
+    device = pipelined()
+    device.model(replace(program("a", {(0, 1): 0.010, (0, 4): 0.010}), feeds_back=True))
+    device.arrive(device.request())
+    device.arrive(device.request())
+    device.tick(0.009)
+    assert len(device.executing) == 1
+    assert device.scheduler.next_wakeup() is None
+    device.arrive(device.request())
+    device.run(1.0)
+    assert [execute.rows for _, _, execute in device.executed] == [1, 2]
 
 
 def test_short_executions_are_launched_up_to_the_depth() -> None:

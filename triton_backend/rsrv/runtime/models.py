@@ -196,6 +196,7 @@ def compile_model(
         name=name,
         costs=known if known is not None and measured else dict.fromkeys(executables, _INITIAL_COST_S),
         coalesce=coalesces(bundle),
+        feeds_back=bundle.manifest.generate is not None,
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=nbytes,
         tensors=weights.distinct if pool is None else {**weights.distinct, **pool.tensors},

@@ -93,6 +93,9 @@ class Program:
     paused: Pause | None = None
     #: the name under which all versions of the model count.
     name: str = ""
+    #: whether requests that end are followed by others at once, as steps of generations are: then an execution of it waits for
+    #: the end of the one before, to include these. Otherwise two halves of the generations would take turns for ever.
+    feeds_back: bool = False
 
 
 class Request(NamedTuple):

@@ -300,8 +300,7 @@ class Scheduler:
         if name is None:
             return
         model = self._models[name]
-        # A model that is always launched ahead would never be evicted for the one that waits for its room.
-        if running and self._loads.wants_room_of(model, now):
+        if running and not self._goes_ahead(model, now):
             return
         queue = model.front
         if queue is None:
@@ -582,9 +581,17 @@ class Scheduler:
     def _next_launch(self) -> float:
         """Return when to give the device its next execution, beside those that it has; inf: unknown."""
         end, name = self._running.end_after(self._now), self._discipline.choose()
-        if end is None or name is None or self._loads.wants_room_of(self._models[name], self._now):
+        if end is None or name is None or not self._goes_ahead(self._models[name], self._now):
             return inf
         return max(self._now, end - self.settings.launch_ahead_ms / 1e3)
+
+    def _goes_ahead(self, model: ModelState, now: float) -> bool:
+        """Return whether a model may be launched before the executions on the device have ended.
+
+        One that always is would never be evicted for the model that waits for its room.
+        """
+        feeds_back = model.program.feeds_back and model.executions
+        return not feeds_back and not self._loads.wants_room_of(model, now)
 
     def backlog_seconds(self, now: float) -> float:
         """Expected device time until all waiting and running requests are done; costs O(depth).

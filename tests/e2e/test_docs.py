@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
-from tests.e2e import stateful
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
@@ -42,7 +41,7 @@ COMMANDS = [
 #: The page with the commands that start a server by hand.
 OPERATING = ROOT / "docs" / "operating.md"
 #: of the examples, what the pages ask for
-EXAMPLES = ("digits", "mlp")
+EXAMPLES = ("digits", "glossary", "mlp")
 
 
 @dataclass
@@ -100,7 +99,6 @@ def world() -> Iterator[World]:
         built = examples.ensure()
         for name in EXAMPLES:
             shutil.copytree(built / name, folder / "bundles" / name)
-        shutil.copytree(stateful.ensure() / "teller", folder / "bundles" / "teller")
         world = World(folder, {})
         for page in (START, ROOT / "docs" / "exporting.md"):
             _write_files(page, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,12 @@ def test_a_bundle_with_state_is_upgraded(model: Path, tmp_path: Path) -> None:
     old = read_bundle(model).manifest
     assert (new.manifest.state, new.manifest.generate) == (old.state, old.generate)
     assert new.manifest.format_version == "3.2"
+
+
+def test_the_documented_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example on the page is exported as it stands."""
+    page = (Path(__file__).parents[3] / "docs" / "state.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    Path("running.py").write_text(page.partition("```python\n# running.py\n")[2].partition("```")[0])
+    runpy.run_path("running.py")
+    assert "chunks" in read_bundle("bundles/running").manifest.numerics

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from rsrv.control.figures import DeviceWindow, ModelActivity, ServerFigures, best_size, mean, merged, windows
@@ -228,7 +229,7 @@ def _weights_thrash(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding
     pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
     if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
         cure = (
-            f"raise runtime.weight_budget_bytes to {amount(asked)} ({amount(asked - budget)} more of the device's "
+            f"raise runtime.weight_budget_bytes to {ceil(asked)} ({amount(asked - budget)} more of the device's "
             f"memory), or {pin}"
         )
     else:
@@ -268,7 +269,7 @@ def _too_big(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "critical",
             f"{_named(sorted(names, key=by_number))}: weights of {amount(size)} never fit {amount(budget)}",
             "runtime.weight_budget_bytes, or the device's memory less what executions need",
-            f"a budget of at least {amount(size)}, a larger device, or weights of a smaller dtype",
+            f"a budget of at least {size} bytes, a larger device, or weights of a smaller dtype",
         )
 
 

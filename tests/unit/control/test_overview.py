@@ -34,7 +34,7 @@ def histogram(*values: float) -> list[float]:
 
 def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
     """Return the figures of one model in the answer to `overview`."""
-    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, request]
+    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, 40, request]
 
 
 def figures(**models: list[Any]) -> dict[int, dict[str, Any]]:
@@ -74,7 +74,7 @@ def test_figures_of_several_devices_are_added() -> None:
     (a,) = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, 0.0)["models"]
 
     assert (a["queued"], a["executing"], a["requests"], a["errors"], a["bytes"]) == (2, 4, 6, 8, 1000)
-    assert (a["device_s"], a["loads"], a["load_s"]) == (1.0, 4, pytest.approx(0.3))
+    assert (a["device_s"], a["loads"], a["load_s"], a["tokens"]) == (1.0, 4, pytest.approx(0.3), 80)
     assert a["p99_s"] > 1
 
 

@@ -24,11 +24,13 @@ class _Figures(NamedTuple):
     device_s: float
     loads: int
     load_s: float
+    #: of answers
+    tokens: int
     request: Histogram
 
 
 #: Figures of a model that is not built yet.
-_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, Histogram(SECONDS))
+_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, 0, Histogram(SECONDS))
 
 
 class Overview:
@@ -108,6 +110,7 @@ def _add(one: _Figures, other: _Figures) -> _Figures:
         device_s=one.device_s + other.device_s,
         loads=one.loads + other.loads,
         load_s=one.load_s + other.load_s,
+        tokens=one.tokens + other.tokens,
         request=one.request,
     )
 

@@ -313,6 +313,7 @@ class Reports:
                 total.device_seconds,
                 sum(total.load.counts),
                 total.load.sum,
+                0 if (generations := self._generations.get(name)) is None else generations.tokens_out,
                 (reported.get(name) or _NO_COUNTERS).requests.to_json(),
             )
             for name, total in totals.items()
@@ -327,6 +328,7 @@ class Reports:
                 meta["device_seconds"],
                 0,
                 0.0,
+                0,
                 meta["request"],
             )
             for name, meta in self._meta_metrics(metas, reported).items()

@@ -65,6 +65,7 @@ const deviceOf = (server, number) => {
   if (!server.devices.has(number)) server.devices.set(number, { card: null, spans: [], busy: null });
   return server.devices.get(number);
 };
+const generates = () => [...rows.values()].some((row) => row.tokens);
 const several = () => [...servers.values()].some((server) => server.devices.size > 1);
 
 function take(state) {
@@ -91,7 +92,7 @@ function take(state) {
     const per = (name) => (last ? Math.max(0, (model[name] - last[name]) / elapsed) : null);
     const row = rows.get(key) ?? { key, server: state.server };
     rows.set(key, row);
-    Object.assign(row, model, { on: model.on.join(" "), rate: per("requests"), share: per("device_s"), loading: per("loads") });
+    Object.assign(row, model, { on: model.on.join(" "), rate: per("requests"), speed: per("tokens"), share: per("device_s"), loading: per("loads") });
     seen.add(key);
   }
   for (const [key, row] of rows) {
@@ -236,6 +237,7 @@ const COLUMNS = [
   { id: "queued", title: "waiting", number: true, show: (row) => String(row.queued) },
   { id: "executing", title: "running", number: true, show: (row) => String(row.executing) },
   { id: "rate", title: "requests/s", number: true, show: (row) => rate(row.rate) },
+  { id: "speed", title: "tokens/s", number: true, hidden: () => !generates(), show: (row) => (row.tokens ? rate(row.speed) : "") },
   { id: "share", title: "device", number: true, show: (row) => percent(row.share) },
   { id: "p99_s", title: "p99", number: true, show: (row) => seconds(row.p99_s) },
   { id: "load_s", title: "load", number: true, show: (row) => (row.loads ? seconds(row.load_s) : "") },

@@ -53,6 +53,7 @@ def slow_request(at: float, seconds: float) -> dict[str, Any]:
         "deadline_s": None,
         "at": at,
         "seconds": seconds,
+        "paused_s": 0.0,
         "weights_s": 0.2,
         "peers_s": 0.0,
         "others_s": seconds - 0.202,

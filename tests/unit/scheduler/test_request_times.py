@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from rsrv.scheduler.events import Outcome, Request
+from rsrv.scheduler.events import Outcome, Pause, Request
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.slowest import KEPT, WINDOW_S, SlowestRequests, SlowRequest, Wait
 from tests.unit.scheduler.driver import Driver, program
@@ -80,6 +80,20 @@ def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
     assert [parts(slow) for slow in found[1:]] == [(0.0, 0.25, 0.0, 0.001), (0.0, 0.0, 0.0, 0.001)]
 
 
+def test_a_pause_is_no_wait_for_weights(machine: Driver) -> None:
+    """While an operator holds the model, a request waits for that, even if the weights are absent, too."""
+    machine.add(program("a"), resident=False)
+    machine.pause(Pause.HOLD, "a")
+    machine.arrive(machine.request("a"))
+    machine.now = 2.0
+    machine.pause(None, "a")
+    machine.load("a", seconds=0.5)
+    machine.finish(seconds=0.004)
+
+    slow = slowest(machine, "a")
+    assert (slow.wait.paused, parts(slow)) == (2.0, (0.5, 0.0, 0.0, 0.004))
+
+
 def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
     """A request that never executed is kept with what it waited for."""
     machine.add(program("a"), resident=False)
@@ -116,7 +130,7 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
     arrived = ended - seconds
     if not arrived < kept.latest_arrival(ended):
         return False
-    wait = Wait(arrived, seconds, 0.0, 0.0, seconds)
+    wait = Wait(arrived, seconds, 0.0, 0.0, 0.0, seconds)
     kept.add(Request(int(ended), "a", 0, 1), wait, Outcome.ANSWERED, None, (), None)
     return True
 

@@ -48,7 +48,7 @@ _SENTENCES = {
     ("weights resident", "keep"): "its weights stay on the device after all",
     ("weights resident", "warmed up"): "",
     ("weights reserved", ""): "the warm-up begins",
-    ("weights evicting", ""): "its weights leave the device when no execution uses them",
+    ("weights evicting", ""): "",
     ("weights absent", "room"): "evicted to make room for {model} ({bytes})",
     ("weights absent", "asked"): "evicted: an operator asked for it, or a warm-up ended ({bytes})",
     ("weights absent", "budget"): "evicted: the weights exceeded the budget ({bytes})",
@@ -127,6 +127,7 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     rows = f"{slow.rows} {'row' if slow.rows == 1 else 'rows'}"
     asked = ", asked for by a meta model," if slow.call else ""
     parts = [
+        (slow.paused_s, "for the end of a pause"),
         (slow.weights_s, "for its weights"),
         (slow.peers_s, "for others to join (max_delay_us)"),
         (slow.others_s, _behind(slow)),

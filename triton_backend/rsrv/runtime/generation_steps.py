@@ -79,7 +79,14 @@ class StepSlice(RequestSlice):
         self._tokens[0, count:] = 0
         self._lengths[0] = count
         return ev.Request(
-            id, self._model.key, chunk.variant, 1, self._deadline, self._priority, waited=not begins
+            id,
+            self._model.key,
+            chunk.variant,
+            1,
+            self._deadline,
+            self._priority,
+            waited=not begins,
+            tag=self.asked_tag,
         )
 
     def _lay_out(self) -> None:

@@ -476,6 +476,7 @@ def _slow_request(slow: SlowRequest) -> dict[str, Any]:
         "deadline_s": None if request.deadline is None else request.deadline - wait.arrived,
         "at": wait.arrived,
         "seconds": wait.seconds,
+        "paused_s": wait.paused,
         "weights_s": wait.weights,
         "peers_s": wait.peers,
         "others_s": wait.others,

@@ -1,5 +1,6 @@
 """The scheduler's record of one model."""
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf, isfinite
@@ -12,6 +13,9 @@ from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, WeightState
 from rsrv.scheduler.weights import ModelWeights
+
+#: latest times of a pause that a model remembers.
+_HOLDS = 8
 
 
 def check_program(program: Program) -> None:
@@ -72,6 +76,7 @@ class ModelState:
         "front",
         "has_work",
         "history",
+        "holds",
         "name",
         "needs_warm_up",
         "paused",
@@ -109,6 +114,10 @@ class ModelState:
         #: whether a warm-up starts as soon as its weights are on the device.
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
+        #: from when to when it was held, the latest time last; an end that has not come is inf.
+        self.holds: deque[tuple[float, float]] = deque(maxlen=_HOLDS)
+        if self.held:
+            self.holds.append((-inf, inf))
         #: runs of meta models whose calls are accepted while it drains: the runs in progress when that began.
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others were evicted for its second try and get their turn first.
@@ -160,6 +169,14 @@ class ModelState:
     def stage(self) -> Stage:
         """Stage of its waiting requests."""
         return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
+
+    def pause(self, mode: Pause | None, now: float) -> None:
+        """Pause it, or let it go on (None)."""
+        if self.held:
+            self.holds[-1] = self.holds[-1][0], now
+        self.paused = mode
+        if self.held:
+            self.holds.append((now, inf))
 
     @property
     def held(self) -> bool:

@@ -1,6 +1,6 @@
 """The parts of slow requests' time: for their weights, for others to join, behind other work, and executing."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
 from rsrv.scheduler.events import Execute, ExecutionFinished, Outcome
@@ -9,6 +9,9 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.request_queue import RequestQueues
 from rsrv.scheduler.slowest import SlowRequest, Wait
 from rsrv.scheduler.variant_queue import InFlightRequest
+
+#: from when to when
+Periods = Collection[tuple[float, float]]
 
 
 class RequestTimes:
@@ -41,9 +44,10 @@ class RequestTimes:
             arrived = entry.arrived
             if not arrived < latest:
                 continue
-            weights = _overlap(absences, arrived, started)
-            peers = max(0.0, min(held_until, started) - arrived - weights)
-            wait = Wait(arrived, now - arrived, weights, peers, min(event.seconds, now - started))
+            paused, weights = _blocked(model, absences, arrived, started)
+            peers = max(0.0, min(held_until, started) - arrived - paused - weights)
+            executing = min(event.seconds, now - started)
+            wait = Wait(arrived, now - arrived, paused, weights, peers, executing)
             model.slowest.add(
                 entry.request, wait, outcome, running.execute, behind, evicted if weights else None
             )
@@ -77,17 +81,26 @@ class RequestTimes:
         """Return a request that is not answered. `until`: until when it has waited."""
         arrived, delay = entry.arrived, model.program.max_delay
         absences, evicted = model.history.absences(arrived)
-        weights = _overlap(absences, arrived, until)
-        peers = max(0.0, min(arrived + delay, until) - arrived - weights) if delay else 0.0
-        wait = Wait(arrived, now - arrived, weights, peers, now - until)
+        paused, weights = _blocked(model, absences, arrived, until)
+        peers = max(0.0, min(arrived + delay, until) - arrived - paused - weights) if delay else 0.0
+        wait = Wait(arrived, now - arrived, paused, weights, peers, now - until)
         behind = self._running.behind(arrived, until, until)
         return SlowRequest(
             wait.seconds, 0, entry.request, wait, None, execute, behind, evicted if weights else None
         )
 
 
-def _overlap(periods: Sequence[tuple[float, float]], since: float, until: float) -> float:
+def _blocked(model: ModelState, absences: Periods, since: float, until: float) -> tuple[float, float]:
+    """Return the seconds in which a model was held, and those of the rest in which its weights were absent."""
+    if not (absences or model.holds):
+        return 0.0, 0.0
+    both = [(max(a, c), min(b, d)) for a, b in absences for c, d in model.holds]
+    return (
+        _overlap(model.holds, since, until),
+        _overlap(absences, since, until) - _overlap(both, since, until),
+    )
+
+
+def _overlap(periods: Periods, since: float, until: float) -> float:
     """Return the seconds of a time that fall into periods."""
-    if not periods:
-        return 0.0
     return sum([max(0.0, min(end, until) - max(begin, since)) for begin, end in periods])

@@ -384,7 +384,7 @@ class Scheduler:
     def _pause(self, model: ModelState, mode: Pause | None, now: float, out: list[Instruction]) -> None:
         if mode is model.paused:
             return
-        model.paused = mode
+        model.pause(mode, now)
         model.finishing = self._admission.under_way() if mode is Pause.DRAIN else ()
         model.history.add(now, "goes on" if mode is None else f"paused: {mode.value}")
         if mode is Pause.REJECT:

@@ -19,6 +19,8 @@ class Wait(NamedTuple):
 
     arrived: float
     seconds: float
+    #: while its model was held by an operator.
+    paused: float
     #: until its model's weights were on the device and warmed up.
     weights: float
     #: held back for other requests to join its execution (`Program.max_delay`).
@@ -29,7 +31,7 @@ class Wait(NamedTuple):
     @property
     def others(self) -> float:
         """Seconds for which the device had other work."""
-        return max(0.0, self.seconds - self.weights - self.peers - self.executing)
+        return max(0.0, self.seconds - self.paused - self.weights - self.peers - self.executing)
 
 
 class SlowRequest(NamedTuple):

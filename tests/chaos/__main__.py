@@ -17,6 +17,7 @@ from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import HEADERS, Row, cells, remarks, together
 from tests.chaos.house import NotPossible, houses
 from tests.chaos.run import FULL, QUICK, run_fault
+from tests.chaos.streams import STREAMS
 from tests.e2e.harness import ROOT
 
 RESULT = ROOT / "build" / "chaos.md"
@@ -35,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
     options = parser.parse_args(argv)
-    known: Sequence[type[Fault]] = (*FAULTS, *CATALOGUE, *ENDURANCE, ComesAndGoes)
+    known: Sequence[type[Fault]] = (*FAULTS, *STREAMS, *CATALOGUE, *ENDURANCE, ComesAndGoes)
     wanted = (
         [kind for kind in known if any(word in kind.name for word in options.only)]
         if options.only
-        else (*FAULTS, *CATALOGUE)
+        else (*FAULTS, *STREAMS, *CATALOGUE)
     )
     if not wanted:
         parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in known))
@@ -71,7 +72,7 @@ def _turns(
 ) -> Iterator[type[Fault]]:
     """Yield each fault once, and those that take seconds again until the time is over."""
     yield from wanted
-    again = [kind for kind in wanted if kind in FAULTS or kind in CATALOGUE]
+    again = [kind for kind in wanted if kind in (*FAULTS, *STREAMS, *CATALOGUE)]
     while time.monotonic() < until and (possible := [kind for kind in again if kind not in set(impossible)]):
         for kind in possible:
             if time.monotonic() >= until:

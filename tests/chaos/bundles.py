@@ -27,7 +27,7 @@ from tests.chaos.questions import (
     mixing,
     mood,
 )
-from tests.e2e import bundles
+from tests.e2e import bundles, stateful
 from tests.e2e.harness import ROOT
 from tests.e2e.metas import write_meta, write_scale
 
@@ -200,6 +200,7 @@ def ensure(*, many: bool = False) -> Mapping[str, Path]:
     own = bundles.ensure_made(OUTPUT, MAKERS, sources)
     borrowed = bundles.ensure()
     made = {name: own / name for name in MAKERS} | {name: borrowed / name for name in BORROWED}
+    made["alone"] = stateful.ensure() / "alone"
     if many:
         light = bundles.ensure_made(
             OUTPUT.with_name("chaos_light"), dict.fromkeys(LIGHT_FACTORS, _light), sources

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
@@ -22,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 from rsrv_bundle import yaml12
 from rsrv_bundle.stateful import export_generative, export_stateful
 from tests.e2e.bundles import ensure_made
+from tests.e2e.calls import Caller, at_once
 from tests.e2e.harness import ROOT, RunningTriton
 
 #: the story that a storyteller tells over and over, and the tokens that it may have
@@ -186,3 +188,32 @@ def grpc_streams(server: RunningTriton) -> Iterator[GrpcStreams]:
         yield made
     finally:
         made.close(cancel=True)
+
+
+#: parameters of requests, wrong ones among them
+_ODD: list[dict[str, Any]] = [
+    {}, {}, {"max_tokens": 3}, {"max_tokens": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": "nan"}, {"stop": "Wald"},
+    {"stop": ["a"]}, {"stop": "["}, {"top_k": 10**30}, {"unknown": 1}, {"stream": False, "max_tokens": 9}, {"rsrv_run": "7"},
+    {"rsrv_deadline_unix_ns": 1}, {"sequence_id": 7}, {"text_input": 7}, {"text_input": ["a", "b"]}, {"text_input": "\ud800"},
+]  # fmt: skip
+
+
+def close_streams(server: RunningTriton, model: str, *, clients: int, each: int) -> None:
+    """Ask a storyteller, and go before, between or behind the pieces of each answer, by both protocols; some ask wrong."""
+
+    def strike(caller: Caller, number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(each):
+            pieces, text = rng.choice((0, 0, 1, 2, 5, 30)), "x" * rng.choice((1, 20, 300))
+            if rng.random() < 0.5:
+                with Stream(server, model, **{"text_input": text, **rng.choice(_ODD)}) as stream:
+                    for _ in zip(range(pieces), stream, strict=False):
+                        pass
+            else:
+                with grpc_streams(server) as streams, suppress(InferenceServerException):
+                    streams.ask(model, "x", text.encode(), parameters={"max_tokens": 20})
+                    for _ in range(pieces):
+                        if streams.next()[2]:
+                            break
+
+    at_once(server, clients, strike)

@@ -10,6 +10,7 @@ from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import remarks
 from tests.chaos.house import House, Kind, houses
 from tests.chaos.run import QUICK, run_fault
+from tests.chaos.streams import STREAMS
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def house_for() -> Iterator[Callable[[Kind], House]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*FAULTS, *STREAMS], ids=lambda kind: kind.__name__)
 def test_a_fault_harms_no_other_model_and_passes(
     kind: type[Fault], house_for: Callable[[Kind], House]
 ) -> None:

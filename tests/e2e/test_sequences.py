@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
 from rsrv.wire.socket import read_status
-from tests.e2e.calls import PROTOCOLS, Caller, at_once, caller, refusal
+from tests.e2e.calls import PROTOCOLS, Caller, caller, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.stateful import (
     Stream,
+    close_streams,
     ensure,
     generate,
     grpc_streams,
@@ -26,7 +24,7 @@ from tests.e2e.stateful import (
 from tests.e2e.test_bls import add
 from tests.held import assert_returned, held, settled
 
-#: A model of Triton's own that asks a storyteller, and answers with the whole text.
+#: A model of Triton's own that sends a sequence, asks a storyteller, and answers with the whole text.
 _ASKING = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -40,6 +38,17 @@ class TritonPythonModel:
             requested_output_names=["text_output"],
             parameters={"max_tokens": 30},
         )
+        sums = [
+            pb_utils.InferenceRequest(
+                model_name="sums",
+                inputs=[pb_utils.Tensor("x", np.full((1, 1), 2, np.float32))],
+                requested_output_names=["y"],
+                correlation_id=77,
+                flags=flags,
+            ).exec()
+            for flags in (pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, 0, pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        ]
+        assert [float(one.output_tensors()[0].as_numpy()[0, 0]) for one in sums] == [2, 4, 6]
         parts = [one.output_tensors()[0].as_numpy()[0] for one in call.exec(decoupled=True)]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([b"".join(parts)], object))])]
 """
@@ -153,7 +162,7 @@ def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
 
 
 def test_a_model_of_tritons_own_asks(server: RunningTriton) -> None:
-    """BLS reads the stream."""
+    """BLS sends sequences, and reads streams."""
     answer = generate_plain(server, "asking", text_input="hello")
     assert answer["text_output"] == told(b"hello", 30)
 
@@ -170,37 +179,14 @@ def test_streams_closed_at_every_step_leave_nothing(server: RunningTriton) -> No
     """Clients go before, between and behind pieces, by both protocols, beside bad ones: one slot serves the next."""
     runtime, (stub,) = read_status(server.pid)["pid"], server.stub_pids("alone")
 
-    def strike(caller: Caller, number: int) -> None:
-        rng = random.Random(number)
-        for _ in range(40):
-            pieces, text = rng.choice((0, 0, 1, 2, 5, 30)), "x" * rng.choice((1, 20, 300))
-            if rng.random() < 0.5:
-                with Stream(server, "alone", **{"text_input": text, **rng.choice(_ODD)}) as stream:
-                    for _ in zip(range(pieces), stream, strict=False):
-                        pass
-            else:
-                with grpc_streams(server) as streams, suppress(InferenceServerException):
-                    streams.ask("alone", "x", text.encode(), parameters={"max_tokens": 20})
-                    for _ in range(pieces):
-                        if streams.next()[2]:
-                            break
-
-    at_once(server, 4, strike)
+    close_streams(server, "alone", clients=4, each=40)
     before = settled(lambda: held(stub))
-    at_once(server, 4, strike)
+    close_streams(server, "alone", clients=4, each=40)
 
     assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
     assert_returned(before, settled(lambda: held(stub)), share=0.1)
     assert server.stub_pids("alone") == [stub]
     assert read_status(server.pid)["pid"] == runtime
-
-
-#: parameters of requests, wrong ones among them
-_ODD: list[dict[str, Any]] = [
-    {}, {}, {"max_tokens": 3}, {"max_tokens": 0}, {"temperature": 1.5, "seed": 3}, {"temperature": "nan"}, {"stop": "Wald"},
-    {"stop": ["a"]}, {"stop": "["}, {"top_k": 10**30}, {"unknown": 1}, {"stream": False, "max_tokens": 9}, {"rsrv_run": "7"},
-    {"rsrv_deadline_unix_ns": 1}, {"sequence_id": 7}, {"text_input": 7}, {"text_input": ["a", "b"]}, {"text_input": "\ud800"},
-]  # fmt: skip
 
 
 def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) -> None:

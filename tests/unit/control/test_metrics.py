@@ -72,6 +72,7 @@ SAID: dict[str, Any] = {
             "load": measured(SECONDS, 0.2),
             "batch_rows": measured(ROWS, 1, 4),
             "batch_padding": measured(PADDING, 0, 3),
+            "sequences": {"idle": 3},
             "generations": {
                 "active": 2,
                 "tokens": {"prompt": 40, "answer": 30},
@@ -154,6 +155,7 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
     assert found["rsrv_weight_loads_total", (device, model)] == 1
     assert found["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
+    assert found["rsrv_sequences", (device, model, ("state", "idle"))] == 3
     assert found["rsrv_generations", (device, model)] == 2
     assert found["rsrv_tokens_total", (device, model, ("of", "answer"))] == 30
     assert found["rsrv_first_token_seconds_sum", (device, model)] == 0.05

@@ -227,6 +227,15 @@ def test_the_budget_counts_the_pools(start_client: StartClient) -> None:
     assert model["weight_bytes"] == 12 + 3 * (12 + 4)
 
 
+def test_metrics_count_sequences_by_their_state(start_client: StartClient) -> None:
+    """Sequences with a slot, in host memory and without are told apart."""
+    client = start_client("host")
+    for id in range(1, 6):
+        client.step(id, START)
+    found = command(os.getpid(), {"command": "metrics"})["models"]["sums"]["sequences"]
+    assert found == {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
+
+
 def test_a_model_without_state_takes_no_sequence(
     start_client: StartClient, runtime: Runtime, doubling: Path
 ) -> None:

@@ -79,7 +79,14 @@ FAMILIES: tuple[MetricFamily, ...] = (
         ("model", "device"),
         "Executed calls of a meta model's runs.",
     ),
-    # generations
+    # sequences and generations
+    MetricFamily(
+        "rsrv_sequences",
+        "gauge",
+        ("model", "device", "state"),
+        "Sequences of a model with state, by their state: idle and stepping ones have a slot of the device, stored ones "
+        "are in host memory, and waiting ones have a request that waits for a slot.",
+    ),
     MetricFamily(
         "rsrv_generations",
         "gauge",

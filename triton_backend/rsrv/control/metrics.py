@@ -144,6 +144,7 @@ def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, 
     page.put("rsrv_weight_loads_total", where, loads)
     page.put_each("rsrv_weight_evictions_total", where, model["evictions"])
     page.put("rsrv_weight_misses_total", where, model["misses"])
+    page.put_each("rsrv_sequences", where, model.get("sequences", {}))
     if generations := model.get("generations"):
         page.put("rsrv_generations", where, generations["active"])
         page.put_each("rsrv_tokens_total", where, generations["tokens"])

@@ -175,6 +175,9 @@ class Registry:
                 continue
             if any(policy.residency(entry.name) == "device" for entry in entries):
                 continue
+            # Its sequences would end with the connection.
+            pools = [entry.model.pool for entry in entries if entry.model is not None]
+            limit = max(limit, *(pool.spec.idle_timeout_s for pool in pools if pool is not None), 0.0)
             due = min(now, max(map(self._scheduler.idle_since, models))) + limit
             if due <= now:
                 if not self.catalog.is_dismissed(key):

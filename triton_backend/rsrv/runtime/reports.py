@@ -135,6 +135,7 @@ class Reports:
         self._scheduler = scheduler
         self._runs = requests.runs
         self._generations = requests.generation_counts
+        self._sequences = requests.sequences
         self._traces = traces
         self._bans = bans
         self._clock = clock
@@ -277,6 +278,9 @@ class Reports:
             model["host_bytes"] += entry.model.host.nbytes if entry.model.host.kept else 0
             model["device_bytes"] += sum(entry.model.tensors.values()) if entry.weights != "absent" else 0
             model["queued"] += 0 if now is None else now.queued
+            if entry.model.pool is not None:
+                sequences = model.setdefault("sequences", Counter())
+                sequences.update({state.value: count for state, count in self._sequences.count(key).items()})
         for name, generations in self._generations.items():
             if name in models:
                 models[name]["generations"] = generations.to_json()

@@ -176,10 +176,12 @@ class SequenceTable:
 
     def count(self, model: str) -> dict[SequenceState, int]:
         """Return the number of a model's sequences in each state."""
-        counts = dict.fromkeys(SequenceState, 0)
-        for one in self._models[model].sequences.values() if model in self._models else ():
-            counts[one.state] += 1
-        return counts
+        found = self._models.get(model)
+        if found is None:
+            return {}
+        waiting, idle, stored = len(found.waiting), len(found.idle), len(found.stored)
+        stepping = len(found.sequences) - waiting - idle - stored
+        return {S.WAITING: waiting, S.IDLE: idle, S.STEPPING: stepping, S.STORED: stored}
 
     # --- events -------------------------------------------------------------------------------------------
 

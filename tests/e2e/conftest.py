@@ -70,6 +70,6 @@ def start_triton(tmp_path: Path) -> Iterator[StartTriton]:
 
         def start(model_repository: Path, **options: object) -> RunningTriton:
             log_path = tmp_path / f"server{next(numbers)}.log"
-            return servers.enter_context(running_triton(model_repository, log_path, spare=True, **options))  # type: ignore[arg-type]
+            return servers.enter_context(running_triton(model_repository, log_path, **options))  # type: ignore[arg-type]
 
         yield start

@@ -98,6 +98,7 @@ class StartTriton(Protocol):
         exit_on_error: bool = True,
         wait_ready: bool = True,
         timeout: float = 120,
+        spare: bool = False,
     ) -> RunningTriton: ...
 
 

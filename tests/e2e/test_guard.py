@@ -39,7 +39,7 @@ def start(start_triton: StartTriton, tmp_path: Path) -> Callable[..., RunningTri
     def make(*sources: Path, env: Mapping[str, str] | None = None, **options: object) -> RunningTriton:
         repository = make_repository(tmp_path, *sources)
         own = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), **(env or {})}
-        return start_triton(repository, env=own, **options)  # type: ignore[arg-type]
+        return start_triton(repository, env=own, spare=True, **options)  # type: ignore[arg-type]
 
     return make
 

@@ -112,7 +112,7 @@ def test_nothing_is_left_of_a_server_that_ended(
 ) -> None:
     """No process, socket, lock, directory or shared memory of it remains a few seconds later."""
     shm = shared_memory()
-    server = start("exact", "elastic", "digits")
+    server = start("exact", "elastic", "digits", spare=True)
     stubs = server.stub_pids()
     runtime = runtime_pid(server)
     assert len(stubs) == 3
@@ -195,7 +195,7 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
 @pytest.mark.long
 def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
     """Of 16 clients' requests none fails and all answers are right: those under way and new ones wait for the next runtime."""
-    server = start("mlp", "exact", "elastic", "digits")
+    server = start("mlp", "exact", "elastic", "digits", spare=True)
     stop = threading.Event()
     slowest = [0.0] * 16
     killed_at = [0.0]
@@ -258,7 +258,7 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
 def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., RunningTriton]) -> None:
     """After each death of the runtime the stubs have as many open files and threads as before."""
     # Every answer from a sender thread: a stub starts those one by one, as it needs them.
-    server = start("exact", "elastic", env={"RSRV_STUB__IN_PLACE_MS": "0"})
+    server = start("exact", "elastic", env={"RSRV_STUB__IN_PLACE_MS": "0"}, spare=True)
     stubs = {name: server.stub_pids(name)[0] for name in ("exact", "elastic")}
 
     def use_both(call: Caller) -> None:

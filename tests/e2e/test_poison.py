@@ -30,7 +30,7 @@ CLIENTS = 16
 def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
     made = {path.name: path for path in bundles.ensure().iterdir()}
     env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "RSRV_STUB__RETRY_S": "60"}
-    return start_triton(make_repository(tmp_path, made["sudden"], made["exact"]), env=env)
+    return start_triton(make_repository(tmp_path, made["sudden"], made["exact"]), env=env, spare=True)
 
 
 def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Generations in a runtime, over its socket and without Triton: tokens per second, shared executions, and neighbours.
 
-    python -m tests.bench.generations
+    make bench-generations
 
 A server process has the real loop and the CPU. The clients' process makes no tokens itself.
 """
@@ -48,7 +48,6 @@ def main() -> int:
 def _measure(path: Path, bundles: Path) -> None:
     stub, image = Generator(path, bundles / "gru"), Neighbour(path, bundles / "image")
     stub.run(1, 2)
-    print(f"one step of one row: {stub.step_ms:.3f} ms by the warm-up")
     alone = 0.0
     for clients in (1, 8, 16):
         rows, executions = _work("gru")
@@ -61,7 +60,7 @@ def _measure(path: Path, bundles: Path) -> None:
         print(
             f"{clients:2} clients: {tokens / seconds:6.0f} tokens/s, {tokens / seconds / alone:.1f} times one client; "
             f"{(more_rows - rows) / (more_executions - executions):.1f} rows an execution, "
-            f"{1e3 * seconds / _ROUNDS / _TOKENS:.3f} ms from token to token"
+            f"{1e3 * seconds / _ROUNDS / _TOKENS:.3f} ms from token to token, of which the step takes {stub.step_ms(clients):.3f}"
         )
     quiet = image.measure()
     over = threading.Event()
@@ -91,8 +90,12 @@ class Generator:
     def __init__(self, path: Path, bundle: Path) -> None:
         self._connection = RuntimeConnection(greet(connect(path)))
         body = self._connection.register({"model": bundle.name, "bundle": str(bundle)})
-        self.step_ms = body["models"][0]["costs_ns"][0][0] / 1e6
+        self._sizes = dict(zip(_SIZES, body["models"][0]["costs_ns"][0], strict=True))
         self._random = np.random.default_rng(7)
+
+    def step_ms(self, rows: int) -> float:
+        """Return the time of a step by the warm-up."""
+        return float(self._sizes[rows]) / 1e6
 
     def run(self, clients: int, generations: int, over: threading.Event | None = None) -> None:
         """Generate answers; with `over`, until it is set, and at least so many."""

@@ -263,3 +263,35 @@ def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]
     for (a, b), high in most.items():
         bound = sum((fleet.cost[name] + largest) / fleet.weight[name] for name in (a, b))
         assert high - least[a, b] <= bound + 1e-9
+
+
+def test_a_model_beside_generations_waits_little_longer_than_its_share_implies() -> None:
+    """Four generations of 1 ms a step leave half of the device to requests of 5 ms: one each 10 ms, and at most 11."""
+    scheduler, now, ids, took = Scheduler(), 0.0, 0, list[float]()
+    steps = Program("steps", {(0, 1): 0.001, (0, 4): 0.0012}, True, 1000, feeds_back=True)
+    for program in (steps, Program("image", {(0, 1): 0.005}, True, 1000)):
+        scheduler.handle(ModelAdded(program, resident=True), now)
+
+    def arrive(model: str, count: int) -> list[Execute]:
+        nonlocal ids
+        ids += count
+        requests = [Request(id, model, 0, 1, waited=True) for id in range(ids - count + 1, ids + 1)]
+        out = scheduler.handle(RequestsArrived(tuple(requests)), now)
+        return [one for one in out if isinstance(one, Execute)]
+
+    running, asked = arrive("steps", 4) + arrive("image", 1), now
+    while len(took) < 500:
+        (execute,) = running
+        now += execute.seconds
+        # As in the runtime: the next steps arrive before the end of the execution.
+        running = arrive("steps", len(execute.requests)) if execute.model == "steps" else []
+        out = scheduler.handle(ExecutionFinished(execute.dispatch, execute.seconds), now)
+        running += [one for one in out if isinstance(one, Execute)]
+        if execute.model == "image":
+            took.append(now - asked)
+            asked = now
+            running += arrive("image", 1)
+
+    took.sort()
+    assert took[250] <= 0.0101
+    assert took[495] <= 1.2 * 0.010

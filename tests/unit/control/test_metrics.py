@@ -174,6 +174,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
 
     assert {name for name, _ in found} == {
         "rsrv_reload_failed",
+        "rsrv_cold_models",
         "rsrv_runtime_up",
         "rsrv_runtime_restarts_total",
         "rsrv_findings",

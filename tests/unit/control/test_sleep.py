@@ -73,6 +73,7 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: 
         assert status.models[0].weights == pb.WEIGHTS_ABSENT
         text = (await server.control.GetMetrics(pb.GetMetricsRequest())).text
         assert 'rsrv_runtime_up{device="0"} 1' in text
+        assert "\nrsrv_cold_models 1\n" in text
         assert server.health.serving("")
         assert server.health.serving("a")
         assert server.runtimes.served() == {"a"}

@@ -213,6 +213,12 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "1 while a change of the model's bundle could not be loaded. An older version may be serving.",
     ),
     MetricFamily(
+        "rsrv_cold_models",
+        "gauge",
+        (),
+        "Models that no runtime has until a request comes. They have no other figures.",
+    ),
+    MetricFamily(
         "rsrv_runtime_up",
         "gauge",
         ("device",),

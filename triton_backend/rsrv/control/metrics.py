@@ -31,6 +31,8 @@ class ServerFacts:
     spans: Mapping[str, int]
     #: Numbers of the devices that sleep.
     asleep: Collection[int] = ()
+    #: Number of the models that no runtime has until a request comes.
+    cold: int = 0
     findings: Collection[ServerFinding] = ()
 
 
@@ -78,6 +80,7 @@ class Metrics:
             version=self._version,
             spans=dict(self._spans),
             asleep=frozenset(n for n, link in enumerate(runtimes.links) if link.asleep_since is not None),
+            cold=len(runtimes.cold),
             findings=self._findings(),
         )
         # With hundreds of models, it takes longer than a probe should wait.
@@ -92,6 +95,7 @@ def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
         _put_device(page, str(number), one)
     for name in {*server.models, *server.failed}:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
+    page.put("rsrv_cold_models", (), server.cold)
     for number, restarts in server.restarts.items():
         page.put("rsrv_runtime_up", (str(number),), float(number in said or number in server.asleep))
         page.put("rsrv_runtime_restarts_total", (str(number),), restarts)

@@ -134,12 +134,24 @@ MEMORY: dict[str, Any] = {
         "largest_free_bytes": 4_000_000,
     },
     "models": {
-        "a": {"device_bytes": 7_000_000, "host_bytes": 7_000_000, "weights": "resident", "pinned": True},
-        "b": {"device_bytes": 5_000_000, "host_bytes": 0, "weights": "absent", "pinned": False},
+        "a": {
+            "device_bytes": 7_000_000,
+            "own_bytes": 3_500_000,
+            "state_bytes": 500_000,
+            "host_bytes": 7_000_000,
+            "weights": "resident",
+            "pinned": True,
+        },
+        "b": {
+            "device_bytes": 5_000_000,
+            "own_bytes": 2_000_000,
+            "state_bytes": 0,
+            "host_bytes": 0,
+            "weights": "absent",
+            "pinned": False,
+        },
     },
     "groups": [
-        {"bytes": 4_000_000, "models": ["a"], "on_device": True},
-        {"bytes": 2_000_000, "models": ["b"], "on_device": False},
         {"bytes": 3_000_000, "models": ["a", "b"], "on_device": True},
     ],
 }
@@ -169,15 +181,15 @@ def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.Captu
                 [],
             ]
             assert [line.split() for line in lines[11:14]] == [
-                ["MODEL", "SIZE", "OWN", "SHARED", "WITH", "ON", "DEVICE", "HOST", "COPY"],
-                ["a", "7", "MB", "4", "MB", "3", "MB", "b", "resident,", "pinned", "7", "MB"],
-                ["b", "5", "MB", "2", "MB", "3", "MB", "a", "absent", "-"],
+                ["MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON", "DEVICE", "HOST", "COPY"],
+                ["a", "7", "MB", "3.5", "MB", "3", "MB", "b", "500", "kB", "resident,", "pinned", "7", "MB"],
+                ["b", "5", "MB", "2", "MB", "3", "MB", "a", "-", "absent", "-"],
             ]
             assert lines[16].split() == ["3", "MB", "2", "a,", "b", "yes"]
             (use,) = (await rsrv("memory", "--json")).json["devices"]
-            assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (4_000_000, ["a", "b"])
+            assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (3_500_000, ["a", "b"])
             weights = (await rsrv("status", "a")).out.splitlines()[2]
-            assert weights.endswith("4 MB own, 3 MB shared with b")
+            assert weights.endswith("3.5 MB own, 3 MB shared with b")
 
     run()
 

@@ -168,12 +168,12 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
     with Operator(runtime) as operator:
         said = operator.do("memory")
 
-    assert sorted(said["groups"], key=lambda group: group["models"]) == [
-        {"bytes": 12, "models": ["a", "c"], "on_device": True},
-        {"bytes": 12, "models": ["b"], "on_device": True},
-    ]
+    assert said["groups"] == [{"bytes": 12, "models": ["a", "c"], "on_device": True}]
+    assert {name: model["own_bytes"] for name, model in said["models"].items()} == {"a": 0, "b": 12, "c": 0}
     assert said["models"]["b"] == {
         "device_bytes": 12,
+        "own_bytes": 12,
+        "state_bytes": 0,
         "host_bytes": 12,
         "weights": "resident",
         "pinned": False,

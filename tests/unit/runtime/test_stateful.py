@@ -96,6 +96,14 @@ def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> Non
     assert client.step(8) == (6.0, 2)
 
 
+def test_memory_of_state_is_told_apart(start_client: StartClient) -> None:
+    """A model's bytes on the device are its own weights and its slots."""
+    start_client().step(7, START)
+    sums = command(os.getpid(), {"command": "memory"})["models"]["sums"]
+    assert sums["state_bytes"] > 0
+    assert sums["device_bytes"] == sums["own_bytes"] + sums["state_bytes"]
+
+
 def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_client: StartClient) -> None:
     """Steps that wait for the device are executed together, each on its own state."""
     client = start_client()

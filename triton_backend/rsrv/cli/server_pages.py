@@ -206,14 +206,15 @@ def memory_page(answer: pb.GetMemoryResponse) -> None:
         if one.models:
             print()
             print_table(
-                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "ON DEVICE", "HOST COPY"),
+                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON DEVICE", "HOST COPY"),
                 (
                     (
                         model.name,
                         amount(model.device_bytes),
                         amount(model.own_bytes),
-                        amount(model.device_bytes - model.own_bytes),
+                        amount(_shared_bytes(model)),
                         _some(shared_with.get(model.name, [])),
+                        amount(model.state_bytes) if model.state_bytes else "-",
                         _word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
                         amount(model.host_bytes) if model.host_bytes else "-",
                     )
@@ -268,6 +269,10 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
         )
     limit = f" of {amount(one.host_limit_bytes)}" if one.HasField("host_limit_bytes") else ""
     return [*pairs, ("host", f"{_weights(host)}{limit}")]
+
+
+def _shared_bytes(model: pb.ModelMemory) -> int:
+    return model.device_bytes - model.state_bytes - model.own_bytes
 
 
 def _shared_with(one: pb.MemoryUse) -> dict[str, list[str]]:
@@ -452,7 +457,7 @@ def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
     for one in () if memory is None else memory.devices:
         for model in one.models:
             if model.name == name and (others := _shared_with(one).get(name)):
-                shared = amount(model.device_bytes - model.own_bytes)
+                shared = amount(_shared_bytes(model))
                 return f", {amount(model.own_bytes)} own, {shared} shared with {_some(others)}"
     return ""
 

@@ -287,11 +287,7 @@ def _device_load(number: int, said: Json) -> pb.DeviceLoad:
 
 def memory_use(number: int, said: Json, settings: Settings) -> pb.MemoryUse:
     """Return the memory of a device, by its runtime's answer to the command `memory`."""
-    memory, groups = said["memory"], said["groups"]
-    own: dict[str, int] = {}
-    for group in groups:
-        if len(group["models"]) == 1:
-            own[group["models"][0]] = own.get(group["models"][0], 0) + group["bytes"]
+    memory = said["memory"]
     return pb.MemoryUse(
         device=number,
         memory=pb.DeviceMemory(**_same(pb.DeviceMemory, memory["device"])),
@@ -301,15 +297,12 @@ def memory_use(number: int, said: Json, settings: Settings) -> pb.MemoryUse:
         models=[
             pb.ModelMemory(
                 name=name,
-                device_bytes=model["device_bytes"],
-                own_bytes=own.get(name, 0),
-                host_bytes=model["host_bytes"],
                 weights=member(pb.Weights, model["weights"]),
-                pinned=model["pinned"],
+                **_same(pb.ModelMemory, model, frozenset({"weights"})),
             )
             for name, model in sorted(said["models"].items())
         ],
-        shared=[pb.SharedTensors(**group) for group in groups if len(group["models"]) > 1],
+        shared=[pb.SharedTensors(**group) for group in said["groups"]],
         **_same(pb.MemoryUse, memory, frozenset({"device", "host"})),
     )
 

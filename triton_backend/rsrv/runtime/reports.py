@@ -340,8 +340,16 @@ class Reports:
         return {"models": {**models, **runs}, "memory": self._memory(load)}
 
     def memory(self) -> dict[str, Any]:
-        """Return what takes memory: each model's weights, and the tensors that models share."""
+        """Return what takes memory: each model's weights and state, and the tensors that models share."""
         load, device, entries = self._scheduler.load_report(), self._weights.device, self._catalog.entries
+        own: Counter[str] = Counter()
+        groups = []
+        for group in self._scheduler.shared_tensors():
+            names = sorted({entries[key].name for key in group.models if key in entries})
+            if len(names) > 1:
+                groups.append({"bytes": group.bytes, "models": names, "on_device": group.on_device})
+            else:  # of one model, or of its versions during a reload
+                own.update(dict.fromkeys(group.models, group.bytes))
         return {
             "memory": {
                 **self._memory(load),
@@ -353,22 +361,17 @@ class Reports:
             "models": {
                 entry.name: {
                     "device_bytes": sum(entry.model.tensors.values()),
+                    "own_bytes": own[entry.key] - state,
+                    "state_bytes": state,
                     "host_bytes": entry.model.host.nbytes if entry.model.host.kept else 0,
                     "weights": entry.weights,
-                    "pinned": entry.key in load.models and load.models[entry.key].pinned,
+                    "pinned": load.models[entry.key].pinned,
                 }
                 for entry in self._ready_last()
-                if entry.model is not None
+                if entry.model is not None and entry.key in load.models
+                for state in (0 if entry.model.pool is None else entry.model.pool.nbytes,)
             },
-            "groups": [
-                {
-                    "bytes": group.bytes,
-                    "models": sorted({entries[key].name for key in group.models if key in entries}),
-                    "on_device": group.on_device,
-                }
-                for group in self._scheduler.shared_tensors()
-                if group.bytes
-            ],
+            "groups": groups,
         }
 
     # --- parts of views -----------------------------------------------------------------------------------

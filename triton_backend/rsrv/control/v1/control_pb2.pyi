@@ -761,20 +761,22 @@ class MemoryUse(_message.Message):
     def __init__(self, device: _Optional[int] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., host_limit_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., in_use_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., weight_budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelMemory, _Mapping]]] = ..., shared: _Optional[_Iterable[_Union[SharedTensors, _Mapping]]] = ...) -> None: ...
 
 class ModelMemory(_message.Message):
-    __slots__ = ("name", "device_bytes", "own_bytes", "host_bytes", "weights", "pinned")
+    __slots__ = ("name", "device_bytes", "own_bytes", "host_bytes", "weights", "pinned", "state_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     device_bytes: int
     own_bytes: int
     host_bytes: int
     weights: Weights
     pinned: bool
-    def __init__(self, name: _Optional[str] = ..., device_bytes: _Optional[int] = ..., own_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., pinned: bool = ...) -> None: ...
+    state_bytes: int
+    def __init__(self, name: _Optional[str] = ..., device_bytes: _Optional[int] = ..., own_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., pinned: bool = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class SharedTensors(_message.Message):
     __slots__ = ("bytes", "models", "on_device")

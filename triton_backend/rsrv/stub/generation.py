@@ -207,10 +207,6 @@ class GenerationEngine:
         for request in requests:
             self._deferred.reply(request)
         for request in requests:
-            if not request.params.deadline_ns and request.reply is not None:
-                until_ns = time.monotonic_ns() + int(1e9 * _DEADLINE_S)
-                request.params = request.params._replace(deadline_ns=until_ns)
-                request.reply.deadline_ns = until_ns
             if not self.take_over(request):
                 self._process.resubmission.add(request, self._outcomes)
 
@@ -224,6 +220,10 @@ class GenerationEngine:
 
     def _begin(self, attachment: Attachment, request: ClientRequest) -> None:
         connection = attachment.deferred
+        if not request.params.deadline_ns and request.reply is not None:
+            until_ns = time.monotonic_ns() + int(1e9 * _DEADLINE_S)
+            request.params = request.params._replace(deadline_ns=until_ns)
+            request.reply.deadline_ns = until_ns
         one = AnswerStream(connection.next_ids(1)[0], request, connection, checked=time.monotonic())
         if request.failure is None:
             try:

@@ -33,6 +33,7 @@ _MAX_NUMBER = 32
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 _ABORTED = "the request was aborted"
 _CANCELLED = "the request was cancelled"
+_STATE_LOST = "the state of this generation was lost with a failed execution; ask again"
 
 
 class Requests:
@@ -338,8 +339,8 @@ class Requests:
         elif finish.request in self.pending:  # else a run that has left meanwhile
             part = self.pending[finish.request]
             sequence = _sequence(part)
-            if isinstance(part, StepSlice) and part.generation.ending is not None:
-                status, text = part.generation.ending
+            if isinstance(part, StepSlice):
+                status, text = _end_of_generation(part, status, text)
             elif sequence is not None and sequence.doomed:
                 status, text = _doomed(status, text)
             self._end_request(finish.request, status, text)
@@ -374,7 +375,7 @@ class Requests:
                 step.connection.tokens.append((step.request, token))
                 self.answering.add(step.connection)
             if end is None and sequence.doomed:
-                end = End(Status.SEQUENCE_LOST, LOST)
+                end = End(Status.SEQUENCE_LOST, _STATE_LOST)
             if end is None:
                 request = self._next_step(step)
                 sequence.go_on(request)
@@ -491,6 +492,18 @@ def _doomed(status: Status, text: str) -> tuple[Status, str]:
     if status is Status.CANCELLED:
         return Status.SEQUENCE_LOST, LOST
     return status, f"{text}. Its sequence has ended; start it again"
+
+
+def _end_of_generation(step: StepSlice, status: Status, text: str) -> tuple[Status, str]:
+    """Return how a generation ends, of which a step ended without an execution."""
+    generation = step.generation
+    if generation.ending is not None:
+        return generation.ending
+    if status is Status.CANCELLED:
+        return Status.SEQUENCE_LOST, _STATE_LOST
+    if status is Status.DEADLINE and generation.sent:
+        return status, f"the deadline passed; {generation.sent} tokens of the answer were sent before"
+    return status, text
 
 
 def _tag(part: Slice) -> int:

@@ -31,8 +31,8 @@ class InFlight(dict[int, StartedExecution]):
         super().__init__()
         #: when the latest execution ended.
         self._freed = -inf
-        #: the latest executions that ended: name of the model, and from when to when the device had it.
-        self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
+        #: the latest executions that ended: the model, and from when to when the device had it.
+        self._recent: deque[tuple[ModelState, float, float]] = deque(maxlen=_RECENT)
         #: number of executions started since the beginning; the dispatch of the latest.
         self.started = 0
 
@@ -53,7 +53,7 @@ class InFlight(dict[int, StartedExecution]):
     def end(self, dispatch: int, now: float) -> StartedExecution:
         """Take out an execution that ended."""
         ended = self.pop(dispatch)
-        self._recent.append((ended.model.family, max(ended.started, self._freed), now))
+        self._recent.append((ended.model, max(ended.started, self._freed), now))
         self._freed = now
         return ended
 
@@ -62,14 +62,14 @@ class InFlight(dict[int, StartedExecution]):
 
         `begun_before`: executions that began later do not count.
         """
-        running = [(one.model.family, max(one.started, self._freed), until) for one in self.values()]
+        running = [(one.model, max(one.started, self._freed), until) for one in self.values()]
         seconds: dict[str, float] = {}
-        for name, start, end in (*running, *reversed(self._recent)):
+        for model, start, end in (*running, *reversed(self._recent)):
             if end <= since:
                 break
             if start < begun_before:
                 part = min(end, until) - max(start, since)
-                seconds[name] = seconds.get(name, 0.0) + part
+                seconds[model.family] = seconds.get(model.family, 0.0) + part
         return tuple(sorted(seconds, key=lambda name: -seconds[name])[:_MAX_NAMES])
 
     @property

@@ -285,11 +285,10 @@ class RequestQueues:
         Returns:
             All of them, if one took long enough to be kept by `ModelState.slowest`.
         """
-        live, entries = self.live, []
+        end = self.live.pop
+        entries = [end(request) for request in requests]
         latest, slow = model.slowest.latest_arrival(now), False
-        for request in requests:
-            entry = live.pop(request)
-            entries.append(entry)
+        for entry in entries:
             if entry.arrived < latest:
                 slow = True
             deadline = entry.request.deadline

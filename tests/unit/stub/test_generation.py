@@ -21,7 +21,7 @@ from rsrv.stub.generation import GenerationEngine
 from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import DOWN, Attachment, Remote, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.frames import (
     Completion,
     Kind,
@@ -374,6 +374,15 @@ def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, 
     code, text = failure_of(model.ask(prompt))
     assert code == "inv"
     assert why in text
+
+
+def test_text_needs_a_numpy_that_this_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a text would end the process; the load fails instead, and says what to install."""
+    tensors = Tensors(FakePbUtils)
+    tensors.check_text()
+    monkeypatch.setattr(tensors, "_numpy_works", False)
+    with pytest.raises(BrokenPairing, match="exchange no text: install numpy<2"):
+        tensors.check_text()
 
 
 def test_negative_tokens_are_refused() -> None:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv_bundle import Bundle, BundleError, cli, read_bundle
+from rsrv_bundle import Bundle, BundleError, cli, numerics, read_bundle
 from rsrv_bundle.commands.upgrading import upgrade
-from rsrv_bundle.modules import known_version
+from rsrv_bundle.modules import check_signatures, known_version
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.stateful import export_generative, export_stateful
 
@@ -68,6 +68,19 @@ def test_a_sequence_begins_with_what_init_gives(tmp_path: Path) -> None:
     run = ModuleRunner(export(tmp_path / "sums", init=init))
     (total,), (steps, _) = run.step((0, 1), [np.ones((1, 3), np.float32)], ~np.array([3]), run.pools(0))
     assert (total.tolist(), int(steps[3])) == ([[0, 0, 0]], 11)
+
+
+def test_a_step_copies_no_pool(tmp_path: Path) -> None:
+    """The compiled step of one row, which XLA handles as slices, and that of several write the pools where they are."""
+
+    def change(_: Any, state: Any, x: jax.Array) -> Any:
+        new = state.at[:, :3].add(x)
+        return new[:, :1], new
+
+    bundle = export(tmp_path / "m", change, jax.ShapeDtypeStruct((9000,), jnp.float32), slots=33)
+    for key, signature in check_signatures(bundle).items():
+        text = numerics.compiled(bundle, key, signature).as_text()
+        assert not re.findall(r"f32\[33,9000\]\S* copy\(", text), key
 
 
 def test_equal_exports_with_state_have_equal_digests(tmp_path: Path) -> None:

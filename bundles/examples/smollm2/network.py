@@ -47,17 +47,19 @@ def apply(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Read tokens, i32 [n, t], of which `lengths` [n] count, behind `position` [n] others -> the next one's logits, and pools.
 
-    The pools are read in each block, and written once: the new tokens' keys and values, and nothing for a row whose slot
-    is none.
+    Each block writes the new tokens' keys and values, and reads what it has written, with what was there: XLA copies a pool
+    that is read before it is written. A row whose slot is none writes nothing.
     """
     del begins  # says what a position of 0 says, too
     n, t = tokens.shape
     at = position[:, None] + jnp.arange(t)
-    past = (jnp.arange(CONTEXT) < position[:, None])[:, None, None, :]
     counted = jnp.arange(t) < lengths[:, None]
-    causal = jnp.arange(t)[:, None] >= jnp.arange(t)
+    # A place outside the pool is not written.
+    where = jnp.where(counted, at, CONTEXT)
+    causal = (jnp.arange(CONTEXT) <= at[:, :, None])[:, None, None]
+    known = (jnp.arange(CONTEXT) < (position + lengths)[:, None])[:, None, :, None]
     rotations = _rotations(at)
-    new: dict[str, list[jax.Array]] = {"keys": [], "values": []}
+    pools = dict(pools)
     x = jnp.take(params["token_embd.weight"], tokens, axis=0, mode="clip")
     for block in range(BLOCKS):
 
@@ -68,34 +70,25 @@ def apply(
         def heads(name: str, x: jax.Array, count: int) -> jax.Array:
             return linear(name, x).reshape(n, t, count, HEAD).swapaxes(1, 2)
 
-        def cached(name: str, block: int = block) -> jax.Array:
+        def cached(name: str, new: jax.Array, block: int = block) -> jax.Array:
+            by_token = new.swapaxes(1, 2)
+            pools[name] = pools[name].at[slots[:, None], block, :, where].set(by_token, mode="drop")
             return pools[name].at[slots, block].get(mode="fill", fill_value=0)
 
         given = _norm(params[f"blk.{block}.attn_norm.weight"], x)
         query = _rotated(heads("attn_q", given, HEADS), rotations).reshape(n, KV_HEADS, -1, HEAD)
-        key = _rotated(heads("attn_k", given, KV_HEADS), rotations)
-        value = heads("attn_v", given, KV_HEADS)
-        new["keys"].append(key)
-        new["values"].append(value)
-        before = jnp.where(past, _scores(query, cached("keys")), -jnp.inf)
-        among = _scores(query, key).reshape(n, KV_HEADS, -1, t, t)
-        among = jnp.where(causal, among, -jnp.inf).reshape(n, KV_HEADS, -1, t)
-        shares = jax.nn.softmax(jnp.concatenate([before, among], axis=-1))
+        keys = cached("keys", _rotated(heads("attn_k", given, KV_HEADS), rotations))
         # Behind the position is what an earlier sequence left, which zero times need not make zero.
-        old = jnp.where(past.swapaxes(2, 3), cached("values"), 0)
-        seen = shares[..., :CONTEXT] @ old + shares[..., CONTEXT:] @ value
+        values = jnp.where(known, cached("values", heads("attn_v", given, KV_HEADS)), 0)
+        scores = _scores(query, keys).reshape(n, KV_HEADS, -1, t, CONTEXT)
+        shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).reshape(n, KV_HEADS, -1, CONTEXT)
+        seen = shares @ values
         x += linear("attn_output", seen.reshape(n, HEADS, t, HEAD).swapaxes(1, 2).reshape(n, t, WIDTH))
         given = _norm(params[f"blk.{block}.ffn_norm.weight"], x)
         x += linear("ffn_down", jax.nn.silu(linear("ffn_gate", given)) * linear("ffn_up", given))
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = _norm(params["output_norm.weight"], last) @ params["token_embd.weight"].T
-    # A place outside the pool is not written.
-    where = jnp.where(counted, at, CONTEXT)
-    written = {
-        name: pools[name].at[slots[:, None], :, :, where].set(_by_token(parts), mode="drop")
-        for name, parts in new.items()
-    }
-    return logits, written
+    return logits, pools
 
 
 def _norm(weight: jax.Array, x: jax.Array) -> jax.Array:
@@ -120,8 +113,3 @@ def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
     """query: [n, heads, a, HEAD], key: [n, heads, b, HEAD] -> [n, heads, a, b]."""
     scores: jax.Array = jnp.einsum("nhad,nhbd->nhab", query, key) / HEAD**0.5
     return scores
-
-
-def _by_token(parts: list[jax.Array]) -> jax.Array:
-    """Return [n, t, BLOCKS, KV_HEADS, HEAD] of each block's [n, KV_HEADS, t, HEAD]."""
-    return jnp.stack(parts).transpose(1, 3, 0, 2, 4)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.wire.frames import Kind, hello, pack_ids, pack_json
 from rsrv.wire.socket import connect, listen, send
@@ -66,3 +68,26 @@ def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
             peer.recv(100)
             assert not connection.has_unread()
         transport.close()
+
+
+def test_a_connection_that_a_frame_closes_is_not_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that finds the peer gone closes the connection in the middle of its turn; no error is logged."""
+    ignored: Callable[..., Any] = lambda *_: None
+
+    def answer(connection: PeerConnection, *_: object) -> None:
+        transport.guard(connection, connection.send, hello())
+
+    with listen(tmp_path / "socket") as listener:
+        transport = Transport(listener, ignored, answer, ignored)
+        with connect(tmp_path / "socket") as peer:
+            send(peer, hello())
+            for _ in ("accept", "greet"):
+                transport.handle(transport.wait(10))
+            for _ in range(2):
+                send(peer, pack_ids(Kind.CANCEL, [1]))
+        transport.handle(transport.wait(10))
+        transport.close()
+
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -357,8 +357,9 @@ class Transport:
             finally:
                 for fd in fds:
                     os.close(fd)
-            if kind is Kind.SPANS:
-                return  # a stub may send hundreds of them, and none is urgent
+            # A stub may send hundreds of SPANS, and none is urgent. A frame may have closed its own connection.
+            if kind is Kind.SPANS or connection.closed:
+                return
 
     def _close(self, connection: PeerConnection) -> None:
         if connection.closed:

@@ -1,5 +1,6 @@
 """Reconnecting after a crash of the runtime: the back-off, and the failures of clients meanwhile."""
 
+import os
 import socket
 import threading
 from contextlib import suppress
@@ -9,8 +10,8 @@ import pytest
 from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection
 from rsrv.stub.session import DOWN, Session
 from rsrv.wire.calls import RunExit
-from rsrv.wire.frames import Status
-from rsrv.wire.socket import Closed, Receiver
+from rsrv.wire.frames import Kind, ProtocolError, Status, pack_json
+from rsrv.wire.socket import Closed, Receiver, send
 
 
 class Backoffs(threading.Event):
@@ -113,3 +114,16 @@ def test_any_thread_may_ask_whether_the_runtime_reads() -> None:
     theirs.close()
     connection.close()
     assert not connection.reads
+
+
+@pytest.mark.parametrize("frame", [pack_json(Kind.STARTING, {"start_s": "soon"}), b"not a frame"])
+def test_descriptors_of_a_runtime_that_misbehaves_are_closed(frame: bytes) -> None:
+    """An answer to REGISTER that cannot be read may come with a file, which nothing else would close."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(8)).cast("q"), 1))
+        files = len(os.listdir("/proc/self/fd"))
+        send(theirs, frame, [0])
+        with pytest.raises((ProtocolError, ValueError)):
+            connection.register({})
+        assert len(os.listdir("/proc/self/fd")) == files

@@ -169,26 +169,26 @@ class RuntimeConnection:
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
             raise Closed("the runtime does not read")
         self._demand = {key: registration[key] for key in ("asked", "deadline_ns") if registration.get(key)}
-        self._readable.poll()
-        frame, fds = self._receiver.receive()
-        if frames.read_header(frame)[0] is Kind.STARTING:
-            starting(float(frames.unpack_json(frame).get("start_s", 0.0)))
+        while True:
             self._readable.poll()
             frame, fds = self._receiver.receive()
-        self._demand = None
-        try:
-            kind, _ = frames.read_header(frame)
-            if kind is Kind.REJECTED:
-                answer = frames.unpack_json(frame)
-                raise Rejected(str(answer.get("reason")), str(answer.get("client", "")))
-            if kind is Kind.COLD:
-                raise Cold(_start_timeout(frame))
-            if kind is not Kind.REGISTERED or len(fds) != 1:
-                raise ProtocolError(f"{kind.name} where REGISTERED was expected")
-            return read_document(fds[0])
-        finally:
-            for fd in fds:
-                os.close(fd)
+            try:
+                kind, _ = frames.read_header(frame)
+                if kind is Kind.STARTING:
+                    starting(float(frames.unpack_json(frame).get("start_s", 0.0)))
+                    continue
+                self._demand = None
+                if kind is Kind.REJECTED:
+                    answer = frames.unpack_json(frame)
+                    raise Rejected(str(answer.get("reason")), str(answer.get("client", "")))
+                if kind is Kind.COLD:
+                    raise Cold(_start_timeout(frame))
+                if kind is not Kind.REGISTERED or len(fds) != 1:
+                    raise ProtocolError(f"{kind.name} where REGISTERED was expected")
+                return read_document(fds[0])
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
     def tell_demand(self, demand: Mapping[str, int]) -> None:
         """Have the runtime know which requests wait for the answer to `register`, in the form of REGISTER. Thread-safe.

@@ -27,7 +27,8 @@ class Diagnosed:
     failures: dict[str, BundleFailure] = field(default_factory=dict)
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
-        return counts(self.models) if command["command"] == "metrics" else {}
+        shared = {"groups": [{"bytes": 500, "models": ["a", "b"], "on_device": True}]}
+        return {"metrics": counts(self.models), "memory": shared}.get(command["command"], {})
 
     @property
     def names(self) -> list[str]:
@@ -60,6 +61,7 @@ async def test_findings_are_those_of_the_latest_look(tmp_path: Path) -> None:
         figures, _ = await server.diagnosis.look()
         assert server.names == []
         assert figures.facts["a"].device_bytes == 1000
+        assert figures.devices[0].shared == [(500, frozenset("ab"))]
         assert dict(figures.facts["a"].costs) == {1: 0.001, 8: 0.002, 16: 0.003}
 
         server.models["a"] = model(requests=outcomes(failed=30))

@@ -428,6 +428,20 @@ def test_the_model_with_most_requests_speaks_for_all() -> None:
     assert finding.evidence.endswith("; also m298, m297, m296 and 296 more")
 
 
+def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() -> None:
+    """Only the models with requests, and the pinned ones, are added up, whatever all the others share."""
+    thrashing = model(100, misses=78, evictions={"room": 70}, load=times(78, 0.026), resident=False)
+    models = {"a": thrashing, "b": thrashing, "pinned": model(0), "idle": model(0)}
+    now = server(
+        counts(models, budget_bytes=20 * MB),
+        settings="runtime: {weight_budget_bytes: 20000000}\nmodels: {pinned: {residency: device}}",
+    )
+    device = replace(now.devices[0], shared=[(4 * MB, frozenset("ab")), (9 * MB, frozenset({"a", "idle"}))])
+    one = found(replace(now, devices={0: device}))["weights_thrash"]
+    assert one.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
+    assert one.cure.startswith("raise runtime.weight_budget_bytes to 26000000 (6 MB more")
+
+
 def test_findings_name_the_device_if_there_are_several() -> None:
     """With two devices, the evidence begins with the device."""
     findings = find(

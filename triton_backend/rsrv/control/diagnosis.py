@@ -49,6 +49,7 @@ class Diagnosis:
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
         self._facts: dict[str, ModelFacts] = {}
+        self._shared: dict[int, list[tuple[int, frozenset[str]]]] = {}
         #: The runtimes' count of changes, when the facts were read.
         self._facts_of = -1
         self.findings: list[ServerFinding] = []
@@ -91,6 +92,7 @@ class Diagnosis:
                     down_s=link.down_s,
                     obstacle="" if link.up else link.obstacle,
                     asleep=link.asleep_since is not None,
+                    shared=self._shared.get(number, ()),
                 )
                 for number, link in enumerate(runtimes.links)
             },
@@ -109,13 +111,17 @@ class Diagnosis:
         )
 
     async def _read_facts(self) -> None:
-        """Read bytes and costs, if models came or went: they take the runtime longer than the counters."""
+        """Read bytes, sharing and costs, if models came or went: they take the runtime longer than the counters."""
         seen = self._runtimes.other_changes
         if seen != self._facts_of:
             self._facts = {
                 name: ModelFacts(said["device_bytes"], _costs(said))
                 for status in (await self._runtimes.status()).values()
                 for name, said in status["models"].items()
+            }
+            self._shared = {
+                number: [(group["bytes"], frozenset(group["models"])) for group in said["groups"]]
+                for number, said in (await self._runtimes.query({"command": "memory"})).items()
             }
             self._facts_of = seen
 

@@ -33,6 +33,8 @@ class DeviceFigures:
     #: Why the device serves nothing, by the latest attempt to start its runtime.
     obstacle: str = ""
     asleep: bool = False
+    #: Bytes of tensors that several models have, and these models.
+    shared: Sequence[tuple[int, frozenset[str]]] = ()
 
 
 class ModelFacts(NamedTuple):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Literal
 
 from rsrv.control.figures import DeviceWindow, ModelActivity, ServerFigures, best_size, mean, merged, windows
@@ -213,23 +212,20 @@ def _uneven(case: _Case) -> Iterator[ServerFinding]:
 
 
 def _weights_thrash(case: _Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    memory, models = window.counts["memory"], window.models.values()
-    budget, host = memory["device"]["budget_bytes"], memory["host"]
+    budget, models = window.counts["memory"]["device"]["budget_bytes"], window.models.values()
     arrived = sum(one.ended + one.queued for one in models)
     misses = sum(one.misses for one in models)
     evicted = sum(one.evictions.get("room", 0) for one in models)
     if budget is None or arrived < _FEW or misses < 0.2 * arrived or evicted < 5:
         return
     used = [one for one in models if one.ended or one.queued]
-    # Tensors that models share are stored once.
-    sharing = host["physical_bytes"] / host["logical_bytes"] if host["logical_bytes"] else 1.0
-    asked = sharing * sum(_bytes(case, one) for one in used)
+    asked = _together(case, window, used)
     load = merged(SECONDS, (one.load for one in models)).quantile(0.5)
     busiest = max(used, key=lambda one: one.misses).name
     pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
     if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
         cure = (
-            f"raise runtime.weight_budget_bytes to {ceil(asked)} ({amount(asked - budget)} more of the device's "
+            f"raise runtime.weight_budget_bytes to {asked} ({amount(asked - budget)} more of the device's "
             f"memory), or {pin}"
         )
     else:
@@ -614,6 +610,19 @@ def _worst(
 def _bytes(case: _Case, one: ModelActivity) -> int:
     facts = case.now.facts.get(one.name)
     return one.weight_bytes if facts is None else facts.device_bytes
+
+
+def _together(case: _Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
+    """Return the bytes of these models and of the pinned ones, which have their room without requests."""
+    sizes = {
+        name: case.now.facts[name].device_bytes
+        for name in window.counts["models"]
+        if name in case.now.facts and case.now.policy(name, "residency") == "device"
+    } | {one.name: _bytes(case, one) for one in used}
+    shared = case.now.devices[window.number].shared
+    # Tensors that models share are stored once.
+    saved = sum(size * max(0, len(sizes.keys() & names) - 1) for size, names in shared)
+    return sum(sizes.values()) - saved
 
 
 def _waiting(window: DeviceWindow) -> int:

@@ -23,7 +23,7 @@ from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
 from rsrv_bundle.numerics import TOLERANCE, ModuleRunner, compare
 from rsrv_bundle.reader import HOOKS_FILE, read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle, GenerateSpec, StateSpec, TensorSpec
-from rsrv_bundle.state_sections import generate_entry, state_entry
+from rsrv_bundle.state_sections import sections_of
 
 Array = np.ndarray[Any, Any]
 
@@ -180,9 +180,10 @@ def export_bundle(
         if internal:
             document["internal"] = True
         if stateful is not None:
-            document |= {"format_version": WITH_STATE, "state": state_entry(stateful.state)}
-            if stateful.generate is not None:
-                document["generate"] = generate_entry(stateful.generate)
+            document |= {
+                "format_version": WITH_STATE,
+                **sections_of(stateful.state, stateful.generate),
+            }
         document["sha256"] = sha256_of(sorted(work.iterdir()))
         if stateful is not None:
             stateful.add_files(work)

@@ -178,6 +178,7 @@ def compare_answers(
     problems = Problems()
     gaps: dict[str, float] = {}
     vocabulary = logits(np.zeros((1, 1), np.int32), np.ones(1, np.int32)).shape[-1]
+    output = [spec.name for spec in manifest.outputs].index(generate.token)
     for key in run.keys():  # noqa: SIM118 - not a mapping
         name = label(run.bundle, key)
         rng = np.random.default_rng(key)
@@ -201,7 +202,7 @@ def compare_answers(
                 generate.sampling: np.zeros((count, 4), np.float32),
             }
             inputs = [by_name[spec.name] for spec in manifest.inputs]
-            chosen = sequences.step((variant, key[1]), inputs)[_output(run.bundle, generate.token)]
+            chosen = sequences.step((variant, key[1]), inputs)[output]
             gaps[name] = max(gaps[name], _gap(chosen, logits(prompt, lengths)))
         if not gaps[name] <= tolerance["f32"]:
             rule = (
@@ -224,10 +225,6 @@ def _chunks(run: ModuleRunner, key: Key) -> list[int]:
     while sum(manifest.chunks[variant] for variant in chunks) > manifest.generate.context:
         del chunks[0]
     return chunks
-
-
-def _output(bundle: Bundle, name: str) -> int:
-    return [spec.name for spec in bundle.manifest.outputs].index(name)
 
 
 def _gap(tokens: Array, logits: Array) -> float:

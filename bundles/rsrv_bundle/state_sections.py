@@ -9,16 +9,16 @@ from typing import Any, Final, get_args
 
 from rsrv.text import nearest
 from rsrv_bundle import dtypes
-from rsrv_bundle.spec import GenerateSpec, Manifest, StateSpec, StateTensor, TensorSpec, WhenFull
+from rsrv_bundle.spec import GenerateSpec, Manifest, StateSpec, StateTensor, WhenFull
 from rsrv_bundle.tensors import MAX_EXTENT, MAX_NAME, Report, is_positive
 
 _STATE_KEYS = ("slots", "tensors", "idle_timeout_s", "when_full")
-#: tensors of a generation -> element type, and what the tensor must be
-_ROLES: Final = {
-    "tokens": ("i32", "an executable input, i32 [n, t] with t of size -1"),
-    "lengths": ("i32", "an executable input, i32 [n]"),
-    "sampling": ("f32", "an executable input, f32 [n, 4]"),
-    "token": ("i32", "an executable output, i32 [n]"),
+#: tensors of a generation -> element type, sizes behind the batch axis, and both in words
+_ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
+    "tokens": ("i32", (-1,), "an executable input, i32 [n, t] with t of size -1"),
+    "lengths": ("i32", (), "an executable input, i32 [n]"),
+    "sampling": ("f32", (4,), "an executable input, f32 [n, 4]"),
+    "token": ("i32", (), "an executable output, i32 [n]"),
 }
 _GENERATE_KEYS = (*_ROLES, "context", "stop", "max_tokens", "tokenizer", "template")
 MAX_SLOTS = 65_536
@@ -152,15 +152,10 @@ def _role(role: str, name: Any, manifest: Manifest, bad: Report) -> str:
     """Check that a generation's tensor exists as its role wants it; return its name."""
     specs = manifest.outputs if role == "token" else manifest.inputs
     spec = next((spec for spec in specs if spec.name == name), None)
-    dtype, rule = _ROLES[role]
-    if spec is None or spec.dtype != dtype or not _has_axes(role, spec):
+    dtype, behind_batch, rule = _ROLES[role]
+    if spec is None or (spec.dtype, spec.batch_axis, spec.dims[1:]) != (dtype, 0, behind_batch):
         bad(f"generate.{role}", f"{name!r:.40} must be {rule}")
     return str(name)
-
-
-def _has_axes(role: str, spec: TensorSpec) -> bool:
-    """Return whether a tensor has the axes behind the batch that its role wants."""
-    return spec.dims[1:] == {"tokens": (-1,), "sampling": (4,)}.get(role, ()) and spec.batch_axis == 0
 
 
 def _stop(stop: Any, bad: Report) -> tuple[int, ...]:
@@ -188,23 +183,20 @@ def _texts(section: Mapping[str, Any], bad: Report) -> tuple[str | None, str]:
     return tokenizer, template
 
 
-def state_entry(state: StateSpec) -> dict[str, Any]:
-    """Return the section `state` as a manifest writes it."""
-    return {
-        "slots": state.slots,
-        "tensors": [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in state.tensors],
-        "idle_timeout_s": state.idle_timeout_s,
-        "when_full": state.when_full,
-    }
-
-
-def generate_entry(generate: GenerateSpec) -> dict[str, Any]:
-    """Return the section `generate` as a manifest writes it."""
-    entry: dict[str, Any] = {key: getattr(generate, key) for key in _GENERATE_KEYS}
-    entry["stop"] = list(generate.stop)
-    if generate.tokenizer is None:
-        del entry["tokenizer"], entry["template"]
-    return entry
+def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[str, dict[str, Any]]:
+    """Return the sections `state` and `generate`, where there are such, as a manifest writes them."""
+    sections: dict[str, dict[str, Any]] = {}
+    if state is not None:
+        sections["state"] = {
+            "slots": state.slots,
+            "tensors": [{"name": t.name, "dtype": t.dtype, "dims": list(t.dims)} for t in state.tensors],
+            "idle_timeout_s": state.idle_timeout_s,
+            "when_full": state.when_full,
+        }
+    if generate is not None:
+        keys = _GENERATE_KEYS if generate.tokenizer else (*_ROLES, "context", "stop", "max_tokens")
+        sections["generate"] = {key: getattr(generate, key) for key in keys} | {"stop": list(generate.stop)}
+    return sections
 
 
 def _known(where: str, mapping: Mapping[str, Any], known: tuple[str, ...], bad: Report) -> None:

@@ -19,7 +19,7 @@ from rsrv_bundle.errors import TargetError
 from rsrv_bundle.manifest import CURRENT, WITH_STATE
 from rsrv_bundle.reader import NAME_RULE, may_be_name
 from rsrv_bundle.spec import Manifest, TensorSpec
-from rsrv_bundle.state_sections import generate_entry, state_entry
+from rsrv_bundle.state_sections import sections_of
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
@@ -56,10 +56,7 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
             document["meta"]["restartable"] = True
     if manifest.internal:
         document["internal"] = True
-    if manifest.state:
-        document["state"] = state_entry(manifest.state)
-    if manifest.generate:
-        document["generate"] = generate_entry(manifest.generate)
+    document |= sections_of(manifest.state, manifest.generate)
     if sha256:
         document["sha256"] = dict(sha256)
     document["provenance"] = dict(manifest.provenance)

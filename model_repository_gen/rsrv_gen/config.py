@@ -131,10 +131,7 @@ def _python_model(name: str, rows: int) -> Any:
     return config
 
 
-#: tensors of a generation, by whether it has a tokenizer: name, element type, dims
-_PROMPT = {True: ("text_input", DataType.TYPE_STRING, [1]), False: ("tokens", DataType.TYPE_INT32, [-1])}
-_ANSWER = {True: ("text_output", DataType.TYPE_STRING, [1]), False: ("tokens", DataType.TYPE_INT32, [-1])}
-#: outputs of an answer's last response only
+#: outputs of a generation that only the last response of an answer has: name, element type, dims
 _USAGE = (
     ("finish_reason", DataType.TYPE_STRING, [1]),
     ("prompt_tokens", DataType.TYPE_INT32, [1]),
@@ -148,9 +145,11 @@ def _generating(bundle: Bundle, *, text: bool) -> Any:
     """Return the configuration of a model that answers with a stream of tokens, or of text."""
     config = _python_model(bundle.name, 0)
     config.model_transaction_policy.decoupled = True
-    for tensors, entries in ((config.input, [_PROMPT[text]]), (config.output, [_ANSWER[text], *_USAGE])):
-        for name, data_type, dims in entries:
-            tensors.add(name=name, data_type=data_type, dims=dims)
+    kind, dims = (DataType.TYPE_STRING, [1]) if text else (DataType.TYPE_INT32, [-1])
+    config.input.add(name="text_input" if text else "tokens", data_type=kind, dims=dims)
+    config.output.add(name="text_output" if text else "tokens", data_type=kind, dims=dims)
+    for name, kind, dims in _USAGE:
+        config.output.add(name=name, data_type=kind, dims=dims)
     return config
 
 

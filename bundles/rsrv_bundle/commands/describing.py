@@ -15,7 +15,7 @@ from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatures, module_file, read_module
 from rsrv_bundle.reader import HOOKS_FILE, list_files
 from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
-from rsrv_bundle.state_sections import generate_entry, state_entry
+from rsrv_bundle.state_sections import sections_of
 
 #: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
 #: its memory; "none": no count
@@ -57,11 +57,10 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         signatures = check_signatures(bundle, look)
         found["modules"] = [_module(bundle, key, signature, costs) for key, signature in signatures.items()]
         found["weights"] = _weights(bundle.weights)
+        found |= sections_of(manifest.state, manifest.generate)
         if manifest.state is not None:
             sizes = {"slot_bytes": manifest.state.slot_bytes, "pool_bytes": manifest.state.pool_bytes}
-            found["state"] = {**state_entry(manifest.state), **sizes}
-        if manifest.generate is not None:
-            found["generate"] = generate_entry(manifest.generate)
+            found["state"] |= sizes
     found["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
     found["files"] = _other_files(bundle)
     found["numerics"] = dict(manifest.numerics)

@@ -12,7 +12,7 @@ from rsrv_bundle.errors import Problems
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.reader import list_files
 from rsrv_bundle.spec import Bundle, Manifest, TensorSpec
-from rsrv_bundle.state_sections import generate_entry, state_entry
+from rsrv_bundle.state_sections import sections_of
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
 
@@ -99,10 +99,14 @@ def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
         )
         if one != other
     ]
+    sections = [sections_of(one.state, one.generate) for one in (a, b)]
     return [
         *lines,
-        *_mapping("state", *({} if m.state is None else state_entry(m.state) for m in (a, b))),
-        *_mapping("generate", *({} if m.generate is None else generate_entry(m.generate) for m in (a, b))),
+        *(
+            line
+            for key in ("state", "generate")
+            for line in _mapping(key, *(one.get(key, {}) for one in sections))
+        ),
         *_mapping("provenance", a.provenance, b.provenance),
         *_mapping("numerics", a.numerics, b.numerics),
     ]

@@ -14,11 +14,14 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
 from rsrv.wire.blackbox import Phase
-from rsrv.wire.socket import read_status
+from rsrv.wire.frames import Status
+from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.counting import count, expected, export_counting
 from tests.unit.runtime.metas import Run, answer_of, assert_y, both_kinds, queued, request, status_of
 from tests.unit.runtime.metas import rows as rows_of
+from tests.unit.runtime.test_generating import Client
 from tests.unit.runtime.test_residency import answered
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 from tests.unit.runtime.watchers import Operator
@@ -103,6 +106,46 @@ def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_on
         assert_y(answer_of(one), rows_of(1, 4 * n + 4))
 
 
+def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRuntime, tmp_path: Path) -> None:
+    """One that comes meanwhile gets no slot there, so that its stub can have it begin in the next runtime."""
+    runtime = start_runtime(SETTINGS, compute=count)
+    client = Client(runtime, export_counting(tmp_path / "counting"))
+    runtime.device.gate.clear()
+    first = client.ask([3])
+    assert runtime.device.gate.waiting.wait(10)
+    with Operator(runtime) as operator:
+        operator.send(command="restart", drain_s=30.0)
+        until_a_restart_is_under_way(runtime)
+        second = client.ask([1, 2, 3])
+        runtime.device.gate.set()
+        assert client.end(first)[0] is Status.OK
+        wait_until(lambda: not runtime.alive)
+
+    assert client.tokens == {first: expected([3])}
+    with pytest.raises(Closed):
+        client.end(second)
+    client.connection.close()
+
+
+def test_generations_that_take_too_long_keep_their_runtime(
+    start_runtime: StartRuntime, tmp_path: Path
+) -> None:
+    """The command fails, and both generations go on: one that has executed, and one that has waited for a slot."""
+    runtime = start_runtime(SETTINGS, compute=count)
+    client = Client(runtime, export_counting(tmp_path / "counting"))
+    with Operator(runtime) as operator:
+        assert operator.do("pause", model="counting", mode="hold") == {}
+        numbers = [client.ask([3])]
+        wait_until(lambda: bool(runtime.loop._requests.generations))
+        operator.send(command="restart", drain_s=0.001)
+        assert "0 runs of meta models, 1 generations and 0 executions" in operator.hear()["error"]
+        assert operator.do("continue", model="counting") == {}
+    numbers.append(client.ask([3]))
+
+    assert [client.end(number)[0] for number in numbers] == [Status.OK] * 2
+    client.connection.close()
+
+
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:
     """The command fails with what is in progress, and the runtime answers as before."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
@@ -110,7 +153,9 @@ def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Eng
         refused = operator.do("restart", drain_s=0.001)
 
         assert refused["code"] == "FAILED_PRECONDITION"
-        assert "0 runs of meta models and 1 executions have not ended in time" in refused["error"]
+        assert (
+            "0 runs of meta models, 0 generations and 1 executions have not ended in time" in refused["error"]
+        )
         runtime.device.gate.set()
         assert [answered(one) for one in (executing, waiting)] == [1, 1]
         assert operator.do("restart", drain_s=30) == {}

@@ -177,6 +177,20 @@ def test_a_start_is_refused_where_none_may_wait() -> None:
     house.check()
 
 
+def test_before_the_end_of_the_runtime_no_sequence_gets_a_slot() -> None:
+    """One that has a slot goes on; others wait, also with slots free, and get theirs if the runtime goes on after all."""
+    house = House(when_full="refuse")
+    house.run(7, START)
+    house.take(house.sequences.hold(held=True))
+    later = house.ask(8, START)
+    assert house.executing.keys() == {house.ask(7)}
+    assert house.waiting.keys() == {later}
+
+    house.take(house.sequences.hold(held=False))
+    assert later in house.executing
+    house.check()
+
+
 def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
     """With `host`, an idle sequence gives its slot to another one, and gets one back with its next step."""
     house = House(slots=2, when_full="host")

@@ -122,6 +122,8 @@ class Driver:
         #: model -> its pause, and how many of its requests may wait.
         self.paused: dict[str, Pause | None] = {}
         self.limits: dict[str, int] = {}
+        #: models whose requests are steps of generations
+        self.generative: set[str] = set()
         #: model -> runs in progress when it was told to drain.
         self.finishing: dict[str, set[int]] = {}
         #: Whether it winds down, or has.
@@ -173,6 +175,9 @@ class Driver:
             self.paused[event.program.model] = event.program.paused
             self.finishing[event.program.model] = set()
             self.limits[event.program.model] = event.program.max_queue_depth
+            (self.generative.add if event.program.feeds_back else self.generative.discard)(
+                event.program.model
+            )
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
         if isinstance(event, Paused):
@@ -386,10 +391,10 @@ class Driver:
                 self.warming.add(instruction.model)
             case GiveUp():
                 self.given_up.append(instruction.model)
-            case WoundDown(runs, executions):
+            case WoundDown(runs, executions, steps):
                 assert self.winding_down
                 assert (runs, executions) == (len(self.under_way), len(self.executing))
-                self.winding_down = not (runs or executions)
+                self.winding_down = not (runs or executions or steps)
             case EvictWeights():
                 assert instruction.model not in self.warming
                 assert self.held(instruction.model) or not any(
@@ -503,8 +508,9 @@ class Driver:
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
         assert execute.dispatch not in self.executing
-        # The runs in progress need executions to end; a second try began before this.
-        assert self.under_way or execute.again or not self.winding_down
+        # Runs and generations in progress need executions to end; a second try began before this.
+        generating = any(one.model in self.generative for one in self.waiting.values())
+        assert self.under_way or generating or execute.again or not self.winding_down
         requests = [self.requests[request] for request in execute.requests]
         assert requests
         assert execute.rows == sum(request.rows for request in requests) <= execute.size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rsrv.scheduler.events import Admit, Finish, Outcome, RunsAsked, WoundDown
+from rsrv.scheduler.events import Admit, Finish, Outcome, Pause, RunsAsked, WoundDown
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, ids, program
 
@@ -55,6 +57,25 @@ def test_runs_in_progress_end_first(driver: Driver) -> None:
     assert driver.end(run) == []
     assert driver.finish()[-1] == AT_REST
     assert driver.waiting_runs.keys() == {later.id}
+
+
+def test_generations_in_progress_end_first(driver: Driver) -> None:
+    """The next step of each comes before the end of the one before; the device rests when none comes any more."""
+    driver.add(replace(program("steps", SINGLE), feeds_back=True))
+    driver.arrive(driver.request("steps"))
+    driver.wind_down(30)
+    driver.arrive(driver.request("steps", waited=True))
+    assert len(executions(driver.finish())) == 1
+    assert driver.finish()[-1] == AT_REST
+
+
+def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> None:
+    """Nothing executes, and yet the device is not at rest: an operator holds the model."""
+    driver.add(replace(program("steps", SINGLE), feeds_back=True))
+    driver.pause(Pause.HOLD, "steps")
+    driver.arrive(driver.request("steps"))
+    assert driver.wind_down(0.005) == []
+    assert driver.tick(driver.now + 0.005) == [WoundDown(0, 0, steps=1)]
 
 
 def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:

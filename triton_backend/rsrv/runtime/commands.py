@@ -370,6 +370,7 @@ class Commands:
         if end is None:
             self.successor.withdraw()  # the connection has ended
         elif not message.reason:
+            self._requests.hold_starts(held=True)
             self._outbox.append(ev.WindDown(end.drain_s))
         else:
             self._refuse_end(end, f"the runtime goes on: {message.reason}")
@@ -380,10 +381,11 @@ class Commands:
         if end is None:
             return  # it is being withdrawn
         waiting = len(self._requests.pending) + len(self._catalog.building)
-        if not end.force and (wound.runs or wound.executions):
+        if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
-                f"{wound.runs} runs of meta models and {wound.executions} executions have not ended in time, so the runtime "
-                "goes on. Wait longer with --drain, or have them begin again in the next runtime with --force"
+                f"{wound.runs} runs of meta models, {len(self._requests.generations)} generations and {wound.executions} "
+                "executions have not ended in time, so the runtime goes on. Wait longer with --drain, or go on with --force: "
+                "they begin again in the next runtime, but generations of which tokens were sent fail"
             )
             self._refuse_end(end, text)
         elif not end.force and end.command == "sleep" and waiting:
@@ -421,6 +423,7 @@ class Commands:
     def _go_on(self) -> None:
         """Withdraw the end that is under way."""
         self._end = None
+        self._requests.hold_starts(held=False)
         self._outbox.append(ev.WindDown(None))
         if not self._preparing:
             self.successor.withdraw()

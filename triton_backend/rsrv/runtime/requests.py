@@ -293,6 +293,10 @@ class Requests:
         """Return the slots of an execution of a model with state."""
         return tuple([one.row for one in map(_sequence, slices) if one is not None])
 
+    def hold_starts(self, *, held: bool) -> None:
+        """Have sequences and generations that begin wait, perhaps for the next runtime, or go on."""
+        self._apply(self.sequences.hold(held=held))
+
     def expire(self) -> None:
         """End the sequences that were idle for too long, and the requests that waited too long for a slot."""
         self._apply(self.sequences.expire(self._clock()))

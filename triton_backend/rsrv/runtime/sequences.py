@@ -165,6 +165,8 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self._models: dict[str, _SlotTable] = {}
+        #: whether no sequence gets a slot, because the runtime is about to end
+        self._held = False
 
     def __bool__(self) -> bool:
         """Return whether there is a sequence."""
@@ -262,6 +264,11 @@ class SequenceTable:
             granted += self._grant(model).granted
         return Verdicts(tuple(granted))
 
+    def hold(self, *, held: bool) -> Verdicts:
+        """Give no slots from now on, or go on, and give those that sequences have waited for."""
+        self._held = held
+        return Verdicts(tuple(one for model in self._models.values() for one in self._grant(model).granted))
+
     def lose(self, key: str, losses: int) -> Verdicts:
         """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""
         model = self._models[key]
@@ -297,6 +304,8 @@ class SequenceTable:
 
     def _find_slot(self, model: _SlotTable) -> int | None:
         """Return a free slot, or that of the idle sequence whose state goes to the host."""
+        if self._held:
+            return None
         if model.free:
             return model.free.pop()
         if model.spec.when_full != "host" or not model.idle:

@@ -294,12 +294,13 @@ class SettingsChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindDown:
-    """Come to rest for the next runtime: admit no run, and start no execution once no run is in progress.
+    """Come to rest for the next runtime: admit no run, and start no execution once no run or generation is in progress.
 
-    Ends in `WoundDown`. Queued requests stay queued.
+    Ends in `WoundDown`. Queued requests stay queued, except those of models that feed back: these go on, and the caller
+    sends none of generations that begin.
     """
 
-    #: seconds for runs and executions to end; None: withdraw an earlier `WindDown`, and go on as before.
+    #: seconds for all that to end; None: withdraw an earlier `WindDown`, and go on as before.
     within: float | None
 
 
@@ -407,11 +408,12 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class WoundDown:
-    """The end of a `WindDown`: without runs and executions, nothing starts any more; with some, all goes on as before."""
+    """The end of a `WindDown`: without anything in progress, nothing starts any more; otherwise all goes on as before."""
 
-    #: numbers of those that have not ended in time.
+    #: numbers of those that have not ended in time; steps of generations that execute are executions.
     runs: int
     executions: int
+    steps: int = 0
 
 
 class Outcome(Enum):

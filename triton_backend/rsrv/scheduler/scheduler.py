@@ -516,19 +516,25 @@ class Scheduler:
     @property
     def _is_closed(self) -> bool:
         """True if no execution starts any more, because the runtime is about to end."""
-        return self._rest_until is not None and not self._admission.running
+        if self._rest_until is None:
+            return False
+        return self._rest_until == -inf or not (self._admission.running or self._waiting_steps())
+
+    def _waiting_steps(self) -> int:
+        """Return the number of generations whose next step waits; the others in progress execute one."""
+        return sum(model.queued for model in self._models.values() if model.program.feeds_back)
 
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
         """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
         assert self._rest_until is not None
-        runs, executions = self._admission.running, len(self._running)
-        if not runs and not executions:
+        runs, executions, steps = self._admission.running, len(self._running), self._waiting_steps()
+        if not (runs or executions or steps):
             if self._rest_until > -inf:
                 self._rest_until = -inf
                 out.append(WoundDown(0, 0))
         elif now >= self._rest_until > -inf:
             self._rest_until, self._admission.closed = None, False
-            out.append(WoundDown(runs, executions))
+            out.append(WoundDown(runs, executions, steps))
             self._admission.proceed(now, out)
             self._plan(now, out)
 

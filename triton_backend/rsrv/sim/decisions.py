@@ -61,8 +61,8 @@ def _line(instruction: Instruction, record: Record) -> str:
             return f"GIVE UP {model}"
         case Admit(run=run):
             return f"ADMIT run={run}"
-        case WoundDown(runs=runs, executions=executions):
-            return f"WOUND DOWN runs={runs} executions={executions}"
+        case WoundDown(runs=runs, executions=executions, steps=steps):
+            return f"WOUND DOWN runs={runs} executions={executions} steps={steps}"
         case Finish(request=request, outcome=outcome, reason=reason):
             model = record.requests[request - 1].request.model
             why = "" if reason is None else f" reason={reason.value}"

@@ -28,6 +28,7 @@ from rsrv.stub.endpoint import (
     Endpoint,
     ExecutionPlan,
     LearnedDuration,
+    PlannedTensor,
     WireTensor,
     read_inputs,
 )
@@ -107,26 +108,19 @@ class ModelRequest:
 
     def written(self) -> dict[str, Array]:
         """Return the module's inputs, where `write` has left them."""
-        plan, slab = self.plan, self.slab
-        assert plan is not None
-        assert slab is not None
-        return {
-            planned.tensor.name: np.ndarray(
-                planned.shape, planned.dtype, slab.segment, self.inputs_at + planned.offset
-            )
-            for planned in plan.inputs
-        }
+        assert self.plan is not None
+        return self._arrays(self.plan.inputs, self.inputs_at)
 
     def outputs(self) -> dict[str, Array]:
         """Return the module's outputs, where they lie in shared memory."""
-        plan, slab = self.plan, self.slab
-        assert plan is not None
-        assert slab is not None
+        assert self.plan is not None
+        return self._arrays(self.plan.outputs, self.outputs_at)
+
+    def _arrays(self, tensors: Sequence[PlannedTensor], start: int) -> dict[str, Array]:
+        assert self.slab is not None
         return {
-            planned.tensor.name: np.ndarray(
-                planned.shape, planned.dtype, slab.segment, self.outputs_at + planned.offset
-            )
-            for planned in plan.outputs
+            one.tensor.name: np.ndarray(one.shape, one.dtype, self.slab.segment, start + one.offset)
+            for one in tensors
         }
 
     @property

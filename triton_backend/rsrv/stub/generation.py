@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,19 +45,6 @@ _BROKEN = "the answer could not be made; the server's log says why"
 _SUB_CALL = (
     "a meta model cannot call a model that generates tokens: call it through Triton, with decoupled=True"
 )
-
-
-class Facts(NamedTuple):
-    """Facts of REGISTERED about a generation, as far as a stub needs them."""
-
-    context: int
-    stop: Sequence[int]
-
-    @classmethod
-    def of(cls, attachment: Attachment) -> "Facts":
-        (model,) = attachment.models
-        found = model.generate or {}
-        return cls(found["context"], found["stop"])
 
 
 @dataclass(slots=True, eq=False)
@@ -92,25 +79,6 @@ class AnswerStream:
 
     #: of an answer in one step; a stream's last response is small
     nbytes = 0
-
-    def pack(self) -> None:
-        """Make the frame. Raises ProtocolError if the prompt does not fit."""
-        params, request = self.params, self.request
-        self.frame = pack_generate(
-            Generate(
-                self.id,
-                self.prompt,
-                params.max_tokens,
-                params.temperature,
-                params.top_k,
-                params.top_p,
-                params.seed,
-                params.stop_tokens,
-                request.params.deadline_ns,
-                request.params.priority,
-                request.tag,
-            )
-        )
 
     def write(self) -> bytes:
         return self.frame
@@ -167,7 +135,10 @@ class GenerationEngine:
 
     def _use(self, attachment: Attachment) -> None:
         """Prepare requests for another attachment, before any thread submits one to it."""
-        self._facts, self._key = Facts.of(attachment), attachment.key
+        (model,) = attachment.models
+        assert model.generate is not None
+        self._context, self._stop = model.generate["context"], model.generate["stop"]
+        self._key = attachment.key
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
         self._deferred.watch(attachment)
@@ -237,32 +208,36 @@ class GenerationEngine:
 
     def _prepare(self, one: AnswerStream) -> None:
         """Read and check a request. Raises RequestFailure."""
-        request, facts = one.request, self._facts
+        request, context = one.request, self._context
         if request.params.run:
             raise RequestFailure(Status.INVALID, _SUB_CALL)
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)
         one.params = read_generation_params(
             parse_parameters(request.triton.parameters() or "{}"),
-            context=facts.context,
-            stop=facts.stop,
+            context=context,
+            stop=self._stop,
             text=self._prompts is not None,
         )
         (tensor,) = request.triton.inputs()
         if self._prompts is None:
             one.prompt, one.kept = _read_tokens(self._tensors.read(tensor, "i32")), []
         else:
-            one.prompt = self._prompts.encode(_read_text(tensor.as_numpy(), facts.context))
+            one.prompt = self._prompts.encode(_read_text(tensor.as_numpy(), context))
             one.text = TextStream(self._prompts.decode, one.params.stop_texts)
-        if not 0 < len(one.prompt) < facts.context:
+        if not 0 < len(one.prompt) < context:
             text = (
-                f"the prompt has {len(one.prompt)} tokens, and this model takes 1 to {facts.context - 1}, as {facts.context} "
-                "are for prompt and answer together"
+                f"the prompt has {len(one.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "
+                "prompt and answer together"
             )
             raise RequestFailure(Status.INVALID, text)
         request.deaths = max(request.deaths, self._process.resubmission.check(one.arrays))
+        sampling = one.params[:5]  # max_tokens to seed
+        times = request.params.deadline_ns, request.params.priority
         try:
-            one.pack()
+            one.frame = pack_generate(
+                Generate(one.id, one.prompt, *sampling, one.params.stop_tokens, *times, request.tag)
+            )
         except ProtocolError:
             text = (
                 f"the prompt of {len(one.prompt)} tokens is longer than can be sent to the model; shorten it"

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv.stub.connection import RuntimeConnection, greet
-from rsrv.wire.frames import Status, Submission
+from rsrv.wire.frames import Status
 from rsrv.wire.generation import Generate, pack_generate
-from rsrv.wire.layout import Interface
 from rsrv.wire.socket import connect, read_status, send
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.stateful import export_generative
 from tests.bench.bare_runtime import bare_runtime
 from tests.bench.places import WORK
+from tests.sequence_client import SequenceClient
 
 _WIDTH, _VOCABULARY, _SIZES = 256, 512, (1, 2, 4, 8, 16)
 _PROMPT, _TOKENS, _ROUNDS = 32, 128, 5
@@ -46,7 +46,8 @@ def main() -> int:
 
 
 def _measure(path: Path, bundles: Path) -> None:
-    stub, image = Generator(path, bundles / "gru"), Neighbour(path, bundles / "image")
+    stub = Generator(path, bundles / "gru")
+    image = SequenceClient(greet(connect(path)), bundles / "image")
     stub.run(1, 2)
     alone = 0.0
     for clients in (1, 8, 16):
@@ -62,11 +63,11 @@ def _measure(path: Path, bundles: Path) -> None:
             f"{(more_rows - rows) / (more_executions - executions):.1f} rows an execution, "
             f"{1e3 * seconds / _ROUNDS / _TOKENS:.3f} ms from token to token, of which the step takes {stub.step_ms(clients):.3f}"
         )
-    quiet = image.measure()
+    quiet = _measure_requests(image)
     over = threading.Event()
     beside = threading.Thread(target=stub.run, args=(4, 4), kwargs={"over": over})
     beside.start()
-    busy = image.measure()
+    busy = _measure_requests(image)
     over.set()
     beside.join()
     # At equal weights, a client without pauses gets half of the device beside others.
@@ -115,29 +116,14 @@ class Generator:
         assert received == started * _TOKENS, (received, started)
 
 
-class Neighbour:
-    """A client of another model, which sends its next request when it has the answer."""
-
-    def __init__(self, path: Path, bundle: Path) -> None:
-        self._connection = RuntimeConnection(greet(connect(path)))
-        body = self._connection.register({"model": bundle.name, "bundle": str(bundle)})
-        (variant,) = Interface.from_json(body["models"][0]["interface"]).variants
-        self._inputs = variant.inputs.places(1)[1]
-        self._place = self._connection.take(self._inputs + variant.outputs.places(1)[1], users=1).place
-
-    def measure(self) -> list[float]:
-        """Return the sorted milliseconds of requests."""
-        took = []
-        for _ in range(_REQUESTS):
-            (number,) = self._connection.next_ids(1)
-            at, began = self._place.offset, time.perf_counter()
-            self._connection.submit(
-                [Submission(number, 0, 1, 0, 0, self._place.segment, 0, at, at + self._inputs)]
-            )
-            (done,) = self._connection.receive(60)
-            assert done.status is Status.OK, done.text
-            took.append(1e3 * (time.perf_counter() - began))
-        return sorted(took)
+def _measure_requests(client: SequenceClient) -> list[float]:
+    """Return the sorted milliseconds of requests without state, each sent after the answer before."""
+    took, x = [], np.zeros(_IMAGE, np.float32)
+    for _ in range(_REQUESTS):
+        began = time.perf_counter()
+        client.answer(client.send(0, 0, x))
+        took.append(1e3 * (time.perf_counter() - began))
+    return sorted(took)
 
 
 def _export_language_model(path: Path) -> None:

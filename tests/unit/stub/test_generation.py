@@ -166,6 +166,14 @@ def text_of(response: FakeResponse) -> str:
     return str(text.decode())
 
 
+def rest_of(request: FakeRequest) -> tuple[str, str]:
+    """Return the text of all further responses, and why the answer ended."""
+    text, found = "", next_of(request)
+    while "finish_reason" not in found.arrays:
+        text, found = text + text_of(found), next_of(request)
+    return text + text_of(found), found.arrays["finish_reason"][0].decode()
+
+
 def failure_of(request: FakeRequest) -> tuple[str, str]:
     """Return code and text of a request's next response, which is its last one."""
     error = next_of(request).error
@@ -222,11 +230,7 @@ def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
     assert model.life.cancelled() == asked.request
     model.life.end(asked.request, "cancelled", Status.CANCELLED)
 
-    pieces = [next_of(request)]
-    while "finish_reason" not in pieces[-1].arrays:
-        pieces.append(next_of(request))
-    assert "".join(map(text_of, pieces)) == "ab "
-    assert pieces[-1].arrays["finish_reason"].tolist() == [b"stop"]
+    assert rest_of(request) == ("ab ", "stop")
     wait_until(lambda: model.engine._deferred.idle)
     assert request.answers.empty()
 
@@ -284,10 +288,7 @@ def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameter
     life.say(again.request, ord("b"))
     life.end(again.request)
 
-    pieces = [next_of(request)]
-    while "finish_reason" not in pieces[-1].arrays:
-        pieces.append(next_of(request))
-    assert "".join(map(text_of, pieces)) == "b"
+    assert rest_of(request) == ("b", "length")
 
 
 def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> None:
@@ -427,10 +428,7 @@ def test_a_hundred_answers_end_each_once(model: Model) -> None:
         model.life.end(id)
 
     for request in requests:
-        pieces = [next_of(request)]
-        while "finish_reason" not in pieces[-1].arrays:
-            pieces.append(next_of(request))
-        assert "".join(map(text_of, pieces)) == words.decode()
+        assert rest_of(request) == (words.decode(), "length")
     wait_until(lambda: model.engine._deferred.idle)
     assert all(one.answers.empty() for one in requests)
     assert len(os.listdir("/proc/self/fd")) <= files

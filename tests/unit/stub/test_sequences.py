@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,47 +13,20 @@ from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.sequences import SequenceHomes, SequenceStep, read_step
 from rsrv.wire.frames import END, START, Status
 from tests.fakes import FakePbUtils, FakeRequest
+from tests.unit.stub.test_replicas import FakeReplica
 
 BEGIN, FINISH = 1, 2
-
-
-class Device:
-    """A replica that answers with its device's number."""
-
-    def __init__(self, device: int, devices: int) -> None:
-        direct = SimpleNamespace(devices=devices)
-        attachment = SimpleNamespace(direct=direct, settings={"meta": {"transport": "direct"}})
-        self.session = SimpleNamespace(attachment=attachment, device=device)
-        self.seconds = 1.0
-
-    def execute(self, requests: list[Any]) -> list[int]:
-        return [self.session.device] * len(requests)
-
-    def execute_later(self, requests: list[Any]) -> None:
-        for request in requests:
-            request.get_response_sender().send(
-                self.session.device, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            )
-
-    def answers_in_s(self) -> float:
-        return self.seconds
-
-    def take_over(self, request: ClientRequest) -> bool:
-        return True
-
-    def die(self) -> None:
-        self.session.attachment, self.seconds = None, inf
 
 
 class Devices:
     """A stateful model on several devices, by number."""
 
     def __init__(self, count: int) -> None:
-        self.all: dict[int, Device] = {}
+        self.all: dict[int, FakeReplica] = {}
         self.process = StubProcess(Responses(FakePbUtils))
         self.process.homes = SequenceHomes(60.0)
         self.replicas = Replicas(
-            lambda device: cast(ModelReplica, self.all.setdefault(device, Device(device, count))),
+            lambda device: cast(ModelReplica, self.all.setdefault(device, FakeReplica(device, count))),
             "m",
             self.process,
             devices=lambda: count,
@@ -64,6 +36,9 @@ class Devices:
         """Send a step, and return the device that it went to."""
         (device,) = self.replicas.execute([FakeRequest({}, sequence=sequence, flags=flags)]) or [-1]
         return int(device)
+
+    def kill(self, device: int) -> None:
+        self.all[device].session.attachment, self.all[device].seconds = None, inf
 
 
 @pytest.mark.parametrize(
@@ -128,7 +103,7 @@ def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
     """There the runtime does not know it, and it begins again where a runtime is."""
     model = Devices(2)
     home = model.send(1, BEGIN)
-    model.all[home].die()
+    model.kill(home)
 
     assert model.send(1) == 1 - home
     assert model.send(2, BEGIN) == 1 - home
@@ -142,7 +117,7 @@ def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> No
     """Later steps follow the first one to the device where it was submitted again."""
     model = Devices(2)
     home = model.send(1, BEGIN)
-    model.all[home].die()
+    model.kill(home)
     waited = ClientRequest(FakeRequest({}, sequence=1, flags=BEGIN), ArrivalTime.now())
 
     assert model.process.resubmission.place(waited)

@@ -242,7 +242,7 @@ def step_sequences(bundle: Path) -> dict[str, Any]:
     loaded = device.memory_in_use()
     x = np.ones((1, 3), np.float32)
     for row in (SlotRow(1, first, True), SlotRow(1, second, True), SlotRow(1, first, False)):
-        device.read(pool.launch(device, executable, model.weights, [x], 1, [row]))
+        pool.read(device, *pool.launch(device, executable, model.weights, [x], 1, [row]))
     stayed = addresses() == before
     wait_until(lambda: device.memory_in_use() == loaded)
     saved = second.arrays is not None and [array.shape for array in second.arrays]

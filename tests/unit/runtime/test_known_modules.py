@@ -44,7 +44,7 @@ def counts():
     for step in (1, 2):
         row, before = SlotRow(2, tensors, step == 1), model.pool._pools.arrays
         x = np.ones((1, 3), np.float32)
-        launched = model.pool.launch(device, model.executables[0, 1], model.weights, [x], 1, [row])
+        launched, _ = model.pool.launch(device, model.executables[0, 1], model.weights, [x], 1, [row])
         y, steps = device.read(launched)[0]
         assert (y[0, 0], steps[0], before[0].is_deleted()) == (1 + step, step, True)
         assert [array.unsafe_buffer_pointer() for array in model.pool._pools.arrays] == addresses

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import Array, DeviceError, Executable
+from rsrv.runtime.device import Array, DeviceError, Executable, Launched
 from rsrv.runtime.jax_device import JaxDevice
-from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.models import CompiledModel, warm_up
 from rsrv.runtime.state_pool import SequenceTensors, SlotRow, StateLost, StatePool
 from tests.builders import export_sums
 from tests.unit.runtime.conftest import build_here
@@ -51,12 +51,16 @@ class Machine:
 
     def execute(self, executable: Executable, x: Array, rows: Sequence[SlotRow]) -> list[Array]:
         assert self.model.weights is not None
-        launched = self.pool.launch(self.device, executable, self.model.weights, [x], len(x), rows)
-        return self.device.read(launched)[0]
+        launched, losses = self.pool.launch(self.device, executable, self.model.weights, [x], len(x), rows)
+        return self.pool.read(self.device, launched, losses)[0]
 
     def end(self, name: str) -> None:
         self.tensors.pop(name).live = False
         del self.expected[name]
+
+
+def fail(*_: object) -> None:
+    raise DeviceError("told to")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,18 @@ def test_warming_up_and_padding_touch_no_state(machine: Machine) -> None:
     machine.step(("s2", 2, False), ("s0", 0, False), ("s1", 1, False))
 
 
+def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that works ahead fails when its outputs are read: then its pools have the error, too, and go."""
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.device, "read", fail)
+        with pytest.raises(DeviceError, match="told to"):
+            warm_up(machine.model, machine.device)
+    assert machine.pool.losses == 1
+    machine.step(("a", 0, True))
+
+
 def test_a_reused_slot_shows_nothing_of_the_sequence_before(machine: Machine) -> None:
     """A sequence that begins in a slot has the initial state; the one before, if it lives, comes back from the host."""
     machine.step(("a", 0, True), ("b", 1, True), value=7.0)
@@ -115,15 +131,23 @@ def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> Non
     machine.step(("a", 1, False), ("c", 0, False), ("d", 2, True))
 
 
-def test_state_that_was_lost_is_never_replaced_by_zeros(machine: Machine) -> None:
+def test_state_that_was_lost_is_never_replaced_by_zeros(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a loss, a sequence that continues fails, and sequences that begin find empty slots."""
     machine.step(("a", 0, True), ("b", 1, True))
-    machine.pool.lose(machine.device, machine.pool.losses)
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.device, "read", fail)
+        with pytest.raises(DeviceError, match="told to"):
+            machine.step(("a", 0, False))
     with pytest.raises(StateLost):
         machine.step(("b", 1, False))
     machine.step(("c", 1, True))
     # An execution that was launched before the loss fails now.
-    machine.pool.lose(machine.device, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.device, "read", fail)
+        with pytest.raises(DeviceError, match="told to"):
+            machine.pool.read(machine.device, Launched(None), 0)
     machine.step(("c", 1, False))
 
 
@@ -144,7 +168,7 @@ def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(
     machine.step(("a", 0, True))
     launch = machine.device.launch
 
-    def fail(*arguments: object) -> None:
+    def launch_and_fail(*arguments: object) -> None:
         launch(*arguments)  # type: ignore[arg-type]
         pools = arguments[-1]
         for array in pools.arrays:  # type: ignore[attr-defined]
@@ -152,7 +176,7 @@ def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(
         raise DeviceError("told to")
 
     with monkeypatch.context() as patched:
-        patched.setattr(machine.device, "launch", fail)
+        patched.setattr(machine.device, "launch", launch_and_fail)
         with pytest.raises(DeviceError, match="told to"):
             machine.step(("a", 0, False))
     assert machine.pool.losses == 1

@@ -267,7 +267,7 @@ class Flight:
     launched: Launched
     #: the block of its assembled inputs; None: they are read in place
     staged: Array | None
-    #: of the model's state before it
+    #: times that the model's state was lost before it
     losses: int = 0
 
 
@@ -297,8 +297,9 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     if pool is None:
         launched = device.launch(executable, weights, inputs, dispatch.unread)
     else:
-        losses = pool.losses
-        launched = pool.launch(device, executable, weights, inputs, dispatch.size, dispatch.rows_in_slots)
+        launched, losses = pool.launch(
+            device, executable, weights, inputs, dispatch.size, dispatch.rows_in_slots
+        )
     if dispatch.has_calls:
         _keep(dispatch, launched, device)
     return Flight(dispatch, launched, staged, losses)
@@ -319,13 +320,12 @@ def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
     """Wait for the outputs and copy them to shared memory; return the execution's seconds."""
-    try:
+    pool = flight.dispatch.model.pool
+    if pool is None:
         outputs, seconds = device.read(flight.launched)
-        scatter(flight.dispatch, outputs)
-    except Exception:
-        if (pool := flight.dispatch.model.pool) is not None:
-            pool.lose(device, flight.losses)
-        raise
+    else:
+        outputs, seconds = pool.read(device, flight.launched, flight.losses)
+    scatter(flight.dispatch, outputs)
     # Not after a failure: the device may still read them.
     if flight.staged is not None:
         staging.give(flight.staged)

@@ -270,10 +270,11 @@ def warm_up(
         for _ in range(1 + _TIMED_EXECUTIONS):
             with slot.doing(Phase.WARMING, model.key, size):
                 if model.pool is None:
-                    launched = device.launch(executable, weights, inputs)
+                    _, took = device.read(device.launch(executable, weights, inputs))
                 else:
-                    launched = model.pool.launch(device, executable, weights, inputs, size)
-                seconds.append(device.read(launched)[1])
+                    launched, losses = model.pool.launch(device, executable, weights, inputs, size)
+                    _, took = model.pool.read(device, launched, losses)
+                seconds.append(took)
         costs[variant, size] = max(min(seconds[1:]), _MIN_COST_S)
     _smooth(costs)
     took = time.perf_counter() - started

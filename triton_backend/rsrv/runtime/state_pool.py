@@ -6,7 +6,7 @@ So the loop only decides which sequence has which slot, and a second try of an e
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -90,9 +90,10 @@ class StatePool:
         inputs: Sequence[Array | Buffer],
         size: int,
         rows: Sequence[SlotRow] = (),
-        unread: Collection[int] = (),
-    ) -> Launched:
+    ) -> tuple[Launched, int]:
         """Launch an execution of `size` rows, of which the first are `rows`, and the others padding.
+
+        Returns it with the losses before it, for `read`.
 
         Raises StateLost, and what the device raises; `losses` says whether that has lost the contents.
         """
@@ -101,7 +102,7 @@ class StatePool:
             assert self._pools is not None
             try:
                 slots = self._place(device, size, rows)
-                launched = device.launch(executable, weights, [*inputs, slots], unread, self._pools)
+                launched = device.launch(executable, weights, [*inputs, slots], (), self._pools)
             except BaseException:
                 if not device.holds(self._pools):
                     self._lose(device)
@@ -111,13 +112,17 @@ class StatePool:
                 if begins and tensors.slot != slot:
                     self._put(slot, tensors)
                     tensors.arrays = None
-            return launched
+            return launched, self.losses
 
-    def lose(self, device: Device, losses: int) -> None:
-        """Drop the pools and all states in them: an execution has failed that was launched after so many losses."""
-        with self._lock:
-            if losses == self.losses:
-                self._lose(device)
+    def read(self, device: Device, launched: Launched, losses: int) -> tuple[list[Array], float]:
+        """Read an execution. If it has failed, drop the pools, which it has filled, and all states in them."""
+        try:
+            return device.read(launched)
+        except BaseException:
+            with self._lock:
+                if losses == self.losses:
+                    self._lose(device)
+            raise
 
     def _place(self, device: Device, size: int, rows: Sequence[SlotRow]) -> Array:
         """Bring each row's state to its slot; return the module's argument."""

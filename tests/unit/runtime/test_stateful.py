@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -279,3 +280,68 @@ def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[...
         numbers = [client.ask(id) for id in (1, 2, 3)]
         assert [client.sums(number) for number in numbers] == [(float(round), round)] * 3
     client.connection.close()
+
+
+def test_models_that_evict_each_other_keep_their_sequences(
+    start_runtime: StartRuntime, bundles: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With memory for one of two models, each step evicts the other's pools, and finds its own as they were left.
+
+    The models are equal but for their names: their weights are shared, and their state is not.
+    """
+    settings = load_settings("runtime: {weight_budget_bytes: 70}")
+    runtime = start_runtime(settings, compute=add_to_sums)
+    for name in "ab":
+        copytree(bundles("host"), tmp_path / name)
+    clients = [Client(runtime.open(), tmp_path / name) for name in "ab"]
+    for client, value in zip(clients, (1.0, 100.0), strict=True):
+        for id in range(1, 6):
+            client.step(id, START, value * id)
+    for round in range(2, 7):
+        numbers = [
+            (client, client.ask(id, 0, value * id), round * value * id)
+            for id in range(1, 6)
+            for client, value in zip(clients, (1.0, 100.0), strict=True)
+        ]
+        for client, number, total in numbers:
+            assert client.sums(number) == (total, round)
+    loads = [read_status(os.getpid())["models"][name]["loads"] for name in "ab"]
+    assert min(loads) > 3, "they took turns on the device"
+    for client in clients:
+        client.connection.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ten_thousand_sequences_leave_slots_and_memory_as_they_were(
+    start_client: StartClient, runtime: Runtime
+) -> None:
+    """Some end, some end twice, some never execute, and some are abandoned with their connection."""
+
+    def thousand(number: int) -> None:
+        client = start_client("host")
+        for id in range(1 + 1000 * number, 1001 + 1000 * number):
+            assert client.step(id, START, 2.0) == (2.0, 1)
+            match id % 4:
+                case 0:
+                    assert client.step(id, END) == (3.0, 2)
+                    assert client.refused(id, END)[0] is Status.SEQUENCE_LOST
+                case 1:
+                    waiting = client.ask(id)
+                    client.connection.cancel([waiting])
+                    client.end(waiting)
+        client.connection.close()
+        wait_until(lambda: not runtime.loop._requests.sequences)
+
+    thousand(0)
+    before, resident = _rss(), runtime.device.resident
+    for number in range(1, 10):
+        thousand(number)
+    assert runtime.device.resident == resident
+    assert _rss() - before < 8 << 20
+    client = start_client("host")
+    assert [client.step(id, START) for id in (1, 2, 3)] == [(1.0, 1)] * 3
+
+
+def _rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

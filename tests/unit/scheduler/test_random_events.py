@@ -74,6 +74,7 @@ programs = st.builds(
     max_delay=st.sampled_from([0.0, 0.0, 0.002]),
     idle_seconds=st.sampled_from([inf, inf, 0.0, 0.002, 0.4]),
     paused=st.sampled_from([None, None, None, *Pause]),
+    feeds_back=st.sampled_from([False, False, True]),
 )
 arrivals = st.lists(
     st.tuples(

@@ -156,6 +156,33 @@ def test_generations_share_executions_of_a_device_that_works_ahead(
     assert len(client.runtime.device.executed) - before <= 33
 
 
+def test_a_prompt_that_comes_while_another_request_waits_is_read_in_short_chunks(
+    start_runtime: StartRuntime, connect: Connect, bundle: Path
+) -> None:
+    """From its first chunk on. The long one reads more tokens per second, and takes 0.7 s."""
+    first = start_runtime(compute=count)
+    Client(first, bundle).connection.close()
+    (key,) = first.device.costs
+    first.stop()
+    lengths = []
+
+    def note(inputs: Any, weights: Any) -> Any:
+        lengths.append(inputs[0].shape[1])
+        return count(inputs, weights)
+
+    second = start_runtime(compute=note)
+    second.device.costs = {key: {(0, 1): 0.1, (0, 4): 0.1, (1, 1): 0.7, (1, 4): 0.7}}
+    client = connect(second)
+    other = held(client)
+    number = client.ask([1] * 8, max_tokens=2)
+    operate("ping")
+    second.device.gate.set()
+
+    assert client.end(number) == (Status.OK, "length")
+    assert client.end(other) == (Status.OK, "length")
+    assert set(lengths) == {1}
+
+
 def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     """Each gets its answer in the end; a slot that was used holds nothing of its former generation."""
     numbers = {client.ask([n], max_tokens=5): [n] for n in range(1, 30)}

@@ -362,7 +362,8 @@ class Requests:
     # --- steps of generations -----------------------------------------------------------------------------
 
     def _next_step(self, step: StepSlice) -> ev.Request:
-        request = step.next_request(next(self._step_ids), others_wait=len(self.pending) > 1)
+        others_wait = any(other is not step for other in self.pending.values())
+        request = step.next_request(next(self._step_ids), others_wait=others_wait)
         self.pending[request.id] = step
         return request
 

@@ -19,8 +19,10 @@ from rsrv.wire.frames import Status
 from rsrv.wire.generation import Generate
 from rsrv_bundle.spec import GenerateSpec
 
-#: seconds that a chunk of a prompt may take if other requests wait, unless it is the shortest
-_CHUNK_S = 0.05
+#: seconds that a chunk of a prompt may take if other requests wait: about one execution of a small model
+_CHUNK_S = 0.005
+#: or as many steps of its own model, which others have to bear anyway; reading token by token would cost far more of them
+_CHUNK_STEPS = 4
 #: seeds are exact in f32
 _SEEDS = 1 << 24
 
@@ -117,7 +119,7 @@ class Chunks:
         """
         if left <= self.lengths[self.shortest]:
             return self.shortest
-        limit = max(_CHUNK_S, self._seconds[self.shortest]) if others_wait else inf
+        limit = max(_CHUNK_S, _CHUNK_STEPS * self._seconds[self.shortest]) if others_wait else inf
         variants = [one for one, seconds in enumerate(self._seconds) if seconds <= limit]
         return min(
             variants, key=lambda one: (self._seconds[one] / min(self.lengths[one], left), -self.lengths[one])

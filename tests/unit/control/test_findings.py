@@ -215,6 +215,19 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             ),
         ),
         (
+            "starved",
+            "note",
+            "b waits 120 ms on average behind a, which has 83.3% of the device",
+            server(
+                counts(
+                    {
+                        "a": model(500, device_seconds=50.0, execute=times(500, 0.1)),
+                        "b": model(200, device_seconds=0.8, queue_wait=times(200, 0.12)),
+                    }
+                )
+            ),
+        ),
+        (
             "held_back",
             "note",
             "requests of a wait 5 ms for others, and 1000 executions had 1000 requests",

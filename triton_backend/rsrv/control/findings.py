@@ -388,11 +388,21 @@ def _starved(case: _Case, window: DeviceWindow, one: ModelActivity) -> ServerFin
     if wait < max(0.01, 5 * mean(one.execute)):
         return None
     mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
+    evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which has {percent(rival_share)} of the device"
+    if wait < 2 * mean(most.execute):
+        # Weights order executions, and interrupt none.
+        return ServerFinding(
+            "starved",
+            "note",
+            evidence,
+            f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {one.name} {duration(mean(one.execute))}",
+            f"smaller batch sizes for {most.name}, which cost it device time for each row, or devices of their own "
+            "(models.NAME.devices)",
+        )
     return ServerFinding(
         "starved",
         "warning",
-        f"{one.name} waits {duration(wait)} on average behind {most.name}, which has {percent(rival_share)} of the "
-        f"device by weight {other:g}",
+        f"{evidence} by weight {other:g}",
         f"{one.name} has weight {mine:g} and executes {duration(mean(one.execute))} at a time",
         f"`rsrv policy {one.name} --weight {2 * max(mine, other):g}`, which takes that time from {most.name}; "
         "models.NAME.weight keeps it",

@@ -204,7 +204,8 @@ def test_the_doctor_says_what_to_do(
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
             said = counts({"a": model(requests=outcomes(failed=failed), responses={"internal": failed})})
-            rsrv.server.runtime.answers = lambda command: said if command["command"] == "metrics" else {}
+            answers = {"metrics": said, "memory": MEMORY}
+            rsrv.server.runtime.answers = lambda command: answers.get(command["command"], {})
 
             doctor = await rsrv("doctor")
 
@@ -507,7 +508,7 @@ def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.Captur
             missing = await rsrv("why", "r")
             assert (missing.status, missing.out) == (1, "")
             assert "no request 'r' is known" in missing.err
-            assert (await rsrv("why", "--slowest", "a")).out == "no request has ended in the last hour\n"
+            assert (await rsrv("why", "--slowest", "a")).out.startswith("no request has ended in a runtime")
 
     run()
 

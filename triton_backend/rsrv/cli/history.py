@@ -76,7 +76,7 @@ def why_page(answer: pb.GetRequestsResponse) -> None:
 def slowest_page(answer: pb.GetRequestsResponse) -> None:
     """Print the slowest requests of a model, with what their time went to."""
     if not answer.requests:
-        print("no request has ended in the last hour")
+        print("no request has ended in a runtime in the last hour; one that fails in preprocess reaches none")
         return
     now, several = time.time(), len({one.device for one in answer.requests}) > 1
     shown = answer.requests[:_MOST_SLOWEST]

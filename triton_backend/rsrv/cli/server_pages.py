@@ -474,7 +474,8 @@ def _print_failures(answer: pb.GetStatusResponse) -> None:
             if device.state == pb.STATE_FAILED:
                 print(f"\n{model.name} does not run on device {device.number}: {one_line(device.error)}")
     for failure in answer.failures:
-        print(f"\n{failure.name} could not be loaded, {failure.tries} tries: {one_line(failure.text)}")
+        tries = f"{failure.tries} {'try' if failure.tries == 1 else 'tries'}"
+        print(f"\n{failure.name} could not be loaded, {tries}: {one_line(failure.text)}")
 
 
 def _print_pairs(pairs: Sequence[tuple[str, str]]) -> None:

@@ -200,7 +200,9 @@ def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) ->
         assert "[rsrv:RUNTIME_DOWN] the model runtime ended after" in streams.failure()
         lost = refusal(lambda: sums(call, 20, [1.0]))
         lost.assert_is("NOT_FOUND", "grpc")
-        assert "[rsrv:SEQUENCE_LOST]" in lost.message
+        assert (
+            "[rsrv:SEQUENCE_LOST] the model runtime that had the sequence's state has ended" in lost.message
+        )
         assert sums(call, 20, [1.0], start=True) == [1.0]
         assert sums(call, 20, [1.0], end=True) == [2.0]
     assert generate(server, "teller", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)

@@ -50,6 +50,7 @@ class FakeReplica:
             direct=direct,
             settings={"meta": {"transport": self.transport}},
             begins_in_s=lambda _: self.seconds,
+            since=0.0,
         )
         self.started = 0
         self.session = cast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from math import inf
 from typing import Any, cast
 
@@ -111,6 +112,21 @@ def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
     model.all[home].seconds = 1.0
     assert model.send(1, BEGIN) == home
     assert model.send(1) == home
+
+
+def test_a_sequence_of_an_earlier_runtime_is_lost_until_it_begins_again() -> None:
+    """Its later steps go to its device, to be refused, and do not count as life."""
+    model = Devices(1)
+    model.send(1, BEGIN)
+    homes = model.process.homes
+    assert homes is not None
+    now = cast(Any, model.all[0].session).attachment.since = time.monotonic()
+
+    assert [model.send(1), model.send(1, FINISH)] == [0, 0]
+    assert homes.is_lost(1, now)
+    model.send(1, BEGIN)
+    assert not homes.is_lost(1, now)
+    assert not homes.is_lost(2, now)
 
 
 def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> None:

@@ -525,7 +525,7 @@ class Engine:
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
         if self._stateful:
-            one.step = read_step(request.triton)
+            one.step = self._read_step(request.triton)
         arrays = read_inputs(self._tensors, request.triton, self._inputs)
         request.deaths = max(request.deaths, self._process.resubmission.check(arrays))
         if self._batched:
@@ -540,6 +540,15 @@ class Engine:
         one.inputs_at = at
         one.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
+
+    def _read_step(self, triton: Any) -> SequenceStep:
+        """Read what a request says of its sequence. Raises RequestFailure, also if its state ended with a runtime."""
+        step, homes, attachment = read_step(triton), self._process.homes, self.session.attachment
+        if step.start or homes is None or attachment is None:
+            return step
+        if homes.is_lost(step.sequence, attachment.since):
+            raise RequestFailure(Status.SEQUENCE_LOST, LOST)
+        return step
 
     def _respond(self, one: ModelRequest) -> Any:
         """Return the response of a request whose outcome is known; never raises."""

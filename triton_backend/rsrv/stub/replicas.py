@@ -420,8 +420,10 @@ class Replicas:
                 chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
             else:
                 home = self._replicas.get(homes.find(step.sequence, -1))
-                if home is None or home.session.attachment is None:
+                if home is None or (attachment := home.session.attachment) is None:
                     return chosen
+                if homes.is_lost(step.sequence, attachment.since):
+                    return home
                 chosen = home
             homes.keep(step, chosen.session.device, time.monotonic())
         return chosen

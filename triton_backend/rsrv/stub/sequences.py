@@ -61,6 +61,11 @@ class SequenceHomes:
         """Return the device that has a sequence's state."""
         return self._homes.get(sequence, (default, 0.0))[0]
 
+    def is_lost(self, sequence: int, since: float) -> bool:
+        """Tell whether a sequence's latest request came before its device's runtime did, which is there since `since`."""
+        home = self._homes.get(sequence)
+        return home is not None and home[1] < since
+
     def count(self, device: int) -> int:
         """Return the number of sequences on a device."""
         return self._counts[device]

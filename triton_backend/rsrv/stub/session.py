@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -118,6 +118,8 @@ class Attachment:
     direct: RuntimeConnection
     #: for answers after execute() returned
     deferred: RuntimeConnection
+    #: time.monotonic of the registration
+    since: float = field(default_factory=time.monotonic)
 
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done its work.

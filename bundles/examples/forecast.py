@@ -35,7 +35,7 @@ def params() -> Params:
 
 def begin(params: Params) -> dict[str, jax.Array]:
     """Return the state of a series without values."""
-    zeros = jnp.zeros(LAGS)
+    zeros = jnp.zeros(LAGS, jnp.float32)
     return {"window": zeros, "weights": zeros, "covariance": params["prior"]}
 
 

@@ -337,26 +337,26 @@ def test_a_history_has_what_happened(control: Control) -> None:
 
 def test_a_slow_request_is_explained(control: Control, requests: Callable[[str], Requests]) -> None:
     """Both requests of one id are explained by the load that they waited for, and so they are by their numbers."""
-    control.rsrv("evict", "exact")
-    control.rsrv("pause", "exact")
-    sent = requests("exact")
+    control.rsrv("evict", "steady")
+    control.rsrv("pause", "steady")
+    sent = requests("steady")
     for number in range(2):
         sent.send(number, id="slow")
-    wait_until(lambda: queued(control, "exact") == 2, what="2 requests to wait")
-    control.rsrv("continue", "exact")
+    wait_until(lambda: queued(control, "steady") == 2, what="2 requests to wait")
+    control.rsrv("continue", "steady")
     sent.wait(2)
 
     told = control.rsrv("why", "slow")
-    assert "exact was evicted: an operator asked for it" in told
+    assert "steady was evicted: an operator asked for it" in told
     assert (
         told.count("for its weights")
         == told.count("for the end of a pause")
         == told.count("; answered after")
         == 2
     )
-    slowest = control.rsrv("why", "--slowest", "exact").splitlines()
+    slowest = json.loads(control.rsrv("why", "--slowest", "steady", "--json"))["requests"]
     named = told.split(" request ")[1].split()[0]
-    assert named in {line.split()[0] for line in slowest[1:]}
+    assert named in {one["number"] for one in slowest}
     assert "for its weights" in control.rsrv("why", named)
     control.rsrv("why", "nobody", status=1)
 

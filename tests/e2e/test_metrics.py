@@ -116,6 +116,12 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
+        # No model has state.
+        "rsrv_sequences",
+        "rsrv_generations",
+        "rsrv_tokens_total",
+        "rsrv_first_token_seconds",
+        "rsrv_token_seconds",
         # Traces are off.
         "rsrv_trace_spans_total",
     }

@@ -104,3 +104,19 @@ async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
+
+
+@looped
+async def test_a_look_takes_the_answers_that_prometheus_has_just_got(tmp_path: Path) -> None:
+    """A look that may be old costs the runtime nothing after an answer, but a new runtime is asked at once."""
+    async with diagnosed(tmp_path) as server:
+        runtimes = server.diagnosis._runtimes
+
+        async def look(max_age_s: float) -> int:
+            await server.diagnosis.look(max_age_s)
+            return sum(command["command"] == "metrics" for command in server.runtime.commands)
+
+        await runtimes.metrics()
+        assert [await look(60.0), await look(60.0), await look(0.0)] == [1, 1, 2]
+        runtimes.links[0].instance = "another"
+        assert await look(60.0) == 3

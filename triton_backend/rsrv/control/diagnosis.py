@@ -58,30 +58,31 @@ class Diagnosis:
         """Run until cancelled."""
         while True:
             try:
-                now, _ = await self.look()
+                # Prometheus asks as often as we do, and its answers do for both.
+                now, _ = await self.look(0.9 * _LOOK_S)
                 self._looks.append(now)
             except Exception:
                 # A fault of the diagnosis must not end the control process.
                 log.exception("a look at the server's figures failed")
             await asyncio.sleep(_LOOK_S)
 
-    async def look(self) -> tuple[ServerFigures, float]:
-        """Find again; return the present figures, and the seconds of the window that they end."""
-        now = await self._figures()
+    async def look(self, max_age_s: float = 0.0) -> tuple[ServerFigures, float]:
+        """Find again, from counters that may be so old; return the figures, and the seconds of the window that they end."""
+        now = await self._figures(max_age_s)
         before = self._looks[0] if self._looks else replace(now, t=self._began, devices={})
         self.findings = find(before, now)
         return now, now.t - before.t
 
-    async def _figures(self) -> ServerFigures:
-        runtimes, file = self._runtimes, self._file
+    async def _figures(self, max_age_s: float) -> ServerFigures:
+        runtimes, file, at = self._runtimes, self._file, self._loop.time()
         answers: Answers = {}
         if runtimes.live:
             with suppress(StatusError):  # a runtime has just ended
-                answers = await runtimes.query({"command": "metrics"})
+                answers, at = await runtimes.metrics(max_age_s)
                 await self._read_facts()
         overrides = runtimes.overrides
         return ServerFigures(
-            t=self._loop.time(),
+            t=at,
             unix_s=time(),
             devices={
                 number: DeviceFigures(

@@ -69,7 +69,8 @@ class Metrics:
         runtimes = self._runtimes
         said: Answers = {}
         try:
-            said = {} if runtimes.asleep else await runtimes.query({"command": "metrics"})
+            if not runtimes.asleep:
+                said, _ = await runtimes.metrics()
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
         entries = runtimes.entries.values() if runtimes.up else ()

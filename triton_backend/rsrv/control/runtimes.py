@@ -101,6 +101,9 @@ class Runtimes:
         #: Devices that placement allows a model, by its name; others may be on any device.
         self.placement: Mapping[str, Collection[int]] = {}
         self._merged: dict[str, ModelVersion] = {}
+        #: The latest answers to `metrics`: when they came, and the instances of the runtimes.
+        self._counted: Answers = {}
+        self._counted_at, self._counted_lives = 0.0, dict[int, str]()
         #: Changes that are not merged yet, of each link.
         self._unmerged = [link.subscribe() for link in self.links] if len(self.links) > 1 else []
 
@@ -205,6 +208,18 @@ class Runtimes:
         asked = self.live or dict(enumerate(self.links))
         answers, _ = await self._ask(asked, lambda _, link: link.command(question))
         return answers
+
+    async def metrics(self, max_age_s: float = 0.0) -> tuple[Answers, float]:
+        """Return the answers to `metrics`, and the loop's time at which they came.
+
+        Answers may be those to an earlier question, if they are no older than `max_age_s` and of the same runtimes.
+        Raises as `query`.
+        """
+        clock, lives = asyncio.get_running_loop().time, {n: link.instance for n, link in self.live.items()}
+        if not lives or lives != self._counted_lives or clock() - self._counted_at > max_age_s:
+            self._counted, self._counted_lives = await self.query({"command": "metrics"}), lives
+            self._counted_at = clock()
+        return self._counted, self._counted_at
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
         """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.

@@ -120,13 +120,9 @@ class RuntimeSection(Section):
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for weights and executions. Two servers with at most 0.5 each may share a GPU. "
-        "jax's variable XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
-    )
-    preallocate: bool = Field(
-        True,
-        description="Take that share when the runtime starts, so that no other process can. jax's variable "
-        "XLA_PYTHON_CLIENT_PREALLOCATE wins.",
+        description="Share of a GPU's memory for weights and executions, taken when the runtime starts, unless "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false. Two servers with at most 0.5 each may share a GPU. jax's variable "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
     )
     start: Start = Field(
         "eager",
@@ -441,6 +437,7 @@ _FORMER = {
     "gateway.probe_s": "leave it out: it is 0.5 s",
     "placement.rebalance_device_s": "leave it out: it is 300 s; behind a gateway, `rsrv gateway policy` changes it",
     "placement.hysteresis": "leave it out: it is 0.1; behind a gateway, `rsrv gateway policy` changes it",
+    "runtime.preallocate": "leave it out; XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment means the same",
     "scheduler.launch_ahead_ms": "leave it out: it is 2 ms",
     "scheduler.residency_factor": "leave it out: it is 4",
     "control.profile_dir": "leave it out: profiles are in $XDG_CACHE_HOME/rsrv/profiles, or ~/.cache/rsrv/profiles",

@@ -190,7 +190,6 @@ def main(argv: list[str] | None = None) -> int:
                 platform,
                 settings.runtime.compilation_cache_dir,
                 memory_fraction=settings.runtime.memory_fraction,
-                preallocate=settings.runtime.preallocate,
                 numerics=settings.runtime.numerics,
                 repository=options.settings.parent,
                 known=known,

@@ -147,6 +147,13 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
             ),
         ),
         (
+            pb.SlowRequest(seconds=2.0, outcome="failed", before_s=0.012, after_s=0.003),
+            (
+                "waited for nothing; failed after 2 s; its model's process took 12 ms before (preprocess, inputs) and "
+                "3 ms after (postprocess, answer)"
+            ),
+        ),
+        (
             pb.SlowRequest(seconds=2.0, others_s=2.0, outcome="waiting"),
             "waited 2 s for the device; still waits after 2 s",
         ),

@@ -1,6 +1,7 @@
 """The counts of a runtime and its stubs are complete, not doubled, and go with the model."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,31 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     assert said["memory"]["device"]["physical_bytes"] == 12
     engine.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
+
+
+def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """A slow request's time before and after the runtime comes with the stub's next report."""
+    entered = []
+
+    def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
+        entered.append(time.monotonic())
+        return arrays
+
+    engine = make_engine(runtime, doublings["a"], Hooks(preprocess), name="a")
+    began = time.monotonic()
+    with reporting(engine), Operator(runtime) as operator:
+        ask(engine, FakeRequest({"x": rows(2)}))
+        ended = time.monotonic()
+
+        def known() -> bool:
+            return operator.do("slowest", model="a")["requests"][0]["before_s"] is not None
+
+        wait_until(known)
+        (slow,) = operator.do("slowest", model="a")["requests"]
+    assert entered[0] < slow["at"] < ended
+    assert 0 < slow["before_s"] < slow["at"] - began
+    assert 0 < slow["after_s"] < ended - slow["at"] - slow["seconds"]
+    engine.close()
 
 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:

@@ -49,4 +49,17 @@ def test_the_first_of_many_measurements_wakes_the_reporting_thread() -> None:
 
     assert meters.take()["responses"] == {"deadline": 1}
     assert not meters.some.is_set()
-    assert meters.take() == {"requests": [0.0, 0], "responses": {}, "hooks": {}}
+    assert meters.take() == {"requests": [0.0, 0], "responses": {}, "hooks": {}, "slow": []}
+
+
+def test_a_report_has_the_requests_that_took_longest() -> None:
+    """A report names its slowest submissions with arrival and answer, as many as it may; others are only counted."""
+    meters, now = Meters(), time.perf_counter()
+    for number in range(100):
+        meters.answered(Status.OK, now - number, number)
+    meters.answered(Status.INTERNAL, now - 1000.0)  # it failed in a hook, before its submission
+
+    slow = meters.take()["slow"]
+
+    assert {number for number, _, _ in slow} == {*range(68, 100)}
+    assert all(since == now - number and until >= now for number, since, until in slow)

@@ -85,11 +85,13 @@ def slowest_page(answer: pb.GetRequestsResponse) -> None:
             "NUMBER",
             *(("ON",) if several else ()),
             "ARRIVED",
+            "BEFORE",
             "TOOK",
             "WEIGHTS",
             "PEERS",
             "OTHERS",
             "EXECUTED",
+            "AFTER",
             "ROWS",
             "OUTCOME",
             "BEHIND",
@@ -101,7 +103,15 @@ def slowest_page(answer: pb.GetRequestsResponse) -> None:
                 clock_time(one.arrived_unix_s, now),
                 *(
                     duration(part) if part >= MIN_PART_S else "-"
-                    for part in (one.seconds, one.weights_s, one.peers_s, one.others_s, one.executing_s)
+                    for part in (
+                        one.before_s,
+                        one.seconds,
+                        one.weights_s,
+                        one.peers_s,
+                        one.others_s,
+                        one.executing_s,
+                        one.after_s,
+                    )
                 ),
                 str(one.rows),
                 one.outcome,

@@ -144,7 +144,10 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
         text += f"; {'executes' if slow.outcome == 'executing' else 'executed'} {_batch(slow)}"
         text += f" {'for' if slow.outcome == 'executing' else 'in'} {duration(slow.executing_s)}"
     deadline = f", with a deadline of {duration(slow.deadline_s)}" if slow.HasField("deadline_s") else ""
-    return f"{text}; {_OUTCOMES.get(slow.outcome, slow.outcome)} {duration(slow.seconds)}{deadline}"
+    text = f"{text}; {_OUTCOMES.get(slow.outcome, slow.outcome)} {duration(slow.seconds)}{deadline}"
+    sides = ((slow.before_s, "before (preprocess, inputs)"), (slow.after_s, "after (postprocess, answer)"))
+    front = " and ".join(f"{duration(seconds)} {what}" for seconds, what in sides if seconds >= MIN_PART_S)
+    return f"{text}; its model's process took {front}" if front else text
 
 
 def _behind(slow: pb.SlowRequest) -> str:

@@ -380,7 +380,7 @@ class Loop:
         group = connection.group
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("REPORT before REGISTERED")
-        self._reports.stubs.take(group.name, group.calls, report)
+        self._reports.take(group, report)
         shown = self._reports.figures(group) if report.get("figures") is True else {}
         connection.send(pack_json(Kind.REPORTED, shown))
 

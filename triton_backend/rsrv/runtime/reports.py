@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.runtime.catalog import WATCHED_STATES, ModelEntry
 from rsrv.runtime.executor import LoopBans
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.requests import Requests, request_number
+from rsrv.runtime.requests import Requests, own_number, request_number
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler.events import Outcome, Reason
@@ -141,6 +142,22 @@ class Reports:
         self._clock = clock
         self.stubs = StubMetrics()
         self._load_changes = LoadChanges()
+
+    def take(self, group: Registration, report: Mapping[str, Any]) -> None:
+        """Take a stub's report. Raises ProtocolError."""
+        self.stubs.take(group.name, group.calls, report)
+        try:
+            fronts = {
+                int(number): (float(since), float(until)) for number, since, until in report.get("slow", ())
+            }
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"a REPORT with slow requests that cannot be read: {error}") from None
+        for slow in self._scheduler.slowest(group.key, self._clock()) if fronts else ():
+            # Another connection's request may have the same number, but hardly at the same time.
+            since, until = fronts.get(own_number(slow.request.id), (inf, -inf))
+            before, after = slow.wait.arrived - since, until - slow.wait.arrived - slow.seconds
+            if before >= 0 and after >= 0 and slow.front is None:
+                self._scheduler.add_front(slow, before, after)
 
     # --- small views --------------------------------------------------------------------------------------
 
@@ -474,6 +491,7 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
 
 def _slow_request(slow: SlowRequest) -> dict[str, Any]:
     request, wait, execute, evicted = slow.request, slow.wait, slow.execute, slow.evicted
+    before, after = slow.front or (None, None)
     state = "waiting" if execute is None else "executing"
     return {
         "number": request_number(request.id),
@@ -488,6 +506,8 @@ def _slow_request(slow: SlowRequest) -> dict[str, Any]:
         "peers_s": wait.peers,
         "others_s": wait.others,
         "executing_s": wait.executing,
+        "before_s": before,
+        "after_s": after,
         "outcome": state if slow.outcome is None else slow.outcome.value,
         "behind": slow.behind,
         "evicted": None if evicted is None else {"at": evicted.at, "what": evicted.what, **evicted.details},

@@ -471,7 +471,12 @@ class Requests:
 
 def request_number(id: int) -> str:
     """Return the number by which operators name a request: its connection's, and its own there."""
-    return f"{id >> _ID_BITS}.{id & (1 << _ID_BITS) - 1}"
+    return f"{id >> _ID_BITS}.{own_number(id)}"
+
+
+def own_number(id: int) -> int:
+    """Return the number that the connection of a request gave it."""
+    return id & (1 << _ID_BITS) - 1
 
 
 def parse_number(text: str) -> int | None:

@@ -683,6 +683,12 @@ class Scheduler:
         state = self._models.get(model) or self._draining.get(model)
         return [] if state is None else state.slowest.read(now)
 
+    def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
+        """Note the seconds that a request of `slowest` had in its front, before and after."""
+        state = self._models.get(slow.request.model) or self._draining.get(slow.request.model)
+        if state is not None:
+            state.slowest.add_front(slow, before, after)
+
     def find_requests(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
         """Return the slowest requests, and those in progress, with a client's tag other than 0, or with this id."""
         kept = [one for state in self._states() for one in state.slowest.find(tag, id, now)]

@@ -50,6 +50,8 @@ class SlowRequest(NamedTuple):
     behind: tuple[str, ...]
     #: the latest eviction of the weights that it waited for.
     evicted: HistoryRecord | None
+    #: seconds in its front before it arrived here, and after it ended; None: not known.
+    front: tuple[float, float] | None = None
 
 
 class SlowestRequests:
@@ -92,6 +94,10 @@ class SlowestRequests:
         self.review_at = min(self.review_at, ended + WINDOW_S)
         if len(self._heap) == KEPT:
             self.floor = self._heap[0].seconds
+
+    def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
+        """Note the time that one of the requests had in its front."""
+        self._heap[self._heap.index(slow)] = slow._replace(front=(before, after))
 
     def read(self, now: float) -> list[SlowRequest]:
         """Return the requests, the slowest first."""

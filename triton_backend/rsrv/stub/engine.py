@@ -89,6 +89,7 @@ class ModelRequest:
         if plan.output_bytes:
             slab.segment[self.outputs_at] = 0
         self.inputs = ()
+        self.request.number = self.id
         deadline_ns, priority, run, _ = self.request.params
         flags = (ALONE if self.request.deaths else 0) | (WAITED if self.request.retry_until else 0)
         return Submission(

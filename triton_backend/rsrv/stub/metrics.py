@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappush, heapreplace
 from math import isfinite
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ _OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 #: seconds between two reports, at least; and between two queries of counts that did not change, as only other models'
 #: requests can change them
 _REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
+#: requests of a report that took longest
+_SLOWEST = 32
 #: seconds that the runtime may take to answer
 _REPORT_TIMEOUT_S = 5.0
 #: seconds that `close` waits for the thread
@@ -43,13 +46,21 @@ class Meters:
         self._responses = [0] * len(Status)
         #: seconds, by model and function of model.py
         self._hooks: dict[tuple[str, str], Histogram] = {}
+        #: seconds, number and arrival; a heap
+        self._slow: list[tuple[float, int, float]] = []
 
-    def answered(self, status: Status, since: float) -> None:
-        """Count a request that was answered now, and arrived at `since`, of time.perf_counter."""
+    def answered(self, status: Status, since: float, number: int = -1) -> None:
+        """Count a request that was answered now.
+
+        `since`: its arrival, of time.perf_counter; `number`: of its submission, unless the runtime never had it.
+        """
         seconds = time.perf_counter() - since
         with self._lock:
             self._requests.observe(seconds)
             self._responses[status] += 1
+            slow = self._slow
+            if number >= 0 and (len(slow) < _SLOWEST or seconds > slow[0][0]):
+                (heappush if len(slow) < _SLOWEST else heapreplace)(slow, (seconds, number, since))
         if not self.some.is_set():
             self.some.set()
 
@@ -67,7 +78,7 @@ class Meters:
         """Return the measurements since the last call, in the form of REPORT (docs/protocol.md)."""
         self.some.clear()
         with self._lock:
-            requests, responses, hooks = self._requests, self._responses, self._hooks
+            requests, responses, hooks, slow = self._requests, self._responses, self._hooks, self._slow
             self._clear()
         by_model: dict[str, dict[str, list[float]]] = {}
         for (model, hook), seconds in hooks.items():
@@ -76,6 +87,7 @@ class Meters:
             "requests": requests.to_json(),
             "responses": {status.name.lower(): responses[status] for status in Status if responses[status]},
             "hooks": by_model,
+            "slow": [[number, since, since + seconds] for seconds, number, since in slow],
         }
 
 

@@ -73,6 +73,7 @@ class ClientRequest:
         "deaths",
         "failure",
         "id",
+        "number",
         "params",
         "reply",
         "retry_until",
@@ -93,6 +94,8 @@ class ClientRequest:
         self.id = ""
         #: stands for the id in frames; 0: there is no id
         self.tag = 0
+        #: of its latest submission; -1: there was none
+        self.number = -1
         self.params = _NO_PARAMS
         #: None until the shapes are known
         self.rows: int | None = None
@@ -206,7 +209,7 @@ class Outcomes:
 
     def ended(self, request: ClientRequest, status: Status, text: str = "") -> None:
         """Record that the request has its answer, or fails with `text`."""
-        self._meters.answered(status, request.since)
+        self._meters.answered(status, request.since, request.number)
         if request.span is not None:
             end_request(request.span, self._key, request.since, status, text, request.id, request.rows)
 

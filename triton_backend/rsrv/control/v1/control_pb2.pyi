@@ -1053,7 +1053,7 @@ class GetRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ...) -> None: ...
 
 class SlowRequest(_message.Message):
-    __slots__ = ("number", "model", "key", "device", "rows", "call", "arrived_unix_s", "seconds", "weights_s", "peers_s", "others_s", "executing_s", "behind", "deadline_s", "outcome", "batch_requests", "batch_rows", "batch_size", "evicted", "paused_s")
+    __slots__ = ("number", "model", "key", "device", "rows", "call", "arrived_unix_s", "seconds", "weights_s", "peers_s", "others_s", "executing_s", "behind", "deadline_s", "outcome", "batch_requests", "batch_rows", "batch_size", "evicted", "paused_s", "before_s", "after_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1074,6 +1074,8 @@ class SlowRequest(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_S_FIELD_NUMBER: _ClassVar[int]
     number: str
     model: str
     key: str
@@ -1094,7 +1096,9 @@ class SlowRequest(_message.Message):
     batch_size: int
     evicted: HistoryRecord
     paused_s: float
-    def __init__(self, number: _Optional[str] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., device: _Optional[int] = ..., rows: _Optional[int] = ..., call: bool = ..., arrived_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., weights_s: _Optional[float] = ..., peers_s: _Optional[float] = ..., others_s: _Optional[float] = ..., executing_s: _Optional[float] = ..., behind: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., outcome: _Optional[str] = ..., batch_requests: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., evicted: _Optional[_Union[HistoryRecord, _Mapping]] = ..., paused_s: _Optional[float] = ...) -> None: ...
+    before_s: float
+    after_s: float
+    def __init__(self, number: _Optional[str] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., device: _Optional[int] = ..., rows: _Optional[int] = ..., call: bool = ..., arrived_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., weights_s: _Optional[float] = ..., peers_s: _Optional[float] = ..., others_s: _Optional[float] = ..., executing_s: _Optional[float] = ..., behind: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., outcome: _Optional[str] = ..., batch_requests: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., evicted: _Optional[_Union[HistoryRecord, _Mapping]] = ..., paused_s: _Optional[float] = ..., before_s: _Optional[float] = ..., after_s: _Optional[float] = ...) -> None: ...
 
 class GetTimelineRequest(_message.Message):
     __slots__ = ("positions",)

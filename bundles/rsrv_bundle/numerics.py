@@ -76,17 +76,22 @@ class ModuleRunner:
         outputs, self._pools = self.step(key, inputs, ~np.arange(key[1]), pools)
         return outputs
 
-    def pools(self, value: int) -> list[Any]:
-        """Return pools that hold this value everywhere."""
+    def pools(self, value: int, nan: Sequence[int] = ()) -> list[Any]:
+        """Return pools that hold this value everywhere, except that floats of the slots `nan` are not a number."""
         import jax
         import jax.numpy as jnp
 
         state = self.bundle.manifest.state
         assert state is not None
         with jax.enable_x64(True):
-            return [
+            pools = [
                 jnp.full((state.slots, *tensor.dims), value, numpy_dtype(tensor.dtype))
                 for tensor in state.tensors
+            ]
+            spoiled = jnp.array(nan, jnp.int32)
+            return [
+                pool.at[spoiled].set(jnp.nan) if jnp.issubdtype(pool.dtype, jnp.inexact) else pool
+                for pool in pools
             ]
 
     def step(

@@ -19,7 +19,7 @@ from rsrv_bundle.spec import Bundle
 Reference = Callable[..., tuple[Mapping[str, Any], Any]]
 #: axis letter of the time
 TIME = "t"
-#: content of slots whose sequences a module may not see
+#: content of slots whose sequences a module may not see; floats may also be NaN, which masks by a product let through
 _STALE = 3
 _STEPS = 3
 #: sequences of a generation
@@ -27,15 +27,20 @@ _PROMPTS = 2
 
 
 class Sequences:
-    """Sequences that a module continues, in random slots; all other slots hold stale values."""
+    """Sequences that a module continues, in random slots; before, all slots hold stale values.
+
+    The sequences' own slots hold NaN, as does every other one of those that no sequence has. The rest is finite, which
+    shows whether a step changes it.
+    """
 
     def __init__(self, run: ModuleRunner, count: int, seed: int) -> None:
         state = run.bundle.manifest.state
         assert state is not None
         self.run = run
-        self.slots = np.random.default_rng(seed).permutation(state.slots)[:count].astype(np.int32)
+        places = np.random.default_rng(seed).permutation(state.slots).astype(np.int32)
+        self.slots, self.others = places[:count], places[count:]
         self.padding = state.slots
-        self.pools = run.pools(_STALE)
+        self.pools = run.pools(_STALE, nan=[*self.slots, *self.others[1::2]])
         self.begun = False
 
     def step(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
@@ -51,19 +56,17 @@ class Sequences:
     def strayed(self) -> list[str]:
         """Return the names of the state tensors of which a step wrote another slot."""
         import jax
+        import jax.numpy as jnp
 
         state = self.run.bundle.manifest.state
         assert state is not None
-        others = np.ones(state.slots, np.bool_)
-        others[self.slots] = False
         with jax.enable_x64(True):
-            same = [
-                np.asarray((pool == pool.dtype.type(_STALE)).reshape(state.slots, -1).all(1))
-                for pool in self.pools
+            before = self.run.pools(_STALE, nan=self.others[1::2])
+            return [
+                tensor.name
+                for tensor, pool, stale in zip(state.tensors, self.pools, before, strict=True)
+                if not jnp.array_equal(pool[self.others], stale[self.others], equal_nan=True)
             ]
-        return [
-            tensor.name for tensor, kept in zip(state.tensors, same, strict=True) if not kept[others].all()
-        ]
 
 
 def compare_sequences(
@@ -204,7 +207,13 @@ def compare_answers(
             inputs = [by_name[spec.name] for spec in manifest.inputs]
             chosen = sequences.step((variant, key[1]), inputs)[output]
             gaps[name] = max(gaps[name], _gap(chosen, logits(prompt, lengths)))
-        if not gaps[name] <= tolerance["f32"]:
+        if gaps[name] == float("inf"):
+            rule = (
+                "its logits are not finite. A slot holds what its last sequence left, which may be NaN: mask such values with"
+                " jnp.where, not by a product"
+            )
+            problems.add(f"{name}.mlir", f"output '{generate.token}'", rule)
+        elif not gaps[name] <= tolerance["f32"]:
             rule = (
                 f"its logit by fn, for the whole prompt, is {gaps[name]:.3g} of the largest magnitude below the best one;"
                 f" the tolerance for f32 is {tolerance['f32']:g}"

@@ -51,8 +51,8 @@ def export_stateful(
         `step(params, pools, slots, begins, **inputs) -> (outputs, pools)` gets the state of all slots, [slots, ...], and of
         each row its slot, i32 [n], and whether its sequence begins, bool [n]. It reads and writes no other slot. A row
         whose slot is the number of slots is padding: read with mode="fill", write with mode="drop". `init` gives
-        shapes; a slot holds what the last sequence left. Write first, and read what was written: if a step of one row
-        reads before it writes, XLA copies the pool.
+        shapes; a slot holds what the last sequence left, which may be NaN: mask it with jnp.where, not by a product with
+        zero. Write first, and read what was written: if a step of one row reads before it writes, XLA copies the pool.
     options: as `export_bundle` takes them, without `batch_axis` and `internal`. In `input_shapes`, the axis `t` is the time:
         the modules are also compared with the whole sequence at once.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,13 +179,24 @@ def test_a_wrong_step_is_refused(tmp_path: Path, options: dict[str, Any], proble
 VOCABULARY, WIDTH, CONTEXT = 40, 8, 32
 
 
-def attend(params: Any, pools: Any, slots: Any, begins: Any, position: Any, tokens: Any, lengths: Any) -> Any:
-    """Attend to a cache of keys, one layer and one head; padding of a chunk is written behind the sequence's end."""
+def attend(
+    params: Any,
+    pools: Any,
+    slots: Any,
+    begins: Any,
+    position: Any,
+    tokens: Any,
+    lengths: Any,
+    clean: bool = True,
+) -> Any:
+    """Attend to a cache of keys, one layer and one head. `clean`: what an earlier sequence left becomes zeros."""
     embedded = params["embedding"][tokens]
     at = position[:, None] + jnp.arange(tokens.shape[1])
     real = jnp.arange(tokens.shape[1]) < lengths[:, None]
     cache = pools["keys"].at[slots[:, None], jnp.where(real, at, CONTEXT)].set(embedded, mode="drop")
     keys = cache.at[slots].get(mode="fill", fill_value=0)
+    if clean:
+        keys = jnp.where((jnp.arange(CONTEXT) < (position + lengths)[:, None])[:, :, None], keys, 0)
     scores = jnp.einsum("ntd,ncd->ntc", embedded @ params["query"], keys)
     scores = jnp.where(jnp.arange(CONTEXT) <= at[:, :, None], scores, -1e9)
     mixed = jnp.einsum("ntc,ncd->ntd", jax.nn.softmax(scores), keys)
@@ -252,6 +264,24 @@ def test_a_model_that_ignores_lengths_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BundleError, match="output 'token': its logit by fn, for the whole prompt, is"):
         export_model(tmp_path / "model", careless, batch_sizes=[1])
+
+
+def test_a_model_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
+    """A mask by a share of zero lets NaN through, which an earlier sequence may leave in its slot."""
+    with pytest.raises(BundleError, match=r"output 'token': its logits are not finite\. A slot holds what"):
+        export_model(tmp_path / "model", partial(attend, clean=False), batch_sizes=[1], chunks=[1])
+
+
+def test_a_step_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
+    """A step in place whose new sequences begin with a product by zero keeps NaN of the sequence before."""
+
+    def stale(params: Any, pools: Any, slots: Any, begins: Any, x: Any) -> Any:
+        before = pools["sum"].at[slots].get(mode="fill", fill_value=0) * ~begins[:, None]
+        total = before + x * params["scale"]
+        return {"total": total}, {"sum": pools["sum"].at[slots].set(total, mode="drop")}
+
+    with pytest.raises(BundleError, match="output 'total': differs from fn by inf"):
+        export(tmp_path / "m", stale, {"sum": ZEROS["sum"]}, in_place=True, batch_sizes=[1])
 
 
 def test_a_state_tensor_called_position_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Sequences:
         places = np.random.default_rng(seed).permutation(state.slots).astype(np.int32)
         self.slots, self.others = places[:count], places[count:]
         self.padding = state.slots
-        self.pools = run.pools(_STALE, nan=[*self.slots, *self.others[1::2]])
+        self.pools = run.pools(_STALE, nan=[*self.slots.tolist(), *self.others[1::2].tolist()])
         self.begun = False
 
     def step(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
@@ -61,7 +61,7 @@ class Sequences:
         state = self.run.bundle.manifest.state
         assert state is not None
         with jax.enable_x64(True):
-            before = self.run.pools(_STALE, nan=self.others[1::2])
+            before = self.run.pools(_STALE, nan=self.others[1::2].tolist())
             return [
                 tensor.name
                 for tensor, pool, stale in zip(state.tensors, self.pools, before, strict=True)

@@ -142,8 +142,8 @@ class RuntimeSection(Section):
     host_memory_bytes: int | None = Field(
         None,
         ge=0,
-        description="Host bytes for copies of weights; beyond them the least recently used leave, unless requests wait for "
-        "them. null: what the limit of the container, or the machine's memory, leaves.",
+        description="Host bytes for copies of weights, and for state of sequences; beyond them the least recently used leave, "
+        "unless requests wait for them. null: what the limit of the container, or the machine's memory, leaves.",
     )
     weight_budget_bytes: int | None = Field(
         None,

@@ -280,6 +280,35 @@ def test_lost_state_ends_every_sequence_that_had_some() -> None:
     house.check()
 
 
+def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
+    """A pause of mode drain lets the steps of a live sequence through, and refuses a start, of a live one, too."""
+    house = House()
+    house.run(7, START)
+    assert [house.executing[house.ask(7, flags)].request.waited for flags in (0,)] == [True]  # type: ignore[union-attr]
+    first = house.executing[house.ask(8, START)].request
+    assert first is not None
+    assert not first.waited
+
+
+def test_the_longest_idle_make_room_in_host_memory() -> None:
+    """Stored sequences end in the order of their last use, and idle ones only while their model has left the device."""
+    house = House(slots=1, when_full="host")
+    for id in (1, 2, 3):
+        house.run(id, START)
+        house.pass_time(1)
+    sequences, nbytes = house.sequences, 32
+    assert sequences.host_bytes({KEY}) == 2 * nbytes
+    assert sequences.host_bytes(()) == 3 * nbytes
+    house.take(sequences.drop(1, {KEY}))
+    assert [one.id for one in house.live()] == [2, 3]
+    house.take(sequences.drop(10 * nbytes, {KEY}))
+    assert [one.id for one in house.live()] == [3]
+    house.take(sequences.drop(1, ()))
+    assert not sequences
+    house.run(4, START)
+    house.check()
+
+
 def test_sequences_of_a_model_are_bounded() -> None:
     """States on the host cannot grow without limit."""
     house = House(slots=1, when_full="host")

@@ -9,7 +9,9 @@ from shutil import copytree
 import numpy as np
 import pytest
 
+from rsrv.runtime import host_copies
 from rsrv.runtime.device import Array, DeviceError
+from rsrv.runtime.sequences import LOST
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import END, START, Kind, Status, Submission, pack_ids
@@ -40,6 +42,12 @@ class Client(SequenceClient):
     def refused(self, id: int, flags: int = 0, **changes: int) -> tuple[Status, str]:
         done = self.end(self.ask(id, flags, **changes))
         return done.status, done.text
+
+
+def counts() -> dict[str, int]:
+    """Return the number of sequences in each state."""
+    found: dict[str, int] = command(os.getpid(), {"command": "metrics"})["models"]["sums"]["sequences"]
+    return found
 
 
 StartClient = Callable[..., Client]
@@ -89,10 +97,7 @@ def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> Non
         (1.0, 1), (2.0, 2), (5.0, 1), (3.0, 3),
     ]  # fmt: skip
     assert client.step(7, END, 4.0) == (7.0, 4)
-    assert client.refused(7) == (
-        Status.SEQUENCE_LOST,
-        "the sequence is not known: it never started, has ended, was idle for too long, or its runtime ended; start it again",
-    )
+    assert client.refused(7) == (Status.SEQUENCE_LOST, LOST)
     assert client.step(7, START) == (1.0, 1)
     assert client.step(8) == (6.0, 2)
 
@@ -212,7 +217,11 @@ def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: S
     runtime.device.gate.set()
     ended = client.end(failing)
     assert (ended.status, "Its sequence has ended; start it again" in ended.text) == (Status.INTERNAL, True)
-    assert client.end(queued).status is Status.SEQUENCE_LOST
+    lost = client.end(queued)
+    assert lost.status is Status.SEQUENCE_LOST
+    assert "an execution of this model failed, and the state of all its sequences was lost" in lost.text
+    history = command(os.getpid(), {"command": "history", "model": "sums"})
+    assert "told to; the state of 2 sequences of the model was lost" in str(history)
     assert [client.refused(id)[0] for id in (1, 2)] == [Status.SEQUENCE_LOST] * 2
     assert [client.step(id, START) for id in (1, 2, 3)] == [(1.0, 1)] * 3
 
@@ -228,6 +237,35 @@ def test_a_closed_connection_gives_its_slots_back(start_client: StartClient) -> 
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
 
 
+def test_sequences_end_by_themselves_while_a_model_drains(start_client: StartClient) -> None:
+    """Steps go on to the end; new sequences are refused."""
+    client = start_client()
+    client.step(1, START)
+    command(os.getpid(), {"command": "pause", "model": "sums", "mode": "drain"})
+    assert client.refused(2, START)[0] is Status.PAUSED
+    assert [client.step(1), client.step(1, END)] == [(2.0, 2), (3.0, 3)]
+    command(os.getpid(), {"command": "continue", "model": "sums"})
+    assert client.step(2, START) == (1.0, 1)
+
+
+def test_state_leaves_a_host_that_is_short_of_memory(
+    start_runtime: StartRuntime,
+    bundles: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Sequences on the host count against `runtime.host_memory_bytes`; the one that was idle the longest ends."""
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    runtime = start_runtime(load_settings("runtime: {host_memory_bytes: 30}"), compute=compute)
+    client = Client(runtime.open(), bundles("host"))
+    request.addfinalizer(client.connection.close)
+    for id in (1, 2, 3, 4, 5):  # three slots of 16 bytes
+        client.step(id, START)
+    wait_until(lambda: counts()["stored"] == 1)
+    assert client.refused(1)[0] is Status.SEQUENCE_LOST
+    assert [client.step(id) for id in (3, 4, 5)] == [(2.0, 2)] * 3
+
+
 def test_the_budget_counts_the_pools(start_client: StartClient) -> None:
     """State takes device memory as weights do."""
     client = start_client()
@@ -241,8 +279,7 @@ def test_metrics_count_sequences_by_their_state(start_client: StartClient) -> No
     client = start_client("host")
     for id in range(1, 6):
         client.step(id, START)
-    found = command(os.getpid(), {"command": "metrics"})["models"]["sums"]["sequences"]
-    assert found == {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
+    assert counts() == {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
 
 
 def test_a_model_without_state_takes_no_sequence(
@@ -331,13 +368,12 @@ def test_ten_thousand_sequences_leave_slots_and_memory_as_they_were(
                     client.connection.cancel([waiting])
                     client.end(waiting)
         client.connection.close()
-        wait_until(lambda: not runtime.loop._requests.sequences)
+        wait_until(lambda: not runtime.loop._requests.sequences and not runtime.device.resident)
 
     thousand(0)
-    before, resident = _rss(), runtime.device.resident
+    before = _rss()
     for number in range(1, 10):
         thousand(number)
-    assert runtime.device.resident == resident
     assert _rss() - before < 8 << 20
     client = start_client("host")
     assert [client.step(id, START) for id in (1, 2, 3)] == [(1.0, 1)] * 3

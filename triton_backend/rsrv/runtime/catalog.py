@@ -249,6 +249,10 @@ class Catalog:
         """Return all compiled models."""
         return [entry.model for entry in self.entries.values() if entry.model is not None]
 
+    def resident(self) -> set[str]:
+        """Return the keys of models whose weights are on the device."""
+        return {key for key, entry in self.entries.items() if entry.weights == "resident"}
+
     def serves(self, name: str) -> bool:
         """Return whether a model of that name is there to stay."""
         return any(entry.name == name and not entry.ending for entry in self.entries.values())

@@ -88,28 +88,39 @@ class HostCopies:
             if self._mover is not None and not (self._drops or self._makes):
                 self._mover.measure()
 
-    def measured(self, message: HostMemoryMeasured, now: float) -> None:
-        """Take in the free memory, after copies were dropped, or one was made or could not be, or `measure`."""
+    def measured(self, message: HostMemoryMeasured, now: float) -> int:
+        """Take in the free memory, after copies were dropped, or one was made or could not be, or `measure`.
+
+        Returns the bytes that sequences' state must give back, as copies do not suffice.
+        """
+        lacking = 0
         self._drops = self._drops and not isinstance(message, CopiesDropped)
         self._makes = self._makes and not isinstance(message, CopyMade)
         if self._reviews:
             self._reviews = False
-            self._review(message.spare, now)
+            lacking = self._review(message.spare, now)
         self._make(message.spare)
+        return lacking
 
-    def measure(self, now: float) -> None:
-        """Have the memory measured, if there are copies to drop."""
+    def measure(self, now: float, states: int) -> None:
+        """Have the memory measured, if there are copies to drop, or `states`: bytes of sequences' state in host memory."""
         self.review_at = now + REVIEW_S
         mover = self._mover
-        if mover is not None and (mover.host.taken or mover.host.left):
+        if mover is None:
+            return
+        mover.host.states = states
+        if mover.host.taken or mover.host.left:
             self._reviews = True
             mover.measure()
 
-    def _review(self, spare: int, now: float) -> None:
-        """Drop copies that have not been used for too long, or whose memory is needed for something else."""
+    def _review(self, spare: int, now: float) -> int:
+        """Drop copies that have not been used for too long, or whose memory is needed for something else.
+
+        Returns the bytes that lack then.
+        """
         mover = self._mover
         if mover is None or self._drops:
-            return
+            return 0
         limit, taken, left = mover.host.limit, mover.host.taken, mover.host.left
         excess = 0 if limit is None else limit.excess(taken + left, spare)
         if excess > 0 and left:
@@ -118,12 +129,13 @@ class HostCopies:
             excess -= left
         copies = self._copies()
         idle = [one.model for one in copies if one.expires <= now]
-        chosen, _ = choose_copies([one for one in copies if one.expires > now], excess)
+        chosen, lacking = choose_copies([one for one in copies if one.expires > now], excess)
         if idle:
             log.info("host copies dropped, unused for idle.host: %s", ", ".join(idle))
         if chosen:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
+        return lacking
 
     def _make(self, spare: int) -> None:
         """Give a copy to the first model that wants one, in place of less recently used ones."""

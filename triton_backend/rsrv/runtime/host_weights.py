@@ -75,6 +75,8 @@ class HostStore:
         self._physical = 0
         #: bytes that copies will take that are being made
         self._reading = 0
+        #: bytes of sequences' state in host memory, when the loop last looked
+        self.states = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
         """Identify every weight by its content, and keep a host copy if `keep` and there is room.
@@ -127,8 +129,8 @@ class HostStore:
 
     @property
     def taken(self) -> int:
-        """Bytes of the copies, each tensor once, and of those that are being made."""
-        return self._physical + self._reading
+        """Bytes of the copies, each tensor once, of those that are being made, and of sequences' state beside them."""
+        return self._physical + self._reading + self.states
 
     @property
     def left(self) -> int:

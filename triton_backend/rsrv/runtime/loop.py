@@ -223,7 +223,7 @@ class Loop:
             else:
                 self._ended = ended
         if now >= self._weights.copies.review_at:
-            self._weights.copies.measure(now)
+            self._weights.copies.measure(now, requests.host_bytes())
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
         if self._catalog.moves:
@@ -274,7 +274,7 @@ class Loop:
             case MemoryFreed(instruction):
                 self._start(instruction)
             case HostMemoryMeasured():
-                self._weights.copies.measured(message, self._clock())
+                self._requests.drop_states(self._weights.copies.measured(message, self._clock()))
             case DeviceReady():
                 self._weights.device_ready(message)
             case BundlesRead():
@@ -425,15 +425,15 @@ class Loop:
     def _executed(self, ended: ExecutionEnded) -> None:
         # Arrivals of the same moment come first: the next execution should include them.
         self._pass_on()
-        self._requests.executed(ended)
+        lost, error = self._requests.executed(ended), ended.error
+        if lost:
+            error = f"{error}; the state of {lost} sequences of the model was lost"
         if self._outbox or self._requests.arrived:
             # The next steps of its generations share an execution; requests of sequences that it has lost must not execute.
             self._pass_on()
         self._passing_on = True
         try:
-            event = ev.ExecutionFinished(
-                ended.dispatch.number, ended.seconds, ended.error, ended.out_of_memory
-            )
+            event = ev.ExecutionFinished(ended.dispatch.number, ended.seconds, error, ended.out_of_memory)
             self._handle(event, ended)
         finally:
             self._passing_on = False

@@ -3,6 +3,7 @@
 Belongs to the loop. Frames become the scheduler's requests here, and the scheduler's decisions become answers.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
@@ -14,7 +15,7 @@ from rsrv.runtime.executor import CallSlice, ExecutionEnded, RequestSlice, Slice
 from rsrv.runtime.generation_steps import StepSlice
 from rsrv.runtime.generations import End, GenerationCounts, find_problem
 from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
-from rsrv.runtime.sequences import LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
+from rsrv.runtime.sequences import STATE_LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
 from rsrv.runtime.state_pool import SlotRow
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import PeerConnection, Transport
@@ -25,6 +26,8 @@ from rsrv.wire.frames import ALONE, END, START, WAITED, Completion, ProtocolErro
 from rsrv.wire.generation import read_generate
 from rsrv.wire.layout import ALIGNMENT
 
+log = logging.getLogger("rsrv.state")
+
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
 _FLAGS = ALONE | WAITED | START | END
@@ -33,7 +36,6 @@ _MAX_NUMBER = 32
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 _ABORTED = "the request was aborted"
 _CANCELLED = "the request was cancelled"
-_STATE_LOST = "the state of this generation was lost with a failed execution; ask again"
 
 
 class Requests:
@@ -301,23 +303,42 @@ class Requests:
         """End the sequences that were idle for too long, and the requests that waited too long for a slot."""
         self._apply(self.sequences.expire(self._clock()))
 
-    def executed(self, ended: ExecutionEnded) -> None:
-        """Account for the sub-calls and sequences of an execution, which may still have another try."""
+    def host_bytes(self) -> int:
+        """Return the bytes of sequences' state in host memory."""
+        return self.sequences.host_bytes(self._catalog.resident()) if self.sequences else 0
+
+    def drop_states(self, excess: int) -> None:
+        """End sequences that were idle the longest, with so many bytes of state in host memory."""
+        if excess > 0 and self.sequences:
+            dropped = self.sequences.drop(excess, self._catalog.resident())
+            if dropped.lost:
+                log.warning(
+                    "%d idle sequences ended, because host memory for their state is short", dropped.lost
+                )
+            self._apply(dropped)
+
+    def executed(self, ended: ExecutionEnded) -> int:
+        """Account for the sub-calls and sequences of an execution, which may still have another try.
+
+        Returns the number of sequences whose state it has lost.
+        """
+        lost = 0
         dispatch, pool = ended.dispatch, ended.dispatch.model.pool
         if pool is not None and ended.error is not None:
             for one in map(_sequence, dispatch.slices) if not ended.out_of_memory else ():
                 if one is not None:
                     one.doomed = True
-            self._apply(self.sequences.lose(dispatch.model.key, pool.losses))
+            verdicts = self.sequences.lose(dispatch.model.key, pool.losses)
+            lost = verdicts.lost
+            self._apply(verdicts)
         if self.generations and ended.error is None:
             self._take_tokens(dispatch.slices)
-        if not self.runs:
-            return
-        for part in dispatch.slices:
+        for part in dispatch.slices if self.runs else ():
             if part.run is not None:
                 part.run.account(ended.seconds * part.rows / max(1, dispatch.rows))
             if isinstance(part, CallSlice):
                 part.settle(succeeded=ended.error is None)
+        return lost
 
     def answer(self, finish: ev.Finish, ended: ExecutionEnded) -> None:
         """Complete a request whose execution succeeded."""
@@ -380,7 +401,7 @@ class Requests:
                 step.connection.tokens.append((step.request, token))
                 self.answering.add(step.connection)
             if end is None and sequence.doomed:
-                end = End(Status.SEQUENCE_LOST, _STATE_LOST)
+                end = End(Status.SEQUENCE_LOST, STATE_LOST)
             if end is None:
                 request = self._next_step(step)
                 sequence.go_on(request)
@@ -500,7 +521,7 @@ def _sequence(part: Slice | MetaRun | None) -> SequenceEntry | None:
 def _doomed(status: Status, text: str) -> tuple[Status, str]:
     """Return status and text of a request with which its sequence ends against its will."""
     if status is Status.CANCELLED:
-        return Status.SEQUENCE_LOST, LOST
+        return Status.SEQUENCE_LOST, STATE_LOST
     return status, f"{text}. Its sequence has ended; start it again"
 
 
@@ -510,7 +531,7 @@ def _end_of_generation(step: StepSlice, status: Status, text: str) -> tuple[Stat
     if generation.ending is not None:
         return generation.ending
     if status is Status.CANCELLED:
-        return Status.SEQUENCE_LOST, _STATE_LOST
+        return Status.SEQUENCE_LOST, STATE_LOST
     if status is Status.DEADLINE and generation.sent:
         return status, f"the deadline passed; {generation.sent} tokens of the answer were sent before"
     return status, text

@@ -5,11 +5,12 @@ the scheduler when its sequence has a slot. A sequence has at most one request a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from rsrv.runtime.state_pool import SequenceTensors, SlotRow
@@ -19,7 +20,14 @@ from rsrv_bundle.spec import StateSpec
 
 #: sequences of one model at a time, with and without a slot
 MAX_SEQUENCES = 65_536
-LOST = "the sequence is not known: it never started, has ended, was idle for too long, or its runtime ended; start it again"
+LOST = (
+    "the sequence is not known: it never started or has ended, or its state was dropped because it was idle for too long, host "
+    "memory was short, an execution of its model failed, or its runtime ended; start it again"
+)
+#: of requests that a failed execution of other ones takes with it
+STATE_LOST = (
+    "an execution of this model failed, and the state of all its sequences was lost with it; start again"
+)
 _BUSY = "the sequence has a request in progress; send the next one after its answer"
 
 
@@ -127,6 +135,8 @@ class Verdicts(NamedTuple):
     refused: tuple[RefusedStep, ...] = ()
     #: requests that the scheduler has, for sequences that are lost
     cancelled: tuple[int, ...] = ()
+    #: number of sequences that ended with their state
+    lost: int = 0
 
 
 _NOTHING = Verdicts()
@@ -212,6 +222,9 @@ class SequenceTable:
             model.idle.pop(id, None)
             model.stored.pop(id, None)
             known.advance(SequenceEvent.REQUEST)
+            if not flags & START:
+                # It goes on with what was: a pause of mode drain lets it.
+                request = request._replace(waited=True)
         known.owner, known.request, known.flags = owner, request, flags
         if known.state is SequenceState.STEPPING:
             return known, Verdicts((request,))
@@ -281,9 +294,44 @@ class SequenceTable:
         self._end_all(model, ended)
         return Verdicts(
             self._grant(model).granted,
-            tuple(RefusedStep(id, Status.SEQUENCE_LOST, LOST) for id in refused),
+            tuple(RefusedStep(id, Status.SEQUENCE_LOST, STATE_LOST) for id in refused),
             tuple(id for id in ids if id not in refused),
+            len(ended),
         )
+
+    def host_bytes(self, resident: Collection[str]) -> int:
+        """Return the bytes of state in host memory: of stored sequences, and of idle ones whose model is not `resident`."""
+        return sum(len(resting) * model.spec.slot_bytes for model, resting in self._on_host(resident))
+
+    def drop(self, excess: int, resident: Collection[str]) -> Verdicts:
+        """End sequences with so many bytes of state in host memory, those first that were idle the longest."""
+        oldest = merge(
+            *(
+                [(one.used, one, model) for one in resting.values()]
+                for model, resting in self._on_host(resident)
+            ),
+            key=itemgetter(0),
+        )
+        dropped = list[tuple[_SlotTable, SequenceEntry]]()
+        for _, sequence, model in oldest:
+            if excess <= 0:
+                break
+            dropped.append((model, sequence))
+            excess -= model.spec.slot_bytes
+        for model, sequence in dropped:
+            self._end(model, sequence)
+        granted = (
+            [one for model in self._models.values() for one in self._grant(model).granted] if dropped else ()
+        )
+        return Verdicts(tuple(granted), lost=len(dropped))
+
+    def _on_host(
+        self, resident: Collection[str]
+    ) -> Iterator[tuple[_SlotTable, OrderedDict[int, SequenceEntry]]]:
+        for key, model in self._models.items():
+            yield model, model.stored
+            if key not in resident:
+                yield model, model.idle
 
     def forget(self, key: str) -> None:
         """Drop a model that is gone; no request of it is left."""

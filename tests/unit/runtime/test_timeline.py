@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.timeline import DeviceSpan, Timeline
+from rsrv.runtime.timeline import ARRIVALS_S, DeviceSpan, RecentArrivals, Timeline
 from rsrv.scheduler import events as ev
 
 
@@ -57,6 +57,31 @@ def test_an_answer() -> None:
         "end": 1,
         "spans": [("evict", "a@1", 2.5, 0.0, 0, 0, 0, False)],
     }
+
+
+def test_arrivals_are_kept_for_a_reader_only() -> None:
+    """Requests are kept from the first question on, until no reader has asked for ten seconds."""
+    timeline = Timeline()
+    calls = ev.Request(2, "a@1", 1, 4, deadline=13.5, priority=3, run=7)
+    timeline.happened(ev.RequestsArrived((ev.Request(1, "a@1", 0, 1),)), 10.0)
+    assert timeline.arrivals.answer("i", 0, 11.0)["requests"] == []
+
+    timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, waited=True))), 12.0)
+    said = timeline.arrivals.answer("i", 0, 12.5)
+    assert said["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # the other one came before a restart
+    assert (said["instance"], said["first"], said["next"], said["end"]) == ("i", 0, 2, 2)
+
+    timeline.happened(ev.RequestsArrived((ev.Request(4, "b@1", 0, 2),)), 12.5 + ARRIVALS_S)
+    assert timeline.arrivals.answer("i", 2, 30.0)["end"] == 2
+
+
+def test_a_slow_reader_learns_what_it_has_lost() -> None:
+    """The oldest requests are forgotten first, and `first` is above the number asked for."""
+    arrivals = RecentArrivals(2)
+    arrivals.answer("i", 0, 0.0)
+    arrivals.add([ev.Request(id, "a@1", 0, 1) for id in range(1, 6)], 1.0)
+    said = arrivals.answer("i", 0, 2.0)
+    assert (said["first"], said["next"], len(said["requests"])) == (3, 5, 2)
 
 
 @given(length=st.integers(1, 10), count=st.integers(0, 30), most=st.integers(1, 7))

@@ -351,7 +351,7 @@ def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
 
 def test_more_shared_bytes_than_bytes_are_refused() -> None:
     """More shared bytes than bytes are refused by key."""
-    with pytest.raises(ScenarioError, match="shared_bytes: 2 is more than weight_bytes"):
+    with pytest.raises(ScenarioError, match="shared_bytes and shares: 2 is more than weight_bytes"):
         run("models: {a: {cost: {1: 1}, weight_bytes: 1, shared_bytes: 2}}\narrivals: []")
 
 

@@ -131,6 +131,11 @@ def parser() -> CommandParser:
     timeline = command("timeline", "the device's recent work, as a trace for Perfetto or chrome://tracing")
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
     timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
+    record = command(
+        "record", "write the requests that come, without contents, for rsrv-sim, replay and plan"
+    )
+    record.add_argument("output", type=Path, metavar="OUT.csv", help="the models go to OUT.yaml")
+    record.add_argument("--seconds", type=_seconds, metavar="S", help="default: until Ctrl-C")
     command("top", "the live page in the terminal, until Ctrl-C")
     command("watch", "the models' states, and each change until Ctrl-C")
 

@@ -16,6 +16,7 @@ from rsrv.cli import server_pages as pages
 from rsrv.cli.chrome_trace import chrome_trace
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
+from rsrv.cli.recording import read_spans, run_record
 from rsrv.control import find
 from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
@@ -93,7 +94,7 @@ def _load(server: Server) -> int:
 
 
 def _timeline(server: Server) -> int:
-    spans = _spans(server)
+    spans = read_spans(server)
     since = max((_end(span) for span in spans), default=0.0) - server.options.seconds
     text = json.dumps(chrome_trace(span for span in spans if _end(span) >= since))
     output = server.options.output
@@ -103,23 +104,6 @@ def _timeline(server: Server) -> int:
         output.write_text(text)
         print(f"{output}: open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
-
-
-def _spans(server: Server) -> list[pb.Span]:
-    """Return all spans that the runtimes keep."""
-    spans: list[pb.Span] = []
-    before: dict[int, str] = {}
-    answer = pb.GetTimelineResponse()
-    while not before or any(one.next < one.end for one in answer.positions):
-        answer = server.ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
-        new = {one.device: one.instance for one in answer.positions}
-        # Of a runtime that has ended meanwhile, nothing is left.
-        spans = [span for span in spans if new.get(span.device) == before.get(span.device)]
-        spans += answer.spans
-        before = new
-        if not answer.spans:
-            break
-    return spans
 
 
 def _end(span: pb.Span) -> float:
@@ -357,6 +341,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "history": history.run_history,
     "why": history.run_why,
     "timeline": _timeline,
+    "record": run_record,
     "top": _top,
     "watch": _watch,
     "pin": lambda server: _set_residency(server, "device", server.options.wait),

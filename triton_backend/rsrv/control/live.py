@@ -192,7 +192,7 @@ class Live:
 
     async def _read_timeline(self) -> None:
         for _ in range(_MAX_ANSWERS):
-            said = await self._runtimes.timeline(self._positions)
+            said = await self._runtimes.read_on("timeline", self._positions)
             now = self._clock()
             self._positions |= {number: (one["instance"], one["next"]) for number, one in said.items()}
             spans = [

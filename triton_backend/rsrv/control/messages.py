@@ -347,19 +347,38 @@ def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
     return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
+def _positions(said: Mapping[int, Json]) -> list[pb.TimelinePosition]:
+    keys = ("instance", "first", "next", "end")
+    return [
+        pb.TimelinePosition(device=number, **{key: one[key] for key in keys}) for number, one in said.items()
+    ]
+
+
+def arrivals(said: Mapping[int, Json]) -> pb.GetArrivalsResponse:
+    """`said`: the answers of the devices."""
+    return pb.GetArrivalsResponse(
+        positions=_positions(said),
+        requests=[
+            pb.Arrival(
+                model=key.rpartition("@")[0],
+                unix_s=one["unix_s"] + at,
+                rows=rows,
+                variant=variant,
+                deadline_s=deadline_s,
+                priority=priority,
+                call=call,
+                device=number,
+            )
+            for number, one in said.items()
+            for at, key, rows, variant, deadline_s, priority, call in one["requests"]
+        ],
+    )
+
+
 def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
     """`said`: the answers of the devices; `now`: Unix time of these, in seconds."""
     return pb.GetTimelineResponse(
-        positions=[
-            pb.TimelinePosition(
-                device=number,
-                instance=one["instance"],
-                first=one["first"],
-                next=one["next"],
-                end=one["end"],
-            )
-            for number, one in said.items()
-        ],
+        positions=_positions(said),
         spans=[
             pb.Span(
                 kind=member(pb.SpanKind, kind),

@@ -381,18 +381,18 @@ class Runtimes:
         answers, _ = await self._ask(self.live, ask)
         return answers
 
-    async def timeline(self, since: Mapping[int, tuple[str, int]]) -> Answers:
-        """Return the latest spans of all devices, as the command `timeline` does.
+    async def read_on(self, command: str, since: Mapping[int, tuple[str, int]]) -> Answers:
+        """Return the latest spans or requests of all devices, as the commands `timeline` and `arrivals` do.
 
-        `since`: the runtime's instance, and the number of the first span that is wanted, by device; of another runtime and
-        of other devices, all are. Raises RuntimeDown, StatusError if none answers.
+        `since`: the runtime's instance, and the number of the first element that is wanted, by device; of another runtime
+        and of other devices, all are. Raises RuntimeDown, StatusError if none answers.
         """
 
         async def ask(number: int, link: RuntimeLink) -> Answer:
             instance, first = since.get(number, ("", 0))
-            said = await link.command({"command": "timeline", "since": first})
+            said = await link.command({"command": command, "since": first})
             if first and instance != said["instance"]:
-                said = await link.command({"command": "timeline", "since": 0})
+                said = await link.command({"command": command, "since": 0})
             return said
 
         answers, _ = await self._ask(self.live, ask)

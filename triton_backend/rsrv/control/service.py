@@ -200,8 +200,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
         since = {one.device: (one.instance, one.next) for one in request.positions}
-        said = await self._runtimes.timeline(since)
+        said = await self._runtimes.read_on("timeline", since)
         return messages.timeline(said, self._clock())
+
+    @answers
+    async def GetArrivals(self, request: pb.GetArrivalsRequest) -> pb.GetArrivalsResponse:
+        since = {one.device: (one.instance, one.next) for one in request.positions}
+        return messages.arrivals(await self._runtimes.read_on("arrivals", since))
 
     async def WatchPage(
         self, request: pb.WatchPageRequest, context: Any

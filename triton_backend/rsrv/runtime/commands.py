@@ -133,6 +133,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "sleep": _END,
     "profile": {"directory": _Field(_is_text_or_none, "a string")},
     "timeline": _SINCE,
+    "arrivals": _SINCE,
     "traces": _SINCE,
 }
 #: characters of a value that a message repeats
@@ -496,6 +497,8 @@ class Commands:
                 return self._reports.load(command.get("since", 0))
             case "timeline":
                 return self._reports.timeline(command.get("since", 0))
+            case "arrivals":
+                return self._reports.arrivals(command.get("since", 0))
             case "traces":
                 return self._reports.traces(command.get("since", 0))
             case "metrics":

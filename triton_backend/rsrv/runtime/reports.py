@@ -200,6 +200,9 @@ class Reports:
     def timeline(self, since: int) -> dict[str, Any]:
         return self._traces.timeline.answer(self._catalog.feed.instance, since, self._clock())
 
+    def arrivals(self, since: int) -> dict[str, Any]:
+        return self._traces.timeline.arrivals.answer(self._catalog.feed.instance, since, self._clock())
+
     def traces(self, since: int) -> dict[str, Any]:
         return self._traces.answer(self._catalog.feed.instance, since)
 

@@ -1,9 +1,11 @@
-"""Recent work of the device, and spans of traced requests: how long each waited, for which load, and its execution."""
+"""Recent work of the device, recent arrivals, and spans of traced requests: their waiting, loads and executions."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rsrv.scheduler import events as ev
@@ -17,6 +19,8 @@ TIMELINE_LENGTH = 32_768
 TIMELINE_ANSWER = 2_000
 #: spans of traced requests that are kept, and those of one answer
 TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
+#: arrivals that are kept; and seconds for which they are, after a reader has asked for them. About 10 MB.
+ARRIVALS_LENGTH, ARRIVALS_S = 32_768, 10.0
 
 WorkKind = Literal["execute", "warm_up", "load", "evict"]
 SpanAttributes = dict[str, str | int | float]
@@ -59,10 +63,50 @@ class DeviceSpan(NamedTuple):
     failed: bool = False
 
 
+class RecentArrivals:
+    """Recent requests, without their contents. Nothing is kept unless a reader asked in the last `ARRIVALS_S` seconds."""
+
+    def __init__(self, length: int = ARRIVALS_LENGTH) -> None:
+        self._kept: RingBuffer[tuple[float, ev.Request]] = RingBuffer(length)
+        self._until = -inf
+
+    def add(self, requests: Sequence[ev.Request], now: float) -> None:
+        if now < self._until:
+            for request in requests:
+                self._kept.add((now, request))
+
+    def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
+        """Answer the command `arrivals`, and keep what arrives from now on. Times are on the loop's clock."""
+        self._until = now + ARRIVALS_S
+        first, kept = self._kept.since(since, TIMELINE_ANSWER)
+        return {
+            "instance": instance,
+            "first": first,
+            "next": first + len(kept),
+            "end": self._kept.next,
+            "unix_s": time.time() - now,
+            "requests": [
+                (
+                    round(at, 6),
+                    one.model,
+                    one.rows,
+                    one.variant,
+                    None if one.deadline is None else round(one.deadline - at, 6),
+                    one.priority,
+                    one.run != 0,
+                )
+                for at, one in kept
+                # One that had been accepted before a restart was here before.
+                if not one.waited
+            ],
+        }
+
+
 class Timeline:
     """Recent executions, warm-ups, loads and evictions. The loop passes in all events and the instructions that begin one."""
 
     def __init__(self, length: int = TIMELINE_LENGTH) -> None:
+        self.arrivals = RecentArrivals()
         self._spans: RingBuffer[DeviceSpan] = RingBuffer(length)
         self._executing: dict[int, ev.Execute] = {}
         self._loading: dict[tuple[str, int], float] = {}
@@ -84,6 +128,8 @@ class Timeline:
     def happened(self, event: ev.Event, now: float) -> DeviceSpan | None:
         """Return the span that ended with the event, if one did."""
         match event:
+            case ev.RequestsArrived(requests):
+                self.arrivals.add(requests, now)
             case ev.ExecutionFinished():
                 begun = self._executing.pop(event.dispatch)
                 return self._add(

@@ -132,6 +132,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
             f"servers: {file.devices} devices cannot be divided among {file.servers} servers equally"
         )
     groups = _groups(file.models, problems)
+    _check_shares(file.models, problems)
     estimates = {
         group: _estimates(group, folder / model.compiled, problems)
         for group, model in file.models.items()
@@ -254,6 +255,17 @@ def _groups(models: Mapping[str, ModelKeys], problems: list[str]) -> dict[str, l
     return groups
 
 
+def _check_shares(models: Mapping[str, ModelKeys], problems: list[str]) -> None:
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, model in models.items():
+        for group, nbytes in model.shares.items():
+            other, known = sizes.setdefault(group, (name, nbytes))
+            if known != nbytes:
+                problems.append(
+                    f"models.{name}.shares.{group}: {nbytes} bytes, and {known} in models.{other}"
+                )
+
+
 class _Estimates(NamedTuple):
     card: str
     #: by variant and size
@@ -306,7 +318,8 @@ def _program(
         weight_bytes=model.weight_bytes,
         tensors={
             f"shared by {group}": model.shared_bytes,
-            f"own of {name}": model.weight_bytes - model.shared_bytes,
+            **{f"group {one}": nbytes for one, nbytes in model.shares.items()},
+            f"own of {name}": model.weight_bytes - model.shared_bytes - sum(model.shares.values()),
         },
         pinned=model.residency == "device",
         load_seconds=0.0 if rate is None else model.weight_bytes / rate,

@@ -113,6 +113,10 @@ class ModelKeys(Part):
         description="Of these, what all `count` models have in common, as fine-tunes of one backbone do: it is on the "
         "device once.",
     )
+    shares: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        {},
+        description="Of these, what it has in common with the models that name the same group: {GROUP: bytes}.",
+    )
     residency: Literal["system", "device"] = Field(
         "system",
         description="device: its weights are loaded at the start and stay, beyond the budget if need be.",
@@ -155,9 +159,10 @@ class ModelKeys(Part):
 
     @model_validator(mode="after")
     def _no_more_than_all(self) -> "ModelKeys":
-        if self.shared_bytes > self.weight_bytes:
+        shared = self.shared_bytes + sum(self.shares.values())
+        if shared > self.weight_bytes:
             raise ValueError(
-                f"shared_bytes: {self.shared_bytes} is more than weight_bytes ({self.weight_bytes})"
+                f"shared_bytes and shares: {shared} is more than weight_bytes ({self.weight_bytes})"
             )
         return self
 

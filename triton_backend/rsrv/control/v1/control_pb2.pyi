@@ -1152,6 +1152,40 @@ class Span(_message.Message):
     device: int
     def __init__(self, kind: _Optional[_Union[SpanKind, str]] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., start_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., failed: bool = ..., device: _Optional[int] = ...) -> None: ...
 
+class GetArrivalsRequest(_message.Message):
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[TimelinePosition]
+    def __init__(self, positions: _Optional[_Iterable[_Union[TimelinePosition, _Mapping]]] = ...) -> None: ...
+
+class GetArrivalsResponse(_message.Message):
+    __slots__ = ("requests", "positions")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[Arrival]
+    positions: _containers.RepeatedCompositeFieldContainer[TimelinePosition]
+    def __init__(self, requests: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ..., positions: _Optional[_Iterable[_Union[TimelinePosition, _Mapping]]] = ...) -> None: ...
+
+class Arrival(_message.Message):
+    __slots__ = ("model", "unix_s", "rows", "variant", "deadline_s", "priority", "call", "device")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    unix_s: float
+    rows: int
+    variant: int
+    deadline_s: float
+    priority: int
+    call: bool
+    device: int
+    def __init__(self, model: _Optional[str] = ..., unix_s: _Optional[float] = ..., rows: _Optional[int] = ..., variant: _Optional[int] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., call: bool = ..., device: _Optional[int] = ...) -> None: ...
+
 class WatchPageRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -164,6 +164,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
+        self.GetArrivals = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetArrivals',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsResponse.FromString,
+                _registered_method=True)
         self.WatchPage = channel.unary_stream(
                 '/rsrv.control.v1.Control/WatchPage',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageRequest.SerializeToString,
@@ -363,6 +368,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetArrivals(self, request, context):
+        """Requests that came since the call before, without their contents. They are kept for the caller, who asks every few seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchPage(self, request, context):
         """The events of the live page, for a gateway's page. Their form belongs to the page, and changes with it.
         """
@@ -510,6 +522,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'GetArrivals': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetArrivals,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsResponse.SerializeToString,
             ),
             'WatchPage': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPage,
@@ -1224,6 +1241,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetTimeline',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetArrivals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetArrivals',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetArrivalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,104 @@
+"""The command `rsrv record`: the trace that it writes, and the scenario that it makes of the server's figures."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.cli.recording import Recording, ServedState, scenario_of
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.sim.scenario import load_scenario
+from tests.unit.control.test_cli import MEMORY, shell
+from tests.waiting import looped
+
+#: what came to the runtime, by the number of the first request: 0 and 1 are of an earlier record, 2 and 3 are forgotten
+CAME: dict[int, tuple[int, list[Any]]] = {
+    0: (0, [(1.0, "a@1", 9, 0, None, 0, False)] * 2),
+    2: (4, [(5.0, "a@1", 3, 0, 0.25, 2, False), (5.125, "b@1", 1, 0, None, 0, True)]),
+}
+
+
+def told(command: dict[str, Any]) -> dict[str, Any]:
+    """Answer a command as the runtime does."""
+    since: int = command.get("since", 0)
+    said = {"instance": "x", "unix_s": 1e9}
+    match command["command"]:
+        case "memory":
+            return MEMORY
+        case "timeline":
+            # Relative to the answer; ten executions after the first request.
+            spans = [["execute", "a@1", -1e9 - 6.0, 0.004, 3, 8, 1, False]] * 10
+            return said | {"first": since, "next": 10, "end": 10, "spans": spans[since:]}
+    first, requests = CAME.get(since, (since, []))
+    end = 2 if since == 0 else 6
+    return said | {"first": first, "next": first + len(requests), "end": end, "requests": requests}
+
+
+def test_a_record_is_a_scenario_of_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trace has what came since the start; the scenario has measured costs, bytes, and what models share."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = told
+            for name, nbytes in (("a", 7_000_000), ("b", 5_000_000)):
+                rsrv.server.runtime.models[name]["device_bytes"] = nbytes
+            out = tmp_path / "out.csv"
+
+            said = await rsrv("record", str(out), "--seconds", "0.01")
+
+            assert said.status == 0
+            assert "2 requests for 2 models in 0 s" in said.out
+            assert said.err == "2 requests are missing: they came faster than they were read\n"
+            assert out.read_text().splitlines() == [
+                "t,model,rows,variant,deadline_s,priority,committed",
+                "0.000000,a,3,0,0.250000,2,",
+                "0.125000,b,1,0,,0,true",
+            ]
+            scenario = load_scenario(out.with_suffix(".yaml"))
+            assert scenario.programs["a"].costs == {(0, 1): 0.001, (0, 8): 0.004, (0, 16): 0.003}
+            a, b = (scenario.programs[name].tensors or {} for name in "ab")
+            assert sorted(a.values()) == [0, 3_000_000, 4_000_000]
+            assert a.keys() & b.keys()
+            assert [(one.t, one.committed) for one in scenario.recorded[0]] == [(0.0, False), (0.125, True)]
+            assert scenario.settings.weight_budget_bytes == 5000
+
+            assert "is there already" in (await rsrv("record", str(out))).err
+            assert "must end in .csv" in (await rsrv("record", "out.txt")).err
+
+    run()
+
+
+def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -> pb.ModelStatus:
+    """Return the status of a model with executables: variant, size and cost."""
+    executables = [pb.Executable(variant=variant, size=size, cost_s=cost) for variant, size, cost in costs]
+    return pb.ModelStatus(name=name, executables=executables, **differs)
+
+
+def test_models_that_cannot_be_simulated_are_left_out() -> None:
+    """A model without any cost has no place in a scenario; a variant without one costs as its neighbour."""
+    models = [
+        executed("cold", (0, 1, None)),
+        executed("wide", (0, 1, None), (1, 1, 0.5), (1, 4, 0.75), weights=pb.WEIGHTS_RESIDENT),
+        executed("busy", (0, 1, 0.25), device_bytes=8, loads=1, load_seconds=2.0),
+    ]
+    recording = Recording()
+    recording.counts["busy"] = 3
+    status = pb.GetStatusResponse(
+        models=models,
+        devices=[pb.DeviceStatus()] * 2,
+        scheduler=pb.Scheduler(discipline=pb.DISCIPLINE_FAIR, eviction=pb.EVICTION_LRU),
+    )
+
+    document = scenario_of("t.csv", recording, ServedState(status, pb.GetMemoryResponse(), "external", []))
+
+    assert document["models"] == {
+        "wide": {"variants": [{1: 0.5, 4: 0.75}] * 2, "weight_bytes": 0},
+        "busy": {"cost": {1: 0.25}, "weight_bytes": 8},
+    }
+    assert document["device"] == {"warm": True, "h2d_bytes_per_s": 4}
+    assert (document["devices"], document["servers"], document["gateway"]) == (
+        2,
+        1,
+        {"mode": "least_outstanding"},
+    )

@@ -1,0 +1,271 @@
+"""The command `rsrv record`: the requests of a server as a trace, and its models as the scenario around the trace."""
+
+import csv
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
+
+import grpc
+
+from rsrv.cli.client import CommandLineError, Server
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.progress import steps
+
+#: columns of a trace, as `rsrv.sim.schema.RequestKeys` names them
+COLUMNS = ("t", "model", "rows", "variant", "deadline_s", "priority", "committed")
+#: seconds between two looks at the server, which keeps the latest 32,768 requests of each device
+_LOOK_S = 0.5
+#: seconds between two lines about the progress, where the output is no terminal
+_LINE_S = 10.0
+#: executions of one size whose mean counts, in place of the scheduler's latest estimate
+_ENOUGH = 10
+#: modes of several devices that the simulator has, too
+_MODES = ("least_outstanding", "lpt_packing")
+
+
+class Recording:
+    """The requests of one record, by answers that continue each other."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, pb.TimelinePosition] = {}
+        #: requests by model.
+        self.counts: Counter[str] = Counter()
+        #: requests that the server forgot before they were read.
+        self.lost = 0
+        #: Unix time of the first request, by the server's clock.
+        self.began: float | None = None
+        #: seconds from the first request to the last one.
+        self.seconds = 0.0
+
+    @property
+    def question(self) -> pb.GetArrivalsRequest:
+        return pb.GetArrivalsRequest(positions=self._positions.values())
+
+    def begin(self, answer: pb.GetArrivalsResponse) -> bool:
+        """Pass over requests of an earlier record; return False if there are more of them."""
+        self._positions = {one.device: one for one in answer.positions}
+        return all(one.next >= one.end for one in answer.positions)
+
+    def take(self, answer: pb.GetArrivalsResponse) -> list[tuple[str | int, ...]]:
+        """Take in an answer; return the rows of its requests."""
+        for one in answer.positions:
+            before = self._positions.get(one.device)
+            if before is not None and before.instance == one.instance:
+                self.lost += one.first - before.next
+            self._positions[one.device] = one
+        requests = sorted(answer.requests, key=lambda request: request.unix_s)
+        if self.began is None and requests:
+            self.began = requests[0].unix_s
+        return [self._row(request) for request in requests]
+
+    def _row(self, request: pb.Arrival) -> tuple[str | int, ...]:
+        # The first answer may have a later request of one device before an earlier one of another.
+        t = max(0.0, request.unix_s - (self.began or 0.0))
+        self.counts[request.model] += 1
+        self.seconds = max(self.seconds, t)
+        deadline_s = f"{request.deadline_s:.6f}" if request.HasField("deadline_s") else ""
+        call = "true" if request.call else ""
+        return f"{t:.6f}", request.model, request.rows, request.variant, deadline_s, request.priority, call
+
+
+def run_record(server: Server) -> int:
+    """Write requests until Ctrl-C, or for `--seconds`; then the scenario."""
+    path: Path = server.options.output
+    scenario = path.with_suffix(".yaml")
+    if path.suffix != ".csv":
+        raise CommandLineError(f"{path} must end in .csv; the scenario is written beside it")
+    for one in (path, scenario):
+        if one.exists():
+            raise CommandLineError(f"{one} is there already: name another file, or remove it")
+    before = server.ask("GetStatus", pb.GetStatusRequest())
+    recording = Recording()
+    while not recording.begin(server.ask("GetArrivals", recording.question)):
+        pass
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        with suppress(KeyboardInterrupt), steps(f"recording {path}, looks", every=_LINE_S) as progress:
+            for answer in _answers(server, recording, server.options.seconds):
+                writer.writerows(recording.take(answer))
+                file.flush()
+                progress.step(f"{recording.counts.total()} requests")
+    served = ServedState(
+        server.ask("GetStatus", pb.GetStatusRequest()),
+        server.ask("GetMemory", pb.GetMemoryRequest()),
+        server.ask("GetPlacement", pb.GetPlacementRequest()).mode,
+        [span for span in read_spans(server) if span.start_unix_s >= (recording.began or 0.0)],
+    )
+    # A model that left meanwhile has requests in the trace.
+    names = {one.name for one in served.status.models}
+    served.status.models.extend(one for one in before.models if one.name not in names)
+    # Other commands need no YAML.
+    from rsrv_bundle import yaml12
+
+    text = yaml12.dump(scenario_of(path.name, recording, served))
+    scenario.write_text(f"# Recorded by `rsrv record`.\n{text}", encoding="utf-8")
+    requests, models = recording.counts.total(), len(recording.counts)
+    print(
+        f"{path}: {requests} requests for {models} models in {recording.seconds:.0f} s; {scenario}: the models"
+    )
+    if recording.lost:
+        print(f"{recording.lost} requests are missing: they came faster than they were read", file=sys.stderr)
+    return 0
+
+
+def _answers(server: Server, recording: Recording, seconds: float | None) -> Iterator[pb.GetArrivalsResponse]:
+    """Yield answers until the time is over. A runtime that is replaced meanwhile is waited for."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        over = end is not None and time.monotonic() >= end
+        try:
+            answer = server.ask("GetArrivals", recording.question)
+            yield answer
+            if any(one.next < one.end for one in answer.positions):
+                continue
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        if over:
+            return
+        time.sleep(_LOOK_S)
+
+
+def read_spans(server: Server) -> list[pb.Span]:
+    """Return all spans that the runtimes keep."""
+    spans: list[pb.Span] = []
+    before: dict[int, str] = {}
+    answer = pb.GetTimelineResponse()
+    while not before or any(one.next < one.end for one in answer.positions):
+        answer = server.ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
+        new = {one.device: one.instance for one in answer.positions}
+        # Of a runtime that has ended meanwhile, nothing is left.
+        spans = [span for span in spans if new.get(span.device) == before.get(span.device)]
+        spans += answer.spans
+        before = new
+        if not answer.spans:
+            break
+    return spans
+
+
+# --- the scenario ----------------------------------------------------------------------------------------
+
+
+class ServedState(NamedTuple):
+    """A server's state when the record ends."""
+
+    status: pb.GetStatusResponse
+    memory: pb.GetMemoryResponse
+    #: the setting placement.mode.
+    mode: str
+    #: of the record's time, as far as they are kept.
+    spans: Sequence[pb.Span]
+
+
+def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[str, Any]:
+    """Return the scenario of a recorded trace: the models that can be simulated, by their measured costs and bytes."""
+    status, counts = served.status, recording.counts
+    shares = _shares(served.memory)
+    costs = _measured(served.spans)
+    # The simulator fills the device in this order.
+    listed = sorted(
+        status.models, key=lambda one: (one.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name)
+    )
+    models = {one.name: keys for one in listed if (keys := _model(one, shares.get(one.name, {}), costs))}
+    usual = {"weight": 1.0, "max_delay_us": 0, "max_queue_depth": status.scheduler.max_queue_depth}
+    for one in listed:
+        policy = {field.name: value for field, value in one.policy.ListFields() if value != usual[field.name]}
+        models.get(one.name, {}).update(policy)
+    document: dict[str, Any] = {
+        "duration": max(1, ceil(recording.seconds)),
+        "device": _device(status),
+        "settings": _settings(status.scheduler),
+        "models": models,
+        "arrivals": {"trace": trace},
+    }
+    if len(status.devices) > 1:
+        document |= {"devices": len(status.devices), "servers": 1}
+        document["gateway"] = {"mode": served.mode if served.mode in _MODES else _MODES[0]}
+    return document
+
+
+def _device(status: pb.GetStatusResponse) -> dict[str, Any]:
+    device: dict[str, Any] = {"warm": True}
+    budgets = [one.memory.budget_bytes for one in status.devices if one.memory.HasField("budget_bytes")]
+    if budgets:
+        device["weight_budget_bytes"] = min(budgets)
+    loaded = [one for one in status.models if one.loads and one.load_seconds > 0]
+    if nbytes := sum(one.device_bytes for one in loaded):
+        device["h2d_bytes_per_s"] = round(nbytes / sum(one.load_seconds for one in loaded))
+    return device
+
+
+def _settings(scheduler: pb.Scheduler) -> dict[str, Any]:
+    return {
+        "discipline": pb.Discipline.Name(scheduler.discipline).removeprefix("DISCIPLINE_").lower(),
+        "eviction": pb.Eviction.Name(scheduler.eviction).removeprefix("EVICTION_").lower(),
+        "max_queue_depth": scheduler.max_queue_depth,
+    }
+
+
+def _model(
+    model: pb.ModelStatus, shares: Mapping[str, int], measured: Mapping[tuple[str, int], Sequence[float]]
+) -> dict[str, Any] | None:
+    """Return the keys of a model; None if nothing of it was ever executed."""
+    variants: dict[int, dict[int, float]] = {}
+    single, jitters = len({one.variant for one in model.executables}) == 1, []
+    for one in model.executables:
+        # Spans do not tell variants apart.
+        taken = measured.get((model.name, one.size), ()) if single else ()
+        if len(taken) >= _ENOUGH:
+            cost = fmean(taken)
+            jitters.append(pstdev(taken) / cost)
+        elif one.HasField("cost_s"):
+            cost = one.cost_s
+        else:
+            continue
+        variants.setdefault(one.variant, {})[one.size] = round(cost, 7)
+    if not variants:
+        return None
+    # A variant that never executed costs as the next one that did.
+    filled = [
+        variants[min(variants, key=lambda at: (abs(at - index), at))] for index in range(max(variants) + 1)
+    ]
+    keys: dict[str, Any] = {"cost": filled[0]} if len(filled) == 1 else {"variants": filled}
+    keys["weight_bytes"] = max(model.device_bytes, sum(shares.values()))
+    if jitters:
+        keys["cost_jitter"] = round(max(jitters), 3)
+    if shares:
+        keys["shares"] = dict(shares)
+    if model.residency == pb.RESIDENCY_DEVICE:
+        keys["residency"] = "device"
+    return keys
+
+
+def _shares(memory: pb.GetMemoryResponse) -> dict[str, dict[str, int]]:
+    """Return the bytes that each model has in common with others, by a name for each group of tensors."""
+    home: dict[str, int] = {}
+    for device in memory.devices:
+        for model in device.models:
+            home.setdefault(model.name, device.device)
+    shares: dict[str, dict[str, int]] = {}
+    for device in memory.devices:
+        for number, group in enumerate(device.shared):
+            names = [name for name in group.models if home.get(name) == device.device]
+            for name in names if len(names) > 1 else ():
+                shares.setdefault(name, {})[f"{device.device}-{number}"] = group.bytes
+    return shares
+
+
+def _measured(spans: Iterable[pb.Span]) -> dict[tuple[str, int], list[float]]:
+    """Return the seconds of executions, by model and size."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for span in spans:
+        if span.kind == pb.SPAN_KIND_EXECUTE and not span.failed:
+            found.setdefault((span.model, span.size), []).append(span.seconds)
+    return found

@@ -46,7 +46,13 @@ def settings() -> str:
     """Return all sections: headline, subject, and a table of the keys."""
     sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
     sections["models"] = ModelSection
-    return "\n\n".join(_section(name, f"## {name}", section) for name, section in sections.items())
+    del sections["aliases"]
+    aliases = (
+        f"## aliases\n\n{Settings.model_fields['aliases'].description} [More](operating.md#names-that-move)."
+    )
+    return "\n\n".join(
+        [*(_section(name, f"## {name}", section) for name, section in sections.items()), aliases]
+    )
 
 
 def _section(name: str, title: str, section: type[BaseModel]) -> str:

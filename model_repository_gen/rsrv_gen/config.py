@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
+from rsrv.settings import Shares
 from rsrv_bundle import Bundle, TensorSpec, dtypes
 
 #: First line of each generated config.pbtxt. It marks a model directory as rsrv-gen's: rsrv-gen replaces and removes
@@ -48,10 +49,11 @@ class ConfigError(Exception):
 
 #: Parameters of a config.pbtxt that the stub reads. The first marks a model that only metas may call; the second
 #: has, as a JSON list, the models of Triton that a meta model calls beside rsrv's; the third allows its `run` to begin
-#: again.
+#: again. The last has an alias's shares, as a JSON object.
 INTERNAL = "rsrv_internal"
 EXTERNAL = "rsrv_external"
 RESTARTABLE = "rsrv_restartable"
+ALIAS = "rsrv_alias"
 
 
 def render(
@@ -73,9 +75,53 @@ def render(
         config.ClearField("dynamic_batching")
     if problems := validate(config):
         raise ConfigError("; ".join(problems))
+    return _render(bundle.name, config)
+
+
+def _render(name: str, config: Any) -> bytes:
     # A bundle's name needs no escapes. Models of a family differ in nothing else.
     config.ClearField("name")
-    return f'{MARK}\nname: "{bundle.name}"\n{_text(config.SerializeToString(deterministic=True))}'.encode()
+    return f'{MARK}\nname: "{name}"\n{_text(config.SerializeToString(deterministic=True))}'.encode()
+
+
+def render_alias(
+    name: str, shares: Shares, bundles: Mapping[str, Bundle], limits: Mapping[str, int | None]
+) -> bytes:
+    """Return the config.pbtxt of an alias of these bundles, with the smallest `max_batch_size`.
+
+    `limits` are as in `render`. Raises ConfigError with what differs if clients could tell the bundles apart.
+    """
+    configs = {one: model_config(bundle, limit=limits[one]) for one, bundle in bundles.items()}
+    (first, found), *others = configs.items()
+    for other, config in others:
+        if difference := _difference(found, config):
+            raise ConfigError(
+                f"'{first}' and '{other}' differ, and clients of one name expect one interface: {difference}"
+            )
+        found.max_batch_size = min(found.max_batch_size, config.max_batch_size)
+    if "shadow" in shares.values() and found.model_transaction_policy.decoupled:
+        raise ConfigError("answers that are streams are not compared: leave out the models with `shadow`")
+    found.parameters[ALIAS].string_value = json.dumps(shares)
+    return _render(name, found)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Return what differs in the interfaces of two configurations; empty: nothing."""
+    if one.model_transaction_policy != other.model_transaction_policy:
+        return "only one of them answers with a stream"
+    if (one.max_batch_size > 0) != (other.max_batch_size > 0):
+        return "only one of them has the batch axis first in all tensors"
+    for kind in ("input", "output"):
+        before, after = (_interface(getattr(config, kind)) for config in (one, other))
+        for tensor in sorted(before.keys() | after.keys()):
+            if before.get(tensor) != after.get(tensor):
+                told = (found.get(tensor, "missing") for found in (before, after))
+                return f"{kind} '{tensor}' is {' and '.join(told)}"
+    return ""
+
+
+def _interface(tensors: Iterable[Any]) -> dict[str, str]:
+    return {one.name: f"{DataType.Name(one.data_type)} {list(one.dims)}" for one in tensors}
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from rsrv_gen.signatures import Signature
 CONFIG_FILE = "config.pbtxt"
 VERSION = "1"
 BUNDLE_FOLDER = f"{VERSION}/bundle"
-#: folder of a meta model's directory with the bundles of its callees, by name
+#: folder of a meta model's directory with the bundles of its callees, and of an alias's with its targets', by name
 CALLS_FOLDER = f"{VERSION}/calls"
 
 MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
@@ -123,20 +123,15 @@ class Recipe:
             PurePosixPath(CONFIG_FILE): config.render(
                 bundle, callees, internal=self.internal, limit=self.limit, native=self.native
             ),
-            **_bundle_files(bundle.path, PurePosixPath(BUNDLE_FOLDER), self.mode),
+            **bundle_files(bundle.path, PurePosixPath(BUNDLE_FOLDER), self.mode),
         }
         if self.native:
             plan |= {PurePosixPath(NATIVE_MARK): b"", PurePosixPath(LIBRARY.name): SharedFile(LIBRARY)}
             return plan
         plan[PurePosixPath(VERSION, "model.py")] = META_MODEL_PY if self.source.facts.meta else MODEL_PY
         for callee in callees:
-            plan |= _bundle_files(callee.path, PurePosixPath(CALLS_FOLDER, callee.name), self.mode)
-        # An empty file where Python would make a folder for its compiled files: Triton's poll mode takes a new file in
-        # the version's folder for a change, and would load every model a second time just after the first.
-        # Python then keeps the compiled code in memory only.
-        code = {path.parent for path in plan if path.suffix == ".py"}
-        plan |= {parent / "__pycache__": b"" for parent in code}
-        return plan
+            plan |= bundle_files(callee.path, PurePosixPath(CALLS_FOLDER, callee.name), self.mode)
+        return without_caches(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +200,17 @@ def missing_library() -> str:
     return f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run tools/native_front.py of a clone"
 
 
-def _bundle_files(bundle: Path, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
+def without_caches(plan: ModelPlan) -> ModelPlan:
+    """Return the plan with an empty file where Python would make a folder for its compiled files.
+
+    Triton's poll mode takes a new file in the version's folder for a change, and would load every model a second time just
+    after the first. Python then keeps the compiled code in memory only.
+    """
+    code = {path.parent for path in plan if path.suffix == ".py"}
+    return {**plan, **{parent / "__pycache__": b"" for parent in code}}
+
+
+def bundle_files(bundle: Path, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
     """Plan the bundle's files below this folder."""
     if mode == "symlink":
         return {folder: SourceFolder(bundle)}

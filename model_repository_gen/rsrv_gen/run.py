@@ -189,23 +189,30 @@ class _Generator:
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
             models=settings.models,
+            aliases=settings.aliases,
             front=settings.stub.front,
             stays=stays,
             known=known,
         )
         # Each has an action.
-        names = our_models(self._repository) | sources.good.keys()
+        names = our_models(self._repository) | sources.good.keys() | settings.aliases.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
                 # The target of a symbolic link may change without an action.
                 written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
-                if not (written and step.plan is not None and self._is_wrong(step.name, sources)):
+                if not (written and step.plan is not None and self._is_wrong(step, sources)):
                     self._carry_out(step)
                     if written and step.name not in self.failed:
                         known.made(self._repository / step.name, step.recipe)
                 shown.step(step.name)
 
-    def _is_wrong(self, name: str, sources: Sources) -> bool:
+    def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
+        name = step.name
+        if step.targets:  # which were verified before, each by itself
+            if wrong := self.failed.intersection(step.targets):
+                self.failed.add(name)
+                _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}")
+            return bool(wrong)
         try:
             verify(name, sources, self._look)
         except (BundleError, InspectorError) as error:
@@ -222,6 +229,9 @@ class _Generator:
                 _complain(
                     f"{self._repository / name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
+            case "refused":
+                self.failed.add(name)
+                _complain(f"{name} is skipped: {step.note.strip(' ()')}")
             case "unread":
                 self.failed.add(name)
                 _complain(f"{name} is skipped: it changed while it was read{step.note}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from rsrv.settings import Front, ModelSection, Transport
+from rsrv.settings import Front, ModelSection, Shares, Transport
 from rsrv_bundle import BundleError
+from rsrv_gen.aliases import AliasRecipe, plan_aliases
 from rsrv_gen.config import ConfigError
 from rsrv_gen.known import Known
 from rsrv_gen.plan import LinkMode, ModelPlan, Recipe, SourceBundle, plan_repository
@@ -16,6 +17,7 @@ from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
 from rsrv_gen.staging import Replaced
 from rsrv_gen.write import (
     carried,
+    is_alias,
     is_current,
     is_foreign,
     is_ours,
@@ -24,8 +26,8 @@ from rsrv_gen.write import (
 )
 
 #: `foreign`: a directory that rsrv-gen did not make has the name. `internal`: no directory, because metas carry the model.
-#: `unread`: a bundle changed a moment ago, and cannot be read any more.
-Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign", "unread"]
+#: `unread`: a bundle changed a moment ago, and cannot be read any more. `refused`: an alias that cannot be served.
+Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign", "unread", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class PlannedAction:
     recipe: str = ""
     #: metas that carry a model without a directory; they must be in place before its directory is removed
     carriers: tuple[str, ...] = ()
+    #: the models behind an alias
+    targets: tuple[str, ...] = ()
 
 
 def steps(
@@ -51,6 +55,7 @@ def steps(
     link: LinkMode,
     transport: Transport,
     models: Mapping[str, ModelSection],
+    aliases: Mapping[str, Shares] | None = None,
     front: Front = "python",
     stays: Callable[[str], str],
     known: Known,
@@ -62,7 +67,11 @@ def steps(
     are compared; None: all. Writes nothing in the repository; each action is decided when it is requested.
     """
     kept, go = {}, []
-    for name in sorted(our_models(repository) - set(sources.good)):
+    known_aliases, refused = plan_aliases(aliases or {}, sources.good, sources.broken, models, link)
+    for name in sorted(our_models(repository) - {*sources.good, *known_aliases, *refused}):
+        if is_alias(repository / name):
+            go.append(name)
+            continue
         reason = "as it was before its bundle broke" if name in sources.broken else stays(name)
         if reason:
             kept[name] = reason
@@ -79,6 +88,12 @@ def steps(
             if name in plan.python:
                 note += f" (Python front: {plan.python[name]})"
             yield _compared(repository / name, recipe, note, known)
+    for name, alias in known_aliases.items():
+        if wanted(name):
+            yield replace(_compared(repository / name, alias, "", known), targets=tuple(alias.targets))
+    for name, reason in refused.items():
+        if wanted(name.removeprefix("aliases.")):
+            yield PlannedAction(name, "refused", note=f" ({reason})")
     # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
         if wanted(name) and name not in plan.models:
@@ -91,7 +106,7 @@ def steps(
             yield PlannedAction(name, "removed")
 
 
-def _compared(folder: Path, recipe: Recipe, note: str, known: Known) -> PlannedAction:
+def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Known) -> PlannedAction:
     """Compare a model's directory with what its recipe makes."""
     name = folder.name
     try:
@@ -100,6 +115,8 @@ def _compared(folder: Path, recipe: Recipe, note: str, known: Known) -> PlannedA
             return PlannedAction(name, "unchanged", note=note, recipe=digest)
         plan = recipe.plan()
     except (BundleError, ConfigError, OSError) as error:
+        if isinstance(recipe, AliasRecipe) and isinstance(error, ConfigError):
+            return PlannedAction(name, "refused", note=f" ({error})")
         return PlannedAction(name, "unread", note=f" ({error})")
     try:
         current = is_current(folder, plan, recipe.mode)
@@ -188,6 +205,7 @@ def update(
     link: LinkMode,
     transport: Transport,
     models: Mapping[str, ModelSection] | None = None,
+    aliases: Mapping[str, Shares] | None = None,
     front: Front = "python",
     policy: UpdatePolicy | None = None,
     known: Known | None = None,
@@ -216,20 +234,23 @@ def update(
     done.bundles = {*sources.good, *sources.broken}
     done.broken, done.unsure, done.unusable = broken, {}, [*sources.unusable.values()]
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
-    only = set(first) if first else None if names is None else _touched(names, sources, repository)
+    aliases = aliases or {}
+    only = set(first) if first else None if names is None else _touched(names, sources, repository, aliases)
     planned = steps(
         repository,
         sources,
         link=link,
         transport=transport,
         models=models or {},
+        aliases=aliases,
         front=front,
         stays=policy.reason_to_keep,
         known=known,
         only=only,
     )
     for step in planned:
-        made_of = (step.name, *_calls(step.name, sources))
+        wholes = step.targets or (step.name,)
+        made_of = step.targets or (step.name, *_calls(step.name, sources))
         if step.verb in ("new", "changed", "unchanged") and not all(map(ready, made_of)):
             done.later.add(step.name)
             continue
@@ -243,7 +264,7 @@ def update(
             case "new" | "changed" | "unchanged" if policy.may_write and not policy.reserve(step.name):
                 done.later.add(step.name)
             case "new" | "changed" | "unchanged" if policy.may_write and not _is_whole(
-                step.name, sources, first, done
+                step.name, wholes, sources, first, done
             ):
                 pass
             case "new" | "changed" | "unchanged" if step.plan is not None and policy.may_write:
@@ -260,6 +281,8 @@ def update(
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
+            case "refused":
+                done.broken[step.name] = step.note.strip(" ()")
             case "kept" if step.name not in sources.broken:
                 done.kept.add(step.name)
             case "removed":
@@ -268,11 +291,14 @@ def update(
     return done
 
 
-def _is_whole(name: str, sources: Sources, first: Mapping[str, str] | None, done: Update) -> bool:
-    """Return whether the model's files are complete; note in `done` why they are not."""
+def _is_whole(
+    name: str, roots: Sequence[str], sources: Sources, first: Mapping[str, str] | None, done: Update
+) -> bool:
+    """Return whether the files of a model's bundles are complete; note in `done` why they are not."""
     try:
-        verify(name, sources)
-        found = "" if first is None else read_unverified(name, sources)
+        for root in roots:
+            verify(root, sources)
+        found = "" if first is None else "".join(read_unverified(root, sources) for root in roots)
     except BundleError as error:
         done.torn[name] = "; ".join(error.problems)
         return False
@@ -305,9 +331,12 @@ def _calls(name: str, sources: Sources) -> Sequence[str]:
     return sources.good[name].facts.calls if name in sources.good else ()
 
 
-def _touched(names: Collection[str], sources: Sources, repository: Path) -> set[str]:
-    """Return these models, the metas that carry one of them, and all callees of these: they may become internal."""
+def _touched(
+    names: Collection[str], sources: Sources, repository: Path, aliases: Mapping[str, Shares]
+) -> set[str]:
+    """Return these models, the metas and aliases that carry one of them, and all callees of these: they may become internal."""
     known = {*sources.good, *our_models(repository)}
     calls = {name: {*_calls(name, sources), *carried(repository / name)} for name in known}
     touched = {*names, *(meta for meta, called in calls.items() if not called.isdisjoint(names))}
+    touched |= {alias for alias, shares in aliases.items() if not shares.keys().isdisjoint(names)}
     return touched.union(*(calls.get(name, set()) for name in touched))

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from rsrv_gen.config import MARK
 from rsrv_gen.plan import (
+    BUNDLE_FOLDER,
     CALLS_FOLDER,
     CONFIG_FILE,
     NATIVE_MARK,
@@ -58,6 +59,11 @@ def carried(folder: Path) -> list[str]:
     """Return the names of the callees in a meta model's directory."""
     calls = folder / CALLS_FOLDER
     return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
+
+
+def is_alias(folder: Path) -> bool:
+    """Return whether a model's directory, which rsrv-gen made, is that of an alias."""
+    return (folder / CALLS_FOLDER).is_dir() and not (folder / BUNDLE_FOLDER).exists()
 
 
 _Identity = tuple[int, int, int, int]

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -417,6 +417,24 @@ class ModelSection(PlacedModelSection):
         return idle
 
 
+def _are_shares(value: object) -> object:
+    """Take one name for all of an alias's requests, and refuse other values in one sentence."""
+    if isinstance(value, str):
+        return {value: 1}
+    wanted = (
+        "must be a model's name, or a mapping from models to weights, of which one is positive, and `shadow`"
+    )
+    weights = [one for one in value.values() if one != "shadow"] if isinstance(value, Mapping) else []
+    numbers = [one for one in weights if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(numbers) < len(weights) or not all(0 <= one < inf for one in numbers) or not sum(numbers):
+        raise ValueError(wanted)
+    return value
+
+
+#: models behind an alias: each one's weight among the alias's requests, or `shadow`
+Shares = Annotated[dict[str, float | Literal["shadow"]], BeforeValidator(_are_shares)]
+
+
 #: settings of a model that rsrv.yaml does not name
 _NO_SETTINGS: Final = ModelSection()
 
@@ -479,6 +497,10 @@ class Settings(BaseSettings):
     placement: PlacementSection = PlacementSection()
     gateway: GatewaySection = GatewaySection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
+    aliases: dict[str, Shares] = Field(
+        default_factory=dict,
+        description="Further names for clients: {champion: fraud_v7}, or shares of requests: {fraud: {fraud_v7: 95, fraud_v8: 5}}.",
+    )
 
     @model_validator(mode="after")
     def _pins_are_devices(self) -> "Settings":
@@ -581,10 +603,10 @@ def dump_settings(settings: Settings) -> str:
     """Return rsrv.yaml with every key and its meaning; loading it gives the same settings."""
     out = io.StringIO()
     out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
-    values = settings.model_dump(mode="json", exclude={"models"})
-    models = settings.model_dump(mode="json", include={"models"}, exclude_unset=True)
+    by_name = {"models", "aliases"}
+    values = settings.model_dump(mode="json", exclude=by_name)
     for section, info in Settings.model_fields.items():
-        if section == "models":
+        if section in by_name:
             continue
         model = info.annotation
         assert isinstance(model, type)
@@ -593,8 +615,10 @@ def dump_settings(settings: Settings) -> str:
         for key, field in model.model_fields.items():
             out.write(f"  # {field.description}\n")
             out.write(_yaml({key: values[section][key]}, indent="  "))
-    out.write(f"\n# {Settings.model_fields['models'].description}\n")
-    out.write(_yaml(models or {"models": {}}))
+    for section in ("models", "aliases"):
+        found = settings.model_dump(mode="json", include={section}, exclude_unset=True)
+        out.write(f"\n# {Settings.model_fields[section].description}\n")
+        out.write(_yaml(found or {section: {}}))
     return out.getvalue()
 
 

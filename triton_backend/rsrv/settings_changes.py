@@ -117,7 +117,7 @@ def read_or_keep(file: Path, kept: Path) -> tuple[Settings, str]:
 def differences(before: Settings, after: Settings) -> Iterator[tuple[str, Effect]]:
     """Yield the keys whose values differ, `models.NAME.KEY` among them, and when each change takes effect."""
     for section in Settings.model_fields:
-        if section != "models":
+        if section not in ("models", "aliases"):
             old, new = getattr(before, section), getattr(after, section)
             for key in _differing(old, new):
                 yield f"{section}.{key}", effect(section, key)
@@ -125,6 +125,9 @@ def differences(before: Settings, after: Settings) -> Iterator[tuple[str, Effect
     for name in sorted(before.models.keys() | after.models.keys()):
         for key in _differing(before.models.get(name, none), after.models.get(name, none)):
             yield f"models.{name}.{key}", effect("models", key)
+    for name in sorted(before.aliases.keys() | after.aliases.keys()):
+        if before.aliases.get(name) != after.aliases.get(name):
+            yield f"aliases.{name}", "at once"
 
 
 def _differing(old: BaseModel, new: BaseModel) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from rsrv.control.runtimes import Runtimes
 from rsrv.control.service import ControlledServer, ControlService, Monitoring
 from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.settings import load_settings
+from rsrv.settings import Shares, load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import Board, create_document
 from rsrv.wire.socket import Closed, Receiver, listen, send
@@ -307,6 +307,15 @@ class FakeLifecycle:
         self.reloaded: list[str] = []
         self.refusals: dict[str, ReloadError] = {}
         self.asked = asyncio.Event()
+        self.aliases: Mapping[str, Shares] = {}
+
+    def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
+        self.aliases = aliases
+
+    async def change_alias(self, name: str, shares: Shares | None) -> None:
+        if name in self.refusals:
+            raise self.refusals[name]
+        self.aliases = {one: found for one, found in {**self.aliases, name: shares}.items() if found}
 
     async def reload(self, name: str) -> None:
         self.asked.set()

@@ -26,7 +26,9 @@ class Scene:
         self.path.write_text(text)
         self.said: list[str] = []
         self.file: SettingsFile = server.service._server.file
-        self.rereading = Rereading(self.file, server.runtimes, server.placing, self.said.append)
+        self.rereading = Rereading(
+            self.file, server.runtimes, server.placing, server.lifecycle, self.said.append
+        )
 
     async def look(self, text: str | None = None) -> list[dict[str, Any]]:
         """Write the file, if a text is given, and look twice; return the commands that the runtime got."""

@@ -166,7 +166,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
     works.append(diagnosis.run())
-    works += [Rereading(file, runtimes, placing, live.note).run(), prewarming.run()]
+    works += [Rereading(file, runtimes, placing, reconciler, live.note).run(), prewarming.run()]
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

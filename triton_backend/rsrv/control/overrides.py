@@ -2,9 +2,11 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from rsrv.settings import Shares
 from rsrv.wire.paths import write_whole
 
 log = logging.getLogger("rsrv.control")
@@ -34,6 +36,8 @@ class Overrides:
         self._paused: dict[str, str | None] = {}
         #: Models and meta models whose weights were prefetched and not evicted since, with the devices.
         self._prefetched: dict[str, set[int]] = {}
+        #: None: removed.
+        self._aliases: dict[str, Shares | None] = {}
         try:
             kept = json.loads(path.read_text())
             self.scheduler = dict(kept["scheduler"])
@@ -41,6 +45,7 @@ class Overrides:
             self._policy = {name: dict(policy) for name, policy in kept["policy"].items()}
             self._paused = dict(kept["paused"])
             self._prefetched = {name: set(devices) for name, devices in kept["prefetched"].items()}
+            self._aliases = dict(kept.get("aliases", {}))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -59,6 +64,16 @@ class Overrides:
     def policy(self, model: str) -> dict[str, Any]:
         """Return the keys of the command `policy` that were set."""
         return self._policy.get(model, {})
+
+    def merged_aliases(self, aliases: Mapping[str, Shares]) -> dict[str, Shares]:
+        """Return the aliases of rsrv.yaml with the changes of operators."""
+        merged = {**aliases, **self._aliases}
+        return {name: shares for name, shares in merged.items() if shares is not None}
+
+    def aliased(self, name: str, shares: Shares | None) -> None:
+        """Note a change of an alias; None: it was removed."""
+        self._aliases[name] = shares
+        self._keep()
 
     def configured(self, changes: dict[str, Any]) -> None:
         """Note changes of the scheduler's settings."""
@@ -132,6 +147,7 @@ class Overrides:
             "residency": self._residency,
             "policy": self._policy,
             "paused": self._paused,
+            "aliases": self._aliases,
             "prefetched": {name: sorted(devices) for name, devices in self._prefetched.items()},
         }
         try:

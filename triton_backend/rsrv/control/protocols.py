@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, TypedDict
 
 from rsrv.control.bundle_states import BundleFailure
+from rsrv.settings import Shares
 
 
 class ModelVersion(TypedDict):
@@ -77,6 +78,16 @@ class Reloading(Protocol):
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
         """Models that are not as their bundles say, by name."""
+
+    @property
+    def aliases(self) -> Mapping[str, Shares]:
+        """Aliases that shall serve, with their shares."""
+
+    def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
+        """Serve these aliases from now on."""
+
+    async def change_alias(self, name: str, shares: Shares | None) -> None:
+        """Serve an alias with these shares, or not any more. Raises ReloadError, and nothing changes."""
 
     async def reload(self, name: str) -> None:
         """Serve the bundle as it is now. Raises ReloadError; then the version before still serves."""

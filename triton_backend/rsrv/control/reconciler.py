@@ -25,13 +25,13 @@ from rsrv.control.stub_health import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, watch
 from rsrv.logs import fields
-from rsrv.settings import LifecycleSection, Settings
+from rsrv.settings import LifecycleSection, Settings, Shares
 from rsrv_gen.known import Known
 from rsrv_gen.signatures import sign
 from rsrv_gen.sources import SETTINGS_FILE, unknown_models
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import Update, UpdatePolicy, update
-from rsrv_gen.write import being_written, carried, our_models
+from rsrv_gen.write import being_written, carried, is_alias, our_models
 
 log = logging.getLogger("rsrv.control")
 
@@ -97,6 +97,8 @@ class Reconciler:
         """`processes`: returns the models that have a live stub process; called on a thread."""
         self._settings = settings
         self._lifecycle = settings.lifecycle
+        #: Those that shall serve.
+        self._aliases: Mapping[str, Shares] = settings.aliases
         #: True if the bundles are looked at all the time, not only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
@@ -159,6 +161,38 @@ class Reconciler:
                     group.create_task(self._forever(watching), name="watch")
         finally:
             self._loader.cancel()
+
+    @property
+    def aliases(self) -> Mapping[str, Shares]:
+        """Aliases that shall serve, with their shares."""
+        return self._aliases
+
+    def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
+        """Serve these aliases from now on."""
+        before, self._aliases = self._aliases, aliases
+        changed = {name for name in {*before, *aliases} if before.get(name) != aliases.get(name)}
+        if changed and not self._barred:
+            self._states.changed(changed, self._now())
+            self._wake.set()
+
+    async def change_alias(self, name: str, shares: Shares | None) -> None:
+        """Serve an alias with these shares, or not any more; return when it does. Raises ReloadError, and nothing changes."""
+        if self._barred:
+            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self._barred}")
+        before = self._aliases
+        self._aliases = {one: found for one, found in before.items() if one != name}
+        if shares is not None:
+            self._aliases[name] = shares
+        await self._loader.wait({name})
+        done = await self._update({name})
+        await self._loader.wait({name})
+        failure = self.failures.get(name)
+        text = done.broken.get(name) or done.broken.get(f"aliases.{name}") or (failure and failure.text)
+        if not text and name in done.later:
+            text = "a bundle behind it is being written; try again when it is whole"
+        if text:
+            self.follow_aliases(before)
+            raise ReloadError("FAILED_PRECONDITION", f"{name}: {text}")
 
     async def reload(self, name: str) -> None:
         """Load the model again, from its bundle as it is now; return when that version serves. Raises ReloadError.
@@ -304,6 +338,8 @@ class Reconciler:
                 self._states.state(meta) is BundleState.SERVED and name in carried(self._repository / meta)
                 for meta in carriers
             )
+        if is_alias(self._repository / name):
+            return name not in self._aliases
         if not self._debounce.gone(name):
             return False
         # A bundle that was never seen may come from a place that an rsrv-gen is about to name.
@@ -429,6 +465,7 @@ class Reconciler:
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
             models=self._settings.models,
+            aliases=self._aliases,
             front=self._settings.stub.front,
             policy=self._policy,
             known=self._known,

@@ -12,6 +12,7 @@ from typing import Final, NoReturn
 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.placing import Placing
+from rsrv.control.protocols import Reloading
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences, runtime_commands
@@ -77,10 +78,16 @@ class Rereading:
     """Reads the file again, and gives the settings to the parts of the server. Belongs to the control process's loop."""
 
     def __init__(
-        self, file: SettingsFile, runtimes: Runtimes, placing: Placing, note: Callable[[str], None]
+        self,
+        file: SettingsFile,
+        runtimes: Runtimes,
+        placing: Placing,
+        lifecycle: Reloading,
+        note: Callable[[str], None],
     ) -> None:
         """`note`: adds a line to the live page's log."""
         self._file, self._runtimes, self._placing, self._note = file, runtimes, placing, note
+        self._lifecycle = lifecycle
         self._looks = FileLooks(file.path)
         #: the instance of each device's runtime that has the settings, and which
         self._sent: dict[int, tuple[str, Settings]] = {}
@@ -98,6 +105,9 @@ class Rereading:
         # A disk may block a thread for ever.
         if await asyncio.to_thread(self._looks.changed):
             await self._read_again()
+        aliases = self._runtimes.overrides.merged_aliases(self._file.settings.aliases)
+        if aliases != self._lifecycle.aliases:
+            self._lifecycle.follow_aliases(aliases)
         for number, link in self._runtimes.live.items():
             wanted = (link.instance, self._file.settings)
             sent = self._sent.get(number)

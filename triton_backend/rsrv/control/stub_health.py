@@ -19,7 +19,7 @@ from rsrv.control.protocols import RuntimeView
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
 from rsrv_gen.plan import NATIVE_MARK, VERSION
-from rsrv_gen.write import our_models
+from rsrv_gen.write import is_alias, our_models
 
 #: Seconds between the two looks that must agree on a dead stub.
 AGREE_S = 0.5
@@ -104,6 +104,8 @@ class _Listing:
         self.models: set[str] = set()
         #: Those with the native front.
         self.native: set[str] = set()
+        #: Those that are aliases: the runtime knows only the models behind them.
+        self.aliases: set[str] = set()
 
     def look(self) -> None:
         """List the models, if necessary. On any thread."""
@@ -114,6 +116,7 @@ class _Listing:
                 return
             self._listed = changed, time.time_ns()
         self.models = our_models(self._path)
+        self.aliases = {name for name in self.models if is_alias(self._path / name)}
         self.native = {name for name in self.models if (self._path / name / NATIVE_MARK).exists()}
 
 
@@ -177,7 +180,7 @@ class StubMonitor:
                     ready = suspects & loaded - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
-            self._view.show_cold(loaded & without - suspects)
+            self._view.show_cold(loaded & without - suspects - self._listing.aliases)
             up_since = self._view.since if self._view.up else None
             for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
                 yield name

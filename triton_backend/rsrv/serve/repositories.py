@@ -81,6 +81,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
             link=settings.lifecycle.link,
             transport=settings.meta.transport,
             models=settings.models,
+            aliases=settings.aliases,
             front=settings.stub.front,
             stays=lambda name: stays,
             known=known,
@@ -112,6 +113,8 @@ def compile_for(card: str, repository: Path) -> None:
 
 def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:
     match step.verb:
+        case "refused":
+            failed[step.name] = step.note.strip(" ()")
         case "unread":
             failed[step.name] = f"its bundle changed while it was read{step.note}"
         case "foreign":

@@ -41,6 +41,13 @@ class ColdModel(Startable):
         """Answer Triton's requests, as `EntryPoint.execute`."""
         return (self._replicas or self._entry).execute(requests)
 
+    def execute_later(self, requests: Sequence[Any]) -> None:
+        """Answer Triton's requests after execute() returned, as `Replicas.execute_later`."""
+        if self._replicas is None:
+            self._entry.execute(requests)
+        else:
+            self._replicas.execute_later(requests)
+
     def _answer(self, requests: list[ClientRequest]) -> None:
         self._process.resubmission.add_batch(requests, self._reply, self._outcomes)
 

@@ -48,37 +48,7 @@ class ModelStub:
 
         setup = set_up(args, pb_utils)
         try:
-            tensors, responses = Tensors(pb_utils), Responses(pb_utils)
-            if any(one["data_type"] == "TYPE_STRING" for one in setup.config["input"]):
-                tensors.check_text()
-            process = StubProcess(responses)
-            if batching := setup.config.get("sequence_batching"):
-                process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
-
-            @cache
-            def hooks() -> Hooks:
-                return load_hooks(setup.bundle / "model.py")
-
-            prompts = cache(setup.prompts)
-
-            def make(device: int) -> ModelReplica:
-                with setup.session(process, device) as session:
-                    facts = process.begin(session).models[0].generate
-                    if facts is not None:
-                        made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
-                        return GenerationEngine(tensors, responses, made, session, process)
-                    return Engine(
-                        tensors,
-                        responses,
-                        hooks(),
-                        setup.outputs,
-                        setup.batched,
-                        session,
-                        process=process,
-                        internal="rsrv_internal" in setup.config["parameters"],
-                    )
-
-            self._model = setup.serve(make, process, pb_utils)
+            self._model = serve_model(setup, Tensors(pb_utils), StubProcess(Responses(pb_utils)), pb_utils)
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
 
@@ -92,6 +62,43 @@ class ModelStub:
     def finalize(self) -> None:
         self._model.close()
         logs.flush()
+
+
+def serve_model(
+    setup: "Setup", tensors: Tensors, process: StubProcess, pb_utils: Any
+) -> Replicas | ColdModel:
+    """Return the replicas of a model that is no meta model, or the model if it is cold.
+
+    Raises one of UNREACHABLE, BrokenPairing, HookError.
+    """
+    if any(one["data_type"] == "TYPE_STRING" for one in setup.config["input"]):
+        tensors.check_text()
+    if batching := setup.config.get("sequence_batching"):
+        process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
+    prompts = cache(setup.prompts)
+
+    @cache
+    def hooks() -> Hooks:
+        return load_hooks(setup.bundle / "model.py")
+
+    def make(device: int) -> ModelReplica:
+        with setup.session(process, device) as session:
+            facts = process.begin(session).models[0].generate
+            if facts is not None:
+                made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
+                return GenerationEngine(tensors, process.responses, made, session, process)
+            return Engine(
+                tensors,
+                process.responses,
+                hooks(),
+                setup.outputs,
+                setup.batched,
+                session,
+                process=process,
+                internal="rsrv_internal" in setup.config["parameters"],
+            )
+
+    return setup.serve(make, process, pb_utils)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class Setup:
     launcher: Launcher
     #: Triton's number
     version: str
+    #: of which the model is a target; empty: it is served by its own name
+    alias: str = ""
 
     def prompts(self, file: str, template: str) -> PromptTokeniser:
         """Read the tokeniser of a model that generates text. Raises HookError."""
@@ -171,8 +180,9 @@ class Setup:
         attachment, mirror = replicas.session.attachment, None
         if attachment is not None:
             # Failed requests are logged: from here on they must not wait for the log.
-            logs.setup(attachment.settings["logs"]["format"], self.name, aside=True)
-            if attachment.settings["metrics"]["triton"]:
+            logs.setup(attachment.settings["logs"]["format"], self.alias or self.name, aside=True)
+            # The counts are the model's: its own stub shows them.
+            if attachment.settings["metrics"]["triton"] and not self.alias:
                 mirror = make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
         replicas.start(mirror)
 

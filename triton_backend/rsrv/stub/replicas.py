@@ -36,8 +36,9 @@ _ELSEWHERE_S = 3.0
 class StubProcess:
     """Parts that a model's replicas share in its stub: the guard of hooks, and the process's end."""
 
-    def __init__(self, responses: Responses) -> None:
-        self.guard = HookGuard()
+    def __init__(self, responses: Responses, guard: HookGuard | None = None) -> None:
+        """`guard` is shared with the other models of the process; None: there is no other."""
+        self.guard = guard or HookGuard()
         #: those of all replicas
         self.sessions: list[Session] = []
         #: devices on which the model is to start although it is cold
@@ -330,6 +331,10 @@ class Replicas:
         if apart := self._apart:  # a device that joins may replace it at any time
             return self._begin_stages(apart)
         return soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
+
+    def execute_later(self, requests: Sequence[Any]) -> None:
+        """Answer Triton's requests after execute() returned. Not for models with state."""
+        self._hand_out([(self._choose(), list(requests))])
 
     def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
         chosen = self._choose()

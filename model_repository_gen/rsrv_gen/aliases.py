@@ -1,0 +1,108 @@
+"""Aliases of rsrv.yaml as models of the repository: who they lead to, and what is wrong with them. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from rsrv.settings import ModelSection, Shares
+from rsrv.text import nearest
+from rsrv_bundle.reader import may_be_name
+from rsrv_gen import config
+from rsrv_gen.plan import (
+    CALLS_FOLDER,
+    CONFIG_FILE,
+    MODEL_PY,
+    VERSION,
+    Content,
+    LinkMode,
+    ModelPlan,
+    SourceBundle,
+    bundle_files,
+    without_caches,
+)
+
+_ALIAS_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.alias")
+
+
+@dataclass(frozen=True, slots=True)
+class AliasRecipe:
+    """Everything that decides the contents of an alias's directory: a model that hands its requests to others.
+
+    The directory has the bundles of its targets, as a meta model's has those of its callees: a change of a target makes
+    Triton load the alias again, too.
+    """
+
+    name: str
+    shares: Shares
+    targets: Mapping[str, SourceBundle]
+    limits: Mapping[str, int | None]
+    mode: LinkMode = "hard"
+
+    def digest(self) -> str:
+        """Return "": the directory is compared each time, which reads a few small files."""
+        return ""
+
+    def plan(self) -> ModelPlan:
+        """Plan the directory. Raises BundleError, ConfigError, OSError."""
+        bundles = {name: source.read() for name, source in self.targets.items()}
+        plan: dict[PurePosixPath, Content] = {
+            PurePosixPath(CONFIG_FILE): config.render_alias(self.name, self.shares, bundles, self.limits),
+            PurePosixPath(VERSION, "model.py"): _ALIAS_PY,
+        }
+        for name, bundle in bundles.items():
+            plan |= bundle_files(bundle.path, PurePosixPath(CALLS_FOLDER, name), self.mode)
+        return without_caches(plan)
+
+
+def plan_aliases(
+    aliases: Mapping[str, Shares],
+    good: Mapping[str, SourceBundle],
+    broken: Collection[str],
+    models: Mapping[str, ModelSection],
+    mode: LinkMode,
+) -> tuple[dict[str, AliasRecipe], dict[str, str]]:
+    """Return the aliases that can be served, and why others cannot.
+
+    `good` are all valid bundles by name, `broken` the names of the others. An alias with the name of a bundle is called
+    aliases.NAME among the others: the bundle is served.
+    """
+    recipes, refused = {}, {}
+    for name, shares in aliases.items():
+        if name in good or name in broken:
+            refused[f"aliases.{name}"] = "a bundle has this name: rename the alias, or the bundle"
+        elif not may_be_name(name):
+            refused[f"aliases.{name}"] = (
+                "a model cannot have this name: use letters, digits, '_', '-' and '.'"
+            )
+        elif wrong := next((why for target in shares if (why := _wrong(target, aliases, good, broken))), ""):
+            refused[name] = f"an alias of {wrong}"
+        else:
+            limits = {
+                target: models[target].max_batch_size if target in models else None for target in shares
+            }
+            recipes[name] = AliasRecipe(
+                name, shares, {target: good[target] for target in shares}, limits, mode
+            )
+    return recipes, refused
+
+
+def _wrong(
+    target: str, aliases: Mapping[str, Shares], good: Mapping[str, SourceBundle], broken: Collection[str]
+) -> str:
+    """Return why a model cannot be behind an alias; empty: it can."""
+    if target in broken:
+        return f"'{target}', whose bundle is broken: fix it first"
+    if target not in good:
+        if target in aliases:
+            return f"'{target}', which is an alias: name the models behind it"
+        return f"'{target}', which is no bundle here{nearest(target, [*good, *broken])}"
+    facts = good[target].facts
+    if facts.meta:
+        return f"'{target}', which is a meta model: name a model"
+    if facts.internal:
+        return f"'{target}', which only meta models may call: its manifest says `internal: true`"
+    if facts.stateful:
+        return f"'{target}', which keeps state: a sequence must go to its model by name"
+    return ""

@@ -1,0 +1,64 @@
+"""Aliases on a real server: one model, a split, and live changes without a lost request."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.calls import Caller, Refused, caller
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
+from tests.e2e.lives import COLUMNS, write_version
+from tests.waiting import wait_until
+
+SETTINGS = "lifecycle: {look_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2: 50}}\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """Return a server with two versions of one model, each of which tells its number."""
+    folder = tmp_path_factory.mktemp("aliases")
+    for number in (1, 2):
+        write_version(folder / "bundles" / f"v{number}", number)
+    gen = make_repository(folder, settings=SETTINGS)
+    with running_triton(gen, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
+        yield running
+
+
+def answer(call: Caller, name: str, **parameters: Any) -> int:
+    """Return the number of the model that answers."""
+    return int(call(name, {"x": np.zeros((1, COLUMNS), np.float32)}, parameters=parameters)["first"][0, 0])
+
+
+def test_aliases_move_between_models_under_load(server: RunningTriton) -> None:
+    """Requests are split, and a change of rsrv.yaml moves a name without an error; errors name alias and model."""
+    found: Counter[int] = Counter()
+    over = threading.Event()
+
+    def ask() -> None:
+        with caller(server) as call:
+            while not over.is_set():
+                found[answer(call, "champion")] += 1
+
+    with caller(server) as call:
+        split = Counter(answer(call, "fraud") for _ in range(60))
+        assert split.keys() == {1, 2}
+        sticky = {answer(call, "fraud", rsrv_sticky="user 7") for _ in range(10)}
+        assert len(sticky) == 1
+        with pytest.raises(Refused, match="alias 'champion', model 'v1': "):
+            answer(call, "champion", rsrv_priority=-1)
+
+        load = threading.Thread(target=ask)
+        load.start()
+        wait_until(lambda: found[1] > 20, what="answers of the first model")
+        settings = Path(server.server.model_repository) / "rsrv.yaml"
+        settings.write_text(settings.read_text().replace("champion:\n    v1: 1", "champion:\n    v2: 1"))
+        wait_until(lambda: found[2] > 20, what="answers of the second model")
+        over.set()
+        load.join()
+    assert found.keys() == {1, 2}

@@ -1,0 +1,146 @@
+"""Aliases of rsrv.yaml in the repository: written, refused, changed and removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from rsrv.settings import load_settings
+from rsrv_gen.cli import main
+from rsrv_gen.update import Update, update
+from rsrv_gen.write import is_alias
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """Return a directory with the bundles `v7`, `v8`, an internal one, and a meta model."""
+    for name in ("v7", "v8"):
+        write_bundle(tmp_path / "bundles" / name, name)
+    write_bundle(tmp_path / "bundles" / "part", internal=True)
+    write_meta(tmp_path / "bundles" / "meta", ["v7"])
+    return tmp_path / "bundles"
+
+
+def bring(bundles: Path, *names: str, aliases: Mapping[str, Any]) -> Update:
+    """Update these models, or all."""
+    settings = load_settings(json.dumps({"aliases": aliases, "models": {"v8": {"max_batch_size": 4}}}))
+    return update(
+        bundles.parent / "gen",
+        [bundles],
+        names or None,
+        link="hard",
+        transport="direct",
+        models=settings.models,
+        aliases=settings.aliases,
+    )
+
+
+def config(gen: Path, name: str) -> Any:
+    return text_format.Parse((gen / name / "config.pbtxt").read_text(), ModelConfig())
+
+
+def test_an_alias_is_a_model_with_the_interface_and_the_bundles_of_its_targets(bundles: Path) -> None:
+    """The smallest `max_batch_size` counts, and the shares are in its configuration."""
+    gen = bundles.parent / "gen"
+
+    assert "fraud" in bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).put
+
+    made, plain = config(gen, "fraud"), config(gen, "v7")
+    assert (made.name, made.max_batch_size, plain.max_batch_size) == ("fraud", 4, 8)
+    assert (made.input, made.output) == (plain.input, plain.output)
+    assert json.loads(made.parameters["rsrv_alias"].string_value) == {"v7": 95.0, "v8": 5.0}
+    assert "rsrv.stub.alias" in (gen / "fraud/1/model.py").read_text()
+    assert (gen / "fraud/1/calls/v8/model.b8.mlir").read_text() == "v8 8"
+    assert is_alias(gen / "fraud")
+    assert not any(is_alias(gen / name) for name in ("v7", "meta"))
+
+
+def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> None:
+    """Only a change of the shares, or of a target, writes it again; without its settings, it goes."""
+    bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}})
+
+    assert not bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).put
+    assert set(bring(bundles, "fraud", aliases={"fraud": {"v7": 50, "v8": 50}}).put) == {"fraud"}
+    write_bundle(bundles / "v8", "better")
+    assert set(bring(bundles, "v8", aliases={"fraud": {"v7": 50, "v8": 50}}).put) == {"v8", "fraud"}
+    assert bring(bundles, "fraud", aliases={}).go == {"fraud": ()}
+
+
+@pytest.mark.parametrize(
+    ("aliases", "name", "reason"),
+    [
+        ({"a": "v9"}, "a", "an alias of 'v9', which is no bundle here"),
+        ({"a": "meta"}, "a", "an alias of 'meta', which is a meta model: name a model"),
+        ({"a": "part"}, "a", "an alias of 'part', which only meta models may call"),
+        ({"a": "v7", "b": "a"}, "b", "an alias of 'a', which is an alias: name the models behind it"),
+        ({"v7": "v8"}, "aliases.v7", "a bundle has this name: rename the alias, or the bundle"),
+        ({"a/b": "v8"}, "aliases.a/b", "a model cannot have this name"),
+    ],
+)
+def test_an_alias_that_cannot_be_served_is_refused(
+    bundles: Path, aliases: Mapping[str, Any], name: str, reason: str
+) -> None:
+    """The reason names the target; bundles and other aliases are served."""
+    done = bring(bundles, aliases=aliases)
+
+    assert done.broken[name].startswith(reason)
+    assert {"v7", "v8", "meta"} <= done.put.keys()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        ("dims: {c: 2}", "dims: {c: 3}", "output 'y' is TYPE_FP32 [2] and TYPE_FP32 [3]"),
+        ("name: x", "name: z", "input 'x' is TYPE_FP32 [4] and missing"),
+        ("{name: x, dtype: f32", "{name: x, dtype: f64", "input 'x' is TYPE_FP32 [4] and TYPE_FP64 [4]"),
+    ],
+)
+def test_targets_with_different_interfaces_are_refused(
+    bundles: Path, before: str, after: str, difference: str
+) -> None:
+    """The error names the tensor and how it differs."""
+    manifest = bundles / "v8/manifest.yaml"
+    manifest.write_text(manifest.read_text().replace(before, after))
+
+    done = bring(bundles, aliases={"fraud": {"v7": 1, "v8": 1}})
+
+    assert done.broken["fraud"].startswith("'v7' and 'v8' differ")
+    assert difference in done.broken["fraud"]
+
+
+def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
+    """A target whose bundle breaks, or goes, leaves the alias's directory, with the reason."""
+    aliases = {"fraud": {"v7": 1, "v8": 1}}
+    bring(bundles, aliases=aliases)
+    (bundles / "v8/manifest.yaml").write_text("nothing")
+
+    done = bring(bundles, aliases=aliases)
+
+    assert "an alias of 'v8', whose bundle is broken" in done.broken["fraud"]
+    shutil.rmtree(bundles / "v8")
+    done = bring(bundles, "v8", aliases=aliases)
+    assert "'v8', which is no bundle here" in done.broken["fraud"]
+    assert is_alias(bundles.parent / "gen/fraud")
+
+
+def test_the_command_writes_aliases_and_refuses_wrong_ones(
+    bundles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rsrv-gen reports an alias as any model, and fails for one that cannot be served."""
+    file, gen = bundles.parent / "rsrv.yaml", bundles.parent / "gen"
+    file.write_text("aliases: {champion: v7, other: v9}")
+
+    status = main([str(bundles), "-o", str(gen), "--config", str(file)])
+
+    said = capsys.readouterr()
+    assert status == 1
+    assert "new        champion" in said.out
+    assert "other is skipped: an alias of 'v9', which is no bundle here" in said.err

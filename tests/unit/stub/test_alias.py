@@ -1,0 +1,112 @@
+"""Which target of an alias answers a request, and what clients are told."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rsrv.stub.alias import Alias, Split, TargetResponses
+from rsrv.wire.frames import Status
+from tests.fakes import FakePbUtils, FakeRequest
+
+
+def request(sticky: object = None) -> FakeRequest:
+    return FakeRequest({}, parameters="{}" if sticky is None else json.dumps({"rsrv_sticky": sticky}))
+
+
+class Target:
+    """A target that answers with its name."""
+
+    ready = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.closed = False
+
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+        return [self.name] * len(requests)
+
+    def execute_later(self, requests: Sequence[Any]) -> None:
+        for one in requests:
+            one.get_response_sender().send(self.name, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_requests_are_split_by_weight() -> None:
+    """Of 10,000 requests, the share of each target is within four standard deviations of its weight."""
+    split = Split("fraud", {"v7": 95, "v8": 5, "idle": 0}, random.Random(1).random)
+
+    found = Counter(split.choose(request()) for _ in range(10_000))
+
+    assert abs(found["v8"] - 500) < 4 * (10_000 * 0.05 * 0.95) ** 0.5
+    assert found.keys() == {"v7", "v8"}
+
+
+def test_requests_of_one_value_stick_to_a_target() -> None:
+    """A sticky value decides by its hash, in every process; the values are split by weight, too."""
+    split, other = (Split("fraud", {"v7": 80, "v8": 20}) for _ in range(2))
+
+    chosen = [split.choose(request(f"user {number}")) for number in range(2000)]
+
+    assert [other.choose(request(f"user {number}")) for number in range(2000)] == chosen
+    assert abs(chosen.count("v8") - 400) < 4 * (2000 * 0.2 * 0.8) ** 0.5
+
+
+def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
+    """If a weight grows, requests with sticky values move to its target, and none from it; aliases split differently."""
+    values = [request(number) for number in range(1000)]
+
+    before = [Split("fraud", {"v7": 95, "v8": 5}).choose(one) for one in values]
+    after = [Split("fraud", {"v7": 70, "v8": 30}).choose(one) for one in values]
+
+    assert all(now == "v8" for was, now in zip(before, after, strict=True) if was == "v8")
+    assert [Split("other", {"v7": 70, "v8": 30}).choose(one) for one in values] != after
+
+
+@pytest.mark.parametrize("parameters", ["[", "[1]", '{"rsrv_sticky": [{}]}', '{"rsrv_sticky": "\\ud800"}'])
+def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
+    """A request whose parameters are wrong goes to a target, which refuses it."""
+    assert Split("fraud", {"v7": 1, "v8": 1}).choose(FakeRequest({}, parameters=parameters)) in ("v7", "v8")
+
+
+def test_a_batch_of_one_target_is_answered_in_place() -> None:
+    """One target may return a list; of several, each answers its requests later."""
+    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), {name: Target(name) for name in ("v7", "v8")})
+    champion = Alias(Split("champion", {"v8": 1}), {"v8": Target("v8")})
+    batch = [request(number) for number in range(20)]
+
+    assert champion.execute(batch) == ["v8"] * 20
+    assert fraud.execute(batch) is None
+    answers = Counter(one.answers.get_nowait() for one in batch)
+    assert answers.total() == 20
+    assert answers.keys() == {"v7", "v8"}
+
+
+def test_an_alias_that_ends_closes_all_targets() -> None:
+    """It is ready while all of its targets are, and closes each."""
+    targets = {name: Target(name) for name in ("v7", "v8")}
+    alias = Alias(Split("fraud", {"v7": 1}), targets)
+
+    ready = [alias.ready]
+    targets["v8"].ready = False
+    ready.append(alias.ready)
+    alias.close()
+
+    assert ready == [True, False]
+    assert all(one.closed for one in targets.values())
+
+
+def test_errors_name_the_alias_and_the_target() -> None:
+    """A client learns which model behind the alias refused its request."""
+    responses = TargetResponses(FakePbUtils, "alias 'fraud', model 'v8'", None)
+
+    response = responses.failure(Status.QUEUE_FULL, "the queue is full")
+
+    assert response.error.message == "[rsrv:QUEUE_FULL] alias 'fraud', model 'v8': the queue is full"

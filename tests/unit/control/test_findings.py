@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.diagnosis import find
 from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
-from rsrv.control.findings import ServerFinding, find
+from rsrv.control.findings import ServerFinding
 from rsrv.control.metric_catalog import FAMILIES
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.settings import load_settings

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from rsrv.control.diagnosis import find
 from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
-from rsrv.control.findings import ServerFinding, find
+from rsrv.control.findings import ServerFinding
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.device import DeviceError
 from rsrv.settings import Settings, load_settings

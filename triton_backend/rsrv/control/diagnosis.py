@@ -4,23 +4,64 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
 from typing import Any
 
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
-from rsrv.control.findings import ServerFinding, find
+from rsrv.control.figures import (
+    DeviceFigures,
+    DeviceWindow,
+    ModelActivity,
+    ModelFacts,
+    ServerFigures,
+    windows,
+)
+from rsrv.control.findings import SEVERITIES, Case, ServerFinding, named
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.runtimes import Answers, Runtimes
+from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
+from rsrv.text import by_number
 
 log = logging.getLogger("rsrv.control")
 
 #: Seconds between two looks, and looks that are kept: findings are of the last minute.
 _LOOK_S, _LOOKS = 15.0, 5
+
+
+def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
+    """Return the findings of the window between two moments, the severest first."""
+    case = Case(before, now, windows(before, now))
+    found = [finding for rule in SERVER_RULES for finding in rule(case)]
+    for window in case.windows:
+        where = f"device {window.number}: " if len(now.devices) > 1 else ""
+        on_device = [finding for rule in DEVICE_RULES for finding in rule(case, window)]
+        for rules, models in (
+            (MODEL_RULES, window.models),
+            (COMMON_RULES, {**window.models, **window.metas}),
+        ):
+            on_device += [finding for rule in rules for finding in _worst(case, window, rule, models)]
+        found += [replace(one, evidence=where + one.evidence) for one in on_device]
+    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def _worst(
+    case: Case, window: DeviceWindow, rule: ModelRule, models: Mapping[str, ModelActivity]
+) -> Iterator[ServerFinding]:
+    """Yield one finding of each name: that of the model with most requests, naming the others."""
+    several: dict[str, list[tuple[str, ServerFinding]]] = {}
+    for one in models.values():
+        if (finding := rule(case, window, one)) is not None:
+            several.setdefault(finding.name, []).append((one.name, finding))
+    for found in several.values():
+        found.sort(key=lambda one: (-models[one[0]].ended, by_number(one[0])))
+        worst = min((one for _, one in found), key=lambda one: SEVERITIES.index(one.severity))
+        others = [name for name, one in found if one is not worst]
+        yield replace(worst, evidence=worst.evidence + (f"; also {named(others)}" if others else ""))
 
 
 class Diagnosis:

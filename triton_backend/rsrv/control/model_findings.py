@@ -1,0 +1,262 @@
+"""Findings about a model on a device: each rule judges one model, and the one that is worst off speaks for all. Pure."""
+
+from collections.abc import Callable
+
+from rsrv.control.figures import DeviceWindow, ModelActivity, best_size, mean
+from rsrv.control.findings import FEW, Case, ServerFinding
+from rsrv.text import amount, duration, percent
+
+# --- of a model on a device: the model that is worst off speaks for all --------------------------------------------
+
+
+def _failing(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    failed = max(one.requests.get("failed", 0), one.responses.get("internal", 0))
+    total = max(one.ended, sum(one.responses.values()))
+    if failed < 3 or failed < 0.01 * total:
+        return None
+    hooks = one.responses.get("internal", 0) > one.requests.get("failed", 0)
+    return ServerFinding(
+        "requests_fail",
+        "critical",
+        f"{one.name}: {failed} of {total} answers are failures of the server",
+        "a function of its model.py raises or hangs" if hooks else "its executions or loads fail",
+        "the log has a line with the reason for each; mend and export the bundle again",
+    )
+
+
+def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    total = one.rows + one.padding
+    if one.executions < FEW or one.padding < 0.5 * total:
+        return None
+    share, compiled = one.device_s / window.seconds, total / one.executions
+    size, saved = best_size(one, case.now.facts.get(one.name))
+    if size is None:
+        return None
+    gain = f" (saves up to {percent(saved)} of its device time" if saved else " ("
+    return ServerFinding(
+        "padding",
+        "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
+        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} for {one.rows} of requests)",
+        f"executions have {one.rows / one.executions:.2g} rows on average, and they are compiled for {compiled:.2g}",
+        f"export batch size {size} as well{gain}{'; ' if saved else ''}costs one more compilation)",
+    )
+
+
+def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    facts = case.now.facts.get(one.name)
+    if facts is None or not facts.costs or max(facts.costs) > 1 or one.executions < 2 * FEW:
+        return None
+    if window.busy < 0.5 or one.device_s < 0.3 * window.seconds:
+        return None
+    wait = mean(one.queue_wait)
+    if wait < 2 * mean(one.execute):
+        return None
+    return ServerFinding(
+        "single_rows",
+        "warning",
+        f"{one.name} executes one row at a time while requests wait {duration(wait)} on average; it takes "
+        f"{percent(one.device_s / window.seconds)} of the device",
+        "its bundle has batch size 1 only, so requests cannot share an execution",
+        "export batch sizes 1, 8 and 32; costs two more compilations, and memory of the largest",
+    )
+
+
+def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    most = window.busiest
+    if most is None or most is one or window.busy < 0.8 or one.ended < 5 or one.misses >= 0.2 * one.ended:
+        return None
+    share, rival_share = (model.device_s / window.seconds for model in (one, most))
+    if rival_share < 0.4 or share > 0.5 * rival_share or case.now.schedule("discipline") != "fair":
+        return None
+    wait = mean(one.queue_wait)
+    if wait < max(0.01, 5 * mean(one.execute)):
+        return None
+    mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
+    evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which has {percent(rival_share)} of the device"
+    if wait < 2 * mean(most.execute):
+        # Weights order executions, and interrupt none.
+        return ServerFinding(
+            "starved",
+            "note",
+            evidence,
+            f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {one.name} {duration(mean(one.execute))}",
+            f"smaller batch sizes for {most.name}, which cost it device time for each row, or devices of their own "
+            "(models.NAME.devices)",
+        )
+    return ServerFinding(
+        "starved",
+        "warning",
+        f"{evidence} by weight {other:g}",
+        f"{one.name} has weight {mine:g} and executes {duration(mean(one.execute))} at a time",
+        f"`rsrv policy {one.name} --weight {2 * max(mine, other):g}`, which takes that time from {most.name}; "
+        "models.NAME.weight keeps it",
+    )
+
+
+def _held_back(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    delay = (case.now.policy(one.name, "max_delay_us") or 0) / 1e6
+    if not delay or one.executions < FEW or mean(one.queue_wait) < 0.5 * delay:
+        return None
+    if one.ended > 1.2 * one.executions or window.busy > 0.5:
+        return None
+    return ServerFinding(
+        "held_back",
+        "note",
+        f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others, and {one.executions} executions "
+        f"had {one.ended} requests",
+        f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
+        f"`rsrv policy {one.name} --max-delay-us 0`; later bursts share fewer executions",
+    )
+
+
+def _slow_hooks(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    seconds = one.hook_seconds("pre", "post")
+    if not seconds:
+        return None
+    requests = sum(one.request.counts)
+    if requests < FEW or seconds < 0.5 * one.request.sum or seconds < 0.005 * requests:
+        return None
+    return ServerFinding(
+        "slow_hooks",
+        "note",
+        f"{one.name} spends {percent(min(1.0, seconds / one.request.sum))} of a request's "
+        f"{duration(one.request.sum / requests)} in preprocess and postprocess",
+        "these run in one Python process per model, on the CPU",
+        "make them faster, move the work into the model, or send several requests at a time",
+    )
+
+
+def _queue_full(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    refused = one.refused.get("queue_full", 0)
+    if refused < 5 or refused < 0.01 * one.ended:
+        return None
+    limit = case.now.policy(one.name, "max_queue_depth") or case.now.schedule("max_queue_depth")
+    busy = window.busy >= 0.7
+    return ServerFinding(
+        "queue_full",
+        "warning",
+        f"{one.name} refused {refused} of {one.ended} requests (QUEUE_FULL); {limit} may wait",
+        f"the device is busy {percent(window.busy)} of the time"
+        + (": it cannot do more" if busy else ", so a short queue meets a burst, or weights load"),
+        "more devices or slower clients; a longer queue only adds latency"
+        if busy
+        else f"`rsrv policy {one.name} --max-queue-depth {2 * limit}`; the last of a burst wait longer",
+    )
+
+
+def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    refused = one.refused.get("no_memory", 0)
+    if not refused:
+        return None
+    device = window.counts["memory"]["device"]
+    budget = device["budget_bytes"]
+    free = None if budget is None else max(0, budget - device["held_bytes"])
+    return ServerFinding(
+        "no_memory",
+        "critical",
+        f"{one.name} refused {refused} of {one.ended} requests: {amount(case.weight_bytes(one))} of weights found no "
+        f"memory, with {amount(free)} of the budget free",
+        "the free memory is in pieces, pinned weights fill it, or another program has it",
+        "`rsrv compact` (models wait for their loads meanwhile); if it comes again, a lower "
+        "runtime.weight_budget_bytes, or fewer pinned models",
+    )
+
+
+def _not_resident(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    refused = one.refused.get("not_resident", 0)
+    if refused < 5 or refused < 0.01 * one.ended:
+        return None
+    return ServerFinding(
+        "not_resident",
+        "warning",
+        f"{one.name} refused {refused} of {one.ended} requests: its weights are not on the device",
+        "lifecycle.mode is explicit: requests load no weights",
+        f"the control plane must prefetch it first (`rsrv prefetch {one.name}`)",
+    )
+
+
+def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    stage = max(one.missed, key=lambda stage: one.missed[stage], default="")
+    late = one.missed.get(stage, 0)
+    if late < 5 or late < 0.05 * one.ended:
+        return None
+    edf = case.now.schedule("discipline") == "edf"
+    cause, cure = {
+        "arrival": (
+            "they had passed on arrival: a slow network, a client's clock that differs, or deadlines that are too short",
+            "compare the clocks (chrony, NTP), or use gRPC's timeouts, which need no clock",
+        ),
+        "load": (
+            f"requests wait for weights; a load takes {duration(mean(one.load) or None)}",
+            f"`rsrv pin {one.name}` (others have less room), or a larger weight budget",
+        ),
+        "execute": (
+            f"an execution takes {duration(mean(one.execute))}",
+            "smaller batch sizes (models.NAME.max_batch_size), or later deadlines",
+        ),
+        "gate": (
+            "runs of this meta model wait for admission",
+            "raise scheduler.meta_concurrency; runs keep more tensors on the device",
+        ),
+    }.get(
+        stage,
+        (
+            f"they wait for other executions; the device is busy {percent(window.busy)}",
+            "more devices, or fewer requests"
+            if edf
+            else "`rsrv scheduler discipline=edf`; requests without a deadline then wait longest",
+        ),
+    )
+    return ServerFinding(
+        f"deadlines_{stage}",
+        "warning",
+        f"{one.name} missed {late} of {one.ended} deadlines",
+        cause,
+        cure,
+    )
+
+
+def _bad_requests(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    invalid, total = one.responses.get("invalid", 0), sum(one.responses.values())
+    if invalid < 10 or invalid < 0.1 * total:
+        return None
+    return ServerFinding(
+        "bad_requests",
+        "note",
+        f"{one.name} answered {invalid} of {total} requests with INVALID",
+        "clients send wrong shapes, dtypes or names, or more rows than the largest batch size",
+        "the error's message names the tensor and what is allowed",
+    )
+
+
+def _meta_waits(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+    places = case.now.schedule("meta_concurrency")
+    if one.running < places or one.queued < 4 * places or window.busy > 0.5:
+        return None
+    return ServerFinding(
+        "meta_waits",
+        "note",
+        f"{one.queued} runs of {one.name} wait while the device is idle {percent(1 - window.busy)} of the time",
+        f"scheduler.meta_concurrency lets {places} run at a time",
+        f"`rsrv scheduler meta_concurrency={2 * places}`; runs keep more tensors on the device",
+    )
+
+
+ModelRule = Callable[[Case, DeviceWindow, ModelActivity], ServerFinding | None]
+#: Rules for models, and for models and meta models.
+MODEL_RULES: tuple[ModelRule, ...] = (
+    _no_memory,
+    _not_resident,
+    _starved,
+    _single_rows,
+    _padding,
+    _held_back,
+)
+COMMON_RULES: tuple[ModelRule, ...] = (
+    _failing,
+    _queue_full,
+    _late,
+    _slow_hooks,
+    _meta_waits,
+    _bad_requests,
+)

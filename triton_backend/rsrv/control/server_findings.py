@@ -1,0 +1,330 @@
+"""Findings about a server and its devices: each rule reads the figures, and yields what an operator can improve. Pure."""
+
+from collections.abc import Callable, Iterator
+
+from rsrv.control.figures import DeviceWindow, ModelActivity, merged
+from rsrv.control.findings import FEW, Case, ServerFinding, Severity, named
+from rsrv.histogram import LONG_SECONDS, SECONDS, Histogram
+from rsrv.text import amount, by_number, duration, percent
+
+#: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less.
+_DOWN_S = 10.0
+
+
+# --- of the server --------------------------------------------------------------------------------------------
+
+
+def _runtime_down(case: Case) -> Iterator[ServerFinding]:
+    for number, device in case.now.devices.items():
+        if not device.asleep and device.down_s >= _DOWN_S:
+            yield ServerFinding(
+                "runtime_down",
+                "critical",
+                f"the runtime of device {number} has not answered for {duration(device.down_s)}",
+                device.obstacle or "it was stopped, cannot start, or is killed again and again",
+                "read the server's log; the next runtime starts by itself when the cause is gone",
+            )
+
+
+def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
+    for number, device in case.now.devices.items():
+        old = case.before.devices.get(number)
+        times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
+        if times > 0:
+            yield ServerFinding(
+                "runtime_restarts",
+                "warning" if times > 1 else "note",
+                f"the runtime of device {number} was replaced {_count(times, 'time')} in {_span(case)}",
+                "a crash, a hang, the kernel's out-of-memory killer, or `rsrv restart`",
+                "the log names the model that executed; requests of that time waited for the next runtime",
+            )
+
+
+def _model_failed(case: Case) -> Iterator[ServerFinding]:
+    # A cold model serves with its next request.
+    ready = {one["name"] for one in case.now.entries.values() if one["state"] == "ready"} | case.now.cold
+    texts = {name: one.text for name, one in case.now.failures.items()}
+    for one in case.now.entries.values():
+        if one["state"] == "failed" and one["name"] not in ready:
+            texts.setdefault(one["name"], one["error"] or "")
+    since = {name: one.since for name, one in case.now.failures.items()}
+    kinds: tuple[tuple[str, Severity, str], ...] = (
+        ("model_failed", "critical", "cannot be served"),
+        ("bundle_refused", "warning", "is served in an older version"),
+    )
+    for name, severity, what in kinds:
+        names = sorted((one for one in texts if (one in ready) == (name == "bundle_refused")), key=by_number)
+        if names:
+            ages = [case.now.unix_s - since[one] for one in names if one in since]
+            age = f" for {duration(max(ages))}" if ages and max(ages) > 0 else ""
+            yield ServerFinding(
+                name,
+                severity,
+                f"{named(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
+                _short(texts[names[0]]) or "the log has the reason",
+                f"mend what the reason names (`rsrv-bundle check` finds more); `rsrv reload {names[0]}` tries at once",
+            )
+
+
+def _not_served(case: Case) -> Iterator[ServerFinding]:
+    starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
+    names = case.now.missing & case.before.missing - starting - case.now.failures.keys()
+    if (
+        names
+        and case.now.t - case.before.t >= _DOWN_S
+        and any(one.instance for one in case.now.devices.values())
+    ):
+        yield ServerFinding(
+            "not_served",
+            "critical",
+            f"{named(sorted(names, key=by_number))} should be served and {'is' if len(names) == 1 else 'are'} not",
+            "its process inside Triton has ended, or Triton did not load it",
+            "start tritonserver with --model-control-mode=explicit --load-model=*, so that models are loaded again",
+        )
+
+
+def _paused(case: Case) -> Iterator[ServerFinding]:
+    paused = {one["name"] for one in case.now.entries.values() if one["paused"]}
+    waiting = {
+        name: one.queued + one.refused.get("paused", 0)
+        for window in case.windows
+        for name, one in window.models.items()
+        if name in paused
+    }
+    names = sorted((name for name, count in waiting.items() if count), key=by_number)
+    if names:
+        yield ServerFinding(
+            "paused",
+            "warning",
+            f"{named(names)} paused: {sum(waiting.values())} requests wait or were refused",
+            "an operator's `rsrv pause`",
+            f"`rsrv continue {names[0]}`, or --all",
+        )
+
+
+def _settings(case: Case) -> Iterator[ServerFinding]:
+    if case.now.settings_refused:
+        yield ServerFinding(
+            "settings_refused",
+            "warning",
+            f"rsrv.yaml is not used: {_short(case.now.settings_refused)}",
+            "the file has an error; the settings before it hold",
+            "mend the file; it is read again within two seconds",
+        )
+    if case.now.settings_waiting:
+        yield ServerFinding(
+            "settings_waiting",
+            "note",
+            f"changes of rsrv.yaml wait: {'; '.join(case.now.settings_waiting)}",
+            "these keys are read at a start",
+            "`rsrv restart`, which fails no request, or a new tritonserver where the line says so",
+        )
+
+
+def _shm_full(case: Case) -> Iterator[ServerFinding]:
+    free, total = case.now.shm or (0, 0)
+    if total and free < 0.05 * total:
+        yield ServerFinding(
+            "shm_full",
+            "warning",
+            f"{amount(free)} of {amount(total)} of /dev/shm are free",
+            "it holds the host copies of weights, and all inputs and outputs",
+            "give the container more (--shm-size), or set runtime.shared_host_weights: false, which takes as "
+            "much private memory for each device",
+        )
+
+
+def _traces_lost(case: Case) -> Iterator[ServerFinding]:
+    lost = {how: case.now.spans.get(how, 0) - case.before.spans.get(how, 0) for how in ("failed", "dropped")}
+    if sum(lost.values()) > 0:
+        yield ServerFinding(
+            "traces_lost",
+            "note",
+            f"{lost['failed']} spans were not taken by the collector, {lost['dropped']} did not fit the buffer",
+            "the collector of traces.endpoint is down or slow",
+            "check the collector, or sample fewer requests; requests do not wait for it",
+        )
+
+
+def _uneven(case: Case) -> Iterator[ServerFinding]:
+    if len(case.windows) < 2:
+        return
+    most, least = (choose(case.windows, key=lambda one: one.busy) for choose in (max, min))
+    if most.busy >= 0.9 and least.busy <= 0.3 and _waiting(most) >= FEW:
+        mode = case.now.settings.placement.mode
+        yield ServerFinding(
+            "uneven_devices",
+            "warning",
+            f"device {most.number} is busy {percent(most.busy)} of the time, device {least.number} {percent(least.busy)}",
+            f"models are bound to devices (models.NAME.devices), have one replica, or placement.mode is {mode}",
+            "`rsrv placement` shows why each model is where it is; placement.replicas: auto shares a busy one, "
+            "which takes its weights twice",
+        )
+
+
+# --- of a device -----------------------------------------------------------------------------------------------
+
+
+def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    budget, models = window.counts["memory"]["device"]["budget_bytes"], window.models.values()
+    arrived = sum(one.ended + one.queued for one in models)
+    misses = sum(one.misses for one in models)
+    evicted = sum(one.evictions.get("room", 0) for one in models)
+    if budget is None or arrived < FEW or misses < 0.2 * arrived or evicted < 5:
+        return
+    used = [one for one in models if one.ended or one.queued]
+    asked = _together(case, window, used)
+    load = merged(SECONDS, (one.load for one in models)).quantile(0.5)
+    busiest = max(used, key=lambda one: one.misses).name
+    pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
+    if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
+        cure = (
+            f"raise runtime.weight_budget_bytes to {asked} ({amount(asked - budget)} more of the device's "
+            f"memory), or {pin}"
+        )
+    else:
+        cure = f"{pin}, set scheduler.eviction: cost, or serve on more devices"
+    yield ServerFinding(
+        "weights_thrash",
+        "warning",
+        f"weights thrash: {amount(asked)} are asked for, {amount(budget)} fit; {percent(min(1.0, misses / arrived))} "
+        f"of {arrived} requests waited for weights, {duration(load)} a load at the median",
+        f"{len(used)} models take turns on the device, and each load evicts what the next request needs",
+        cure,
+    )
+
+
+def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    device = window.counts["memory"]["device"]
+    if device["budget_bytes"] is not None and device["pinned_bytes"] > device["budget_bytes"]:
+        yield ServerFinding(
+            "over_pinned",
+            "warning",
+            f"{amount(device['pinned_bytes'])} of weights are pinned, {amount(device['budget_bytes'])} fit",
+            "models with residency device are never evicted, so no other model finds room",
+            "`rsrv unpin` the models that may wait for a load",
+        )
+
+
+def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    budget = window.counts["memory"]["device"]["budget_bytes"]
+    if budget is None:
+        return
+    facts = case.now.facts
+    names = [name for name in window.counts["models"] if name in facts and facts[name].device_bytes > budget]
+    if names:
+        size = max(facts[name].device_bytes for name in names)
+        yield ServerFinding(
+            "weights_too_big",
+            "critical",
+            f"{named(sorted(names, key=by_number))}: weights of {amount(size)} never fit {amount(budget)}",
+            "runtime.weight_budget_bytes, or the device's memory less what executions need",
+            f"a budget of at least {size} bytes, a larger device, or weights of a smaller dtype",
+        )
+
+
+def _overloaded(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    waiting, most = _waiting(window), window.busiest
+    if most is None or window.busy < 0.9 or waiting < FEW:
+        return
+    wait = merged(SECONDS, (one.queue_wait for one in window.models.values())).quantile(0.5)
+    if wait is None or wait < 0.1:
+        return
+    yield ServerFinding(
+        "overloaded",
+        "warning",
+        f"busy {percent(window.busy)} of the time, and {waiting} requests wait, {duration(wait)} at the median",
+        f"more work comes than the device does; {most.name} has {percent(most.device_s / window.seconds)} of it",
+        f"more devices, fewer requests, or larger batch sizes for {most.name} if its cost per row falls "
+        f"(`rsrv status {most.name}`)",
+    )
+
+
+def _compiled(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    seconds = Histogram.from_json(LONG_SECONDS, window.counts["compile"]).sum
+    compiled, cached = (window.counts["executables"].get(one, 0) for one in ("compiled", "cache"))
+    if seconds >= 10.0 and compiled > cached:
+        folder = case.now.settings.runtime.compilation_cache_dir
+        yield ServerFinding(
+            "compiled_at_start",
+            "note",
+            f"{compiled} executables were compiled since this runtime's start: {duration(seconds)}",
+            f"they were not in runtime.compilation_cache_dir ({folder or 'none'}): new models, a new jax, or a "
+            "folder that does not outlive the container",
+            "keep that folder on a volume, or ship executables (`rsrv-gen --compile-for`)",
+        )
+
+
+def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    host = window.counts["memory"]["host"]
+    limit = host.get("limit_bytes")
+    read = [
+        one
+        for one in window.models.values()
+        if not one.has_host_copy
+        and one.loads >= 3
+        and (case.now.policy(one.name, "residency") or "system") != "unpinned"
+    ]
+    if read and limit is not None:
+        yield ServerFinding(
+            "disk_loads",
+            "warning",
+            f"weights of {named([one.name for one in read])} were read from disk {sum(one.loads for one in read)} "
+            f"times; host copies take {amount(host['physical_bytes'])} of {amount(limit)}",
+            "host memory has no room for their copies",
+            "raise runtime.host_memory_bytes or the container's limit",
+        )
+
+
+def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
+    """Return the bytes of these models and of the pinned ones, which have their room without requests."""
+    sizes = {
+        name: case.now.facts[name].device_bytes
+        for name in window.counts["models"]
+        if name in case.now.facts and case.now.policy(name, "residency") == "device"
+    } | {one.name: case.weight_bytes(one) for one in used}
+    shared = case.now.devices[window.number].shared
+    # Tensors that models share are stored once.
+    saved = sum(size * max(0, len(sizes.keys() & names) - 1) for size, names in shared)
+    return sum(sizes.values()) - saved
+
+
+def _waiting(window: DeviceWindow) -> int:
+    return sum(one.queued for one in window.models.values())
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _span(case: Case) -> str:
+    return duration(case.now.t - case.before.t)
+
+
+def _short(text: str) -> str:
+    """Return the text as one line of bounded length."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:299] + "…"
+
+
+_ServerRule = Callable[[Case], Iterator[ServerFinding]]
+_DeviceRule = Callable[[Case, DeviceWindow], Iterator[ServerFinding]]
+SERVER_RULES: tuple[_ServerRule, ...] = (
+    _runtime_down,
+    _model_failed,
+    _not_served,
+    _runtime_restarts,
+    _paused,
+    _settings,
+    _shm_full,
+    _uneven,
+    _traces_lost,
+)
+DEVICE_RULES: tuple[_DeviceRule, ...] = (
+    _too_big,
+    _weights_thrash,
+    _over_pinned,
+    _overloaded,
+    _disk_loads,
+    _compiled,
+)

@@ -5,7 +5,7 @@ second, all with three digits. A figure that is not known is a dash.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def amount(count: float | None, unit: str = "B") -> str:
@@ -78,3 +78,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
         return f"; did you mean {near[0]!r}?"
     shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
     return f"; known are {shown}" if shown else ""
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

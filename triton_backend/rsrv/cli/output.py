@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -139,3 +139,16 @@ def is_terminal() -> bool:
 _WRAPPED = 24
 #: Styles of the words that should catch the eye.
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Print a line for each pair, with the second parts below each other."""
+    width = max(len(name) for name, _ in pairs)
+    for name, text in pairs:
+        print(f"{name.ljust(width)}  {text}")
+
+
+def word(enum: Any, value: int) -> str:
+    """Return the name of a member for people; empty for UNSPECIFIED."""
+    name: Callable[[int], str] = enum.Name
+    return "" if not value else name(value).partition("_")[2].lower()

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from rsrv.cli import history, top
+from rsrv.cli import device_pages, history, top
 from rsrv.cli import server_pages as pages
 from rsrv.cli.chrome_trace import chrome_trace
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
@@ -76,7 +76,7 @@ def _memory_of_models(server: Server) -> pb.GetMemoryResponse | None:
 
 
 def _memory(server: Server) -> int:
-    return server.show(server.ask("GetMemory", pb.GetMemoryRequest()), pages.memory_page)
+    return server.show(server.ask("GetMemory", pb.GetMemoryRequest()), device_pages.memory_page)
 
 
 def _doctor(server: Server) -> int:
@@ -90,7 +90,7 @@ def _health(server: Server) -> int:
 
 
 def _load(server: Server) -> int:
-    return server.show(server.ask("GetLoad", pb.GetLoadRequest()), pages.load_page)
+    return server.show(server.ask("GetLoad", pb.GetLoadRequest()), device_pages.load_page)
 
 
 def _timeline(server: Server) -> int:
@@ -202,7 +202,7 @@ def _placement(server: Server) -> int:
         added=[_added(text) for text in options.add],
     )
     return server.show(
-        server.ask("GetPlacement", request), lambda answer: pages.placement_page(answer, dry=changes)
+        server.ask("GetPlacement", request), lambda answer: device_pages.placement_page(answer, dry=changes)
     )
 
 

@@ -2,16 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rsrv.cli.output import headline, print_table, saved
+from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
+from rsrv.cli.output import headline, print_pairs, print_table, word
 from rsrv.control.overview import life
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.text import amount, duration, one_line, percent, printable
-
-#: Names in a cell of a table.
-_NAMED = 3
+from rsrv.text import amount, duration, one_line, printable, some
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
@@ -23,13 +21,13 @@ def status_page(answer: pb.GetStatusResponse) -> None:
 
 def doctor_page(answer: pb.DiagnoseResponse) -> None:
     """Print the findings, each with its cause and the change that cures it."""
-    counts = Counter(_word(pb.Severity, one.severity) for one in answer.findings)
+    counts = Counter(word(pb.Severity, one.severity) for one in answer.findings)
     found = ", ".join(
         f"{count} {word}{'s' if word != 'critical' and count > 1 else ''}" for word, count in counts.items()
     )
     print(f"{found or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
     for one in answer.findings:
-        print(f"\n{_word(pb.Severity, one.severity)}: {one_line(one.evidence)}  [{one.name}]")
+        print(f"\n{word(pb.Severity, one.severity)}: {one_line(one.evidence)}  [{one.name}]")
         print(f"  why: {one_line(one.cause)}")
         print(f"  do:  {one_line(one.cure)}")
 
@@ -84,8 +82,8 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
             ("model", model.name),
             ("state", _life(model)),
             ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
-            ("residency", _word(pb.Residency, model.residency)),
-            ("paused", _word(pb.Pause, model.paused) or "no"),
+            ("residency", word(pb.Residency, model.residency)),
+            ("paused", word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
             (
                 "executions",
@@ -109,7 +107,7 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 ),
             ),
         ]
-        _print_pairs(pairs)
+        print_pairs(pairs)
         _print_versions(model.versions)
         if len(answer.devices) > 1:
             print()
@@ -128,7 +126,7 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 (
                     (
                         str(one.number),
-                        life(_word(pb.State, one.state), one.weights_state or _word(pb.Weights, one.weights)),
+                        life(word(pb.State, one.state), one.weights_state or word(pb.Weights, one.weights)),
                         str(one.queued),
                         str(one.executing),
                         str(one.dispatches),
@@ -156,11 +154,11 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 ),
             )
     for meta in answer.metas:
-        _print_pairs(
+        print_pairs(
             [
                 ("meta model", meta.name),
                 ("calls", ", ".join(meta.models)),
-                ("paused", _word(pb.Pause, meta.paused) or "no"),
+                ("paused", word(pb.Pause, meta.paused) or "no"),
                 ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
                 ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
                 ("kept", f"{amount(meta.kept_bytes)} on the device"),
@@ -197,139 +195,13 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
     return found or ["a model of the repository is not loaded; the server's log says why"]
 
 
-def memory_page(answer: pb.GetMemoryResponse) -> None:
-    """Print the memory of each device and of its host copies: the budget's arithmetic, models, shared tensors, and what is free."""
-    for at, one in enumerate(answer.devices):
-        print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
-        _print_pairs([(f"  {name}", text) for name, text in _budget(one)])
-        shared_with = _shared_with(one)
-        if one.models:
-            print()
-            print_table(
-                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON DEVICE", "HOST COPY"),
-                (
-                    (
-                        model.name,
-                        amount(model.device_bytes),
-                        amount(model.own_bytes),
-                        amount(_shared_bytes(model)),
-                        _some(shared_with.get(model.name, [])),
-                        amount(model.state_bytes) if model.state_bytes else "-",
-                        _word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
-                        amount(model.host_bytes) if model.host_bytes else "-",
-                    )
-                    for model in one.models
-                ),
-            )
-        if one.shared:
-            print()
-            print_table(
-                ("SHARED", "MODELS", "NAMES", "ON DEVICE"),
-                (
-                    (
-                        amount(group.bytes),
-                        str(len(group.models)),
-                        _some(list(group.models)),
-                        "yes" if group.on_device else "no",
-                    )
-                    for group in sorted(one.shared, key=lambda group: -group.bytes)
-                ),
-            )
-
-
-def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
-    """Return how the device's memory is divided, line by line, and the host's."""
-    memory, host = one.memory, one.host
-    pairs = []
-    if memory.HasField("limit_bytes"):
-        pairs += [
-            ("allocator", f"{amount(memory.limit_bytes)} (runtime.memory_fraction of the device)"),
-            ("kept free", f"{amount(memory.limit_bytes // 10)}, a tenth"),
-        ]
-    if one.scratch_bytes:
-        pairs.append(("executions", amount(one.scratch_bytes)))
-    if memory.HasField("budget_bytes"):
-        said = one.HasField("weight_budget_bytes") and one.weight_budget_bytes == memory.budget_bytes
-        why = "runtime.weight_budget_bytes" if said else "the allocator's, less the tenth and executions"
-        pairs.append(("budget", f"{amount(memory.budget_bytes)} for weights: {why}"))
-    weights = _weights(memory)
-    pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))
-    if memory.HasField("budget_bytes"):
-        pairs.append(("free", f"{amount(max(0, memory.budget_bytes - memory.physical_bytes))} for weights"))
-    if one.kept_bytes:
-        pairs.append(("kept", f"{amount(one.kept_bytes)} of meta models' runs"))
-    if one.HasField("largest_free_bytes") and memory.limit_bytes > one.in_use_bytes:
-        free = memory.limit_bytes - one.in_use_bytes
-        scattered = percent(max(0.0, 1 - one.largest_free_bytes / free))
-        pairs.append(
-            (
-                "fragmentation",
-                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(one.largest_free_bytes)}",
-            )
-        )
-    limit = f" of {amount(one.host_limit_bytes)}" if one.HasField("host_limit_bytes") else ""
-    return [*pairs, ("host", f"{_weights(host)}{limit}")]
-
-
-def _shared_bytes(model: pb.ModelMemory) -> int:
-    return model.device_bytes - model.state_bytes - model.own_bytes
-
-
-def _shared_with(one: pb.MemoryUse) -> dict[str, list[str]]:
-    """Return the models that share tensors with each model."""
-    found: dict[str, dict[str, None]] = {}
-    for group in one.shared:
-        for name in group.models:
-            found.setdefault(name, {}).update(dict.fromkeys(group.models))
-    return {name: [other for other in others if other != name] for name, others in found.items()}
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def load_page(answer: pb.GetLoadResponse) -> None:
-    for device in answer.devices:
-        if len(answer.devices) > 1:
-            print(f"{'' if device is answer.devices[0] else chr(10)}device {device.number}: ", end="")
-        _print_load(device)
-
-
-def _print_load(device: pb.DeviceLoad) -> None:
-    if not device.instance:
-        print("the runtime does not answer")
-        return
-    line = f"work for {duration(device.backlog_s)}"
-    if device.HasField("budget_bytes"):
-        line += f"; {amount(device.free_bytes)} of {amount(device.budget_bytes)} for weights are free"
-    print(line)
-    print_table(
-        ("MODEL", "QUEUED", "RUNNING", "WEIGHTS", "SIZE", "COST PER ROW", "COLD REQUESTS", "DEVICE", "ROWS"),
-        (
-            (
-                model.name,
-                str(model.queued),
-                str(model.executing),
-                _word(pb.Weights, model.weights),
-                amount(model.bytes),
-                duration(model.cost_s) if model.HasField("cost_s") else "-",
-                str(model.misses),
-                duration(model.device_seconds),
-                str(model.rows),
-            )
-            for model in sorted(device.models, key=lambda model: model.name)
-        ),
-    )
-
-
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
     pairs = []
     for field, value in answer.scheduler.ListFields():
         enum = field.enum_type
         text = f"{value:g}" if enum is None else enum.values_by_number[value].name.partition("_")[2].lower()
         pairs.append((field.name, text))
-    _print_pairs(pairs)
+    print_pairs(pairs)
 
 
 def print_update(update: pb.WatchStateResponse) -> None:
@@ -365,10 +237,10 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
         return
     version = entry.version
     said = [
-        life(_word(pb.State, version.state), _word(pb.Weights, version.weights)),
-        _word(pb.Residency, entry.residency) and f"residency {_word(pb.Residency, entry.residency)}",
+        life(word(pb.State, version.state), word(pb.Weights, version.weights)),
+        word(pb.Residency, entry.residency) and f"residency {word(pb.Residency, entry.residency)}",
         f"{len(version.stubs)} stubs",
-        _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
+        word(pb.Pause, version.paused) and f"paused ({word(pb.Pause, version.paused)})",
         one_line(version.error),
     ]
     print(f"{number} {key} {', '.join(filter(None, said))}", flush=True)
@@ -378,7 +250,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
     server, scheduler = answer.server, answer.scheduler
     live = [device for device in answer.devices if device.HasField("runtime")]
     pairs = [("findings", text)] if (text := _headline(answer.findings)) else []
-    pairs += [("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}")]
+    pairs += [("server", f"tritonserver {server.pid}, {word(pb.Mode, server.mode)}, {server.repository}")]
     for device in answer.devices:
         if len(answer.devices) > 1:
             pairs.append((f"device {device.number}", _device_name(device)))
@@ -390,18 +262,18 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
         runtime = live[0].runtime
         computes = f"; the device multiplies in {runtime.computes}" if runtime.computes else ""
         pairs += [
-            ("numerics", _word(pb.Numerics, runtime.numerics) + computes),
-            ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
+            ("numerics", word(pb.Numerics, runtime.numerics) + computes),
+            ("scheduler", f"{word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
         ]
     if answer.models:
         pairs.append(("models", _count(answer.models)))
     pairs += [("rsrv.yaml", note) for note in server.settings_notes]
-    _print_pairs(pairs)
+    print_pairs(pairs)
 
 
 def _headline(findings: Sequence[pb.Finding]) -> str:
     """Return the severest finding, and how many more there are; empty if there is nothing urgent."""
-    return headline([(_word(pb.Severity, one.severity), one.evidence) for one in findings], "`rsrv doctor`")
+    return headline([(word(pb.Severity, one.severity), one.evidence) for one in findings], "`rsrv doctor`")
 
 
 def _device_name(device: pb.DeviceStatus) -> str:
@@ -437,9 +309,9 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
         (
             "weights",
             (
-                f"{_weights(memory)}{budget} on the device, "
+                f"{weights_text(memory)}{budget} on the device, "
                 f"{amount(memory.pinned_bytes)} pinned; "
-                f"{_weights(device.host)} in host memory"
+                f"{weights_text(device.host)} in host memory"
             ),
         ),
     ]
@@ -448,17 +320,13 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
     return [(f"  {name}", text) for name, text in pairs]
 
 
-def _weights(memory: pb.DeviceMemory | pb.HostMemory) -> str:
-    return amount(memory.physical_bytes) + saved(memory.physical_bytes, memory.logical_bytes)
-
-
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
     """Return what a model's weights have of their own, and with which models they share the rest."""
     for one in () if memory is None else memory.devices:
         for model in one.models:
-            if model.name == name and (others := _shared_with(one).get(name)):
-                shared = amount(_shared_bytes(model))
-                return f", {amount(model.own_bytes)} own, {shared} shared with {_some(others)}"
+            if model.name == name and (others := shared_with_each(one).get(name)):
+                shared = amount(shared_bytes(model))
+                return f", {amount(model.own_bytes)} own, {shared} shared with {some(others)}"
     return ""
 
 
@@ -478,12 +346,6 @@ def _print_failures(answer: pb.GetStatusResponse) -> None:
         print(f"\n{failure.name} could not be loaded, {tries}: {one_line(failure.text)}")
 
 
-def _print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in pairs)
-    for name, text in pairs:
-        print(f"{name.ljust(width)}  {text}")
-
-
 def _print_versions(versions: Sequence[pb.Version]) -> None:
     if versions:
         print()
@@ -492,7 +354,7 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
             (
                 (
                     one.key,
-                    life(_word(pb.State, one.state), _word(pb.Weights, one.weights)),
+                    life(word(pb.State, one.state), word(pb.Weights, one.weights)),
                     " ".join(map(str, one.stubs)),
                     one_line(one.error),
                 )
@@ -511,7 +373,7 @@ def _precision(precision: pb.Precision) -> str:
 def _life(model: pb.ModelStatus) -> str:
     """Return where a model is, for people."""
     # A model that is not built has only the coarser state of its weights.
-    weights = model.weights_state or _word(pb.Weights, model.weights)
+    weights = model.weights_state or word(pb.Weights, model.weights)
     return life(_state(model.versions), weights, model.starting)
 
 
@@ -527,7 +389,7 @@ def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
     return (
         model.name,
         _life(model),
-        _word(pb.Pause, model.paused),
+        word(pb.Pause, model.paused),
         *((on,) if several else ()),
         amount(model.device_bytes),
         str(model.queued),
@@ -536,7 +398,7 @@ def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
         str(sum(model.outcomes.values()) - model.outcomes.get("answered", 0)),
         str(model.misses),
         duration(model.device_seconds),
-        _word(pb.Residency, model.residency),
+        word(pb.Residency, model.residency),
         str(len({pid for version in model.versions for pid in version.stubs})),
     )
 
@@ -551,79 +413,16 @@ def _meta_row(meta: pb.MetaStatus) -> tuple[str, ...]:
         str(sum(meta.outcomes.values())),
         str(meta.calls),
         duration(meta.device_seconds),
-        _word(pb.Pause, meta.paused),
+        word(pb.Pause, meta.paused),
         ", ".join(meta.models),
     )
 
 
 def _state(versions: Sequence[pb.Version]) -> str:
     """Return the state of a model: ready if any version is, else that of the last version."""
-    states = [_word(pb.State, version.state) for version in versions]
+    states = [word(pb.State, version.state) for version in versions]
     return "ready" if "ready" in states else states[-1] if states else "-"
 
 
 def _counts(outcomes: Any) -> str:
     return ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()) if count) or "none over yet"
-
-
-def _word(enum: Any, value: int) -> str:
-    """Return the name of a member for people; empty for UNSPECIFIED."""
-    name: Callable[[int], str] = enum.Name
-    return "" if not value else name(value).partition("_")[2].lower()
-
-
-def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
-    """Print the devices, the models with the reasons for their places, and the next moves; `dry`: as a dry run has them."""
-    state = (
-        "dry run: nothing is changed"
-        if dry
-        else f"table {answer.generation}"
-        if answer.generation
-        else "no table"
-    )
-    print(f"placement {answer.mode}, {state}")
-    if answer.devices:
-        print()
-        print_table(
-            ("DEVICE", "STATE", "MODELS", "UTILISATION", "BUSY", "WEIGHTS", "BUDGET"),
-            (
-                (
-                    str(one.device),
-                    "alive" if one.alive else "dead",
-                    str(one.models),
-                    percent(one.utilisation),
-                    percent(one.busy),
-                    amount(one.bytes),
-                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-                )
-                for one in answer.devices
-            ),
-        )
-    if answer.models:
-        print()
-        print_table(
-            ("MODEL", "DEVICES", "MOVING TO", "UTILISATION", "SIZE", "REASON"),
-            (
-                (
-                    one.name,
-                    _numbers(one.devices) or "any",
-                    _numbers(one.moving_to) or "-",
-                    percent(one.utilisation),
-                    amount(one.bytes),
-                    one.reason or "-",
-                )
-                for one in answer.models
-            ),
-        )
-    if answer.moves:
-        print("\nmoves:" if dry else "\nthe next packing would move:")
-        print_table(
-            ("MODEL", "FROM", "TO"),
-            ((one.model, _numbers(one.before) or "-", _numbers(one.after) or "-") for one in answer.moves),
-        )
-    for text in answer.warnings:
-        print(f"\n! {text}")
-
-
-def _numbers(devices: Sequence[int]) -> str:
-    return " ".join(map(str, devices))

@@ -19,13 +19,13 @@ from rsrv.control.figures import (
     ServerFigures,
     windows,
 )
-from rsrv.control.findings import SEVERITIES, Case, ServerFinding, named
+from rsrv.control.findings import SEVERITIES, Case, ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
-from rsrv.text import by_number
+from rsrv.text import by_number, some
 
 log = logging.getLogger("rsrv.control")
 
@@ -61,7 +61,7 @@ def _worst(
         found.sort(key=lambda one: (-models[one[0]].ended, by_number(one[0])))
         worst = min((one for _, one in found), key=lambda one: SEVERITIES.index(one.severity))
         others = [name for name, one in found if one is not worst]
-        yield replace(worst, evidence=worst.evidence + (f"; also {named(others)}" if others else ""))
+        yield replace(worst, evidence=worst.evidence + (f"; also {some(others)}" if others else ""))
 
 
 class Diagnosis:

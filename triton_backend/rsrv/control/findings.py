@@ -1,4 +1,4 @@
-"""The parts of a diagnosis: a finding, the case that rules judge, and the words that they share."""
+"""The parts of a diagnosis: a finding, and the case that rules judge."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +10,6 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 
 #: Requests, and executions, below which a share says nothing.
 FEW = 20
-#: Models that a finding names.
-_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,3 @@ class Case:
         """Return the bytes that a model's weights take on a device."""
         facts = self.now.facts.get(one.name)
         return one.weight_bytes if facts is None else facts.device_bytes
-
-
-def named(names: list[str]) -> str:
-    """Return the first few names, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from rsrv.control.figures import DeviceWindow, ModelActivity, merged
-from rsrv.control.findings import FEW, Case, ServerFinding, Severity, named
+from rsrv.control.findings import FEW, Case, ServerFinding, Severity
 from rsrv.histogram import LONG_SECONDS, SECONDS, Histogram
-from rsrv.text import amount, by_number, duration, percent
+from rsrv.text import amount, by_number, duration, percent, some
 
 #: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less.
 _DOWN_S = 10.0
@@ -60,7 +60,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             yield ServerFinding(
                 name,
                 severity,
-                f"{named(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
+                f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
                 _short(texts[names[0]]) or "the log has the reason",
                 f"mend what the reason names (`rsrv-bundle check` finds more); `rsrv reload {names[0]}` tries at once",
             )
@@ -77,7 +77,7 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "not_served",
             "critical",
-            f"{named(sorted(names, key=by_number))} should be served and {'is' if len(names) == 1 else 'are'} not",
+            f"{some(sorted(names, key=by_number))} should be served and {'is' if len(names) == 1 else 'are'} not",
             "its process inside Triton has ended, or Triton did not load it",
             "start tritonserver with --model-control-mode=explicit --load-model=*, so that models are loaded again",
         )
@@ -96,7 +96,7 @@ def _paused(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "paused",
             "warning",
-            f"{named(names)} paused: {sum(waiting.values())} requests wait or were refused",
+            f"{some(names)} paused: {sum(waiting.values())} requests wait or were refused",
             "an operator's `rsrv pause`",
             f"`rsrv continue {names[0]}`, or --all",
         )
@@ -217,7 +217,7 @@ def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "weights_too_big",
             "critical",
-            f"{named(sorted(names, key=by_number))}: weights of {amount(size)} never fit {amount(budget)}",
+            f"{some(sorted(names, key=by_number))}: weights of {amount(size)} never fit {amount(budget)}",
             "runtime.weight_budget_bytes, or the device's memory less what executions need",
             f"a budget of at least {size} bytes, a larger device, or weights of a smaller dtype",
         )
@@ -269,7 +269,7 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "disk_loads",
             "warning",
-            f"weights of {named([one.name for one in read])} were read from disk {sum(one.loads for one in read)} "
+            f"weights of {some([one.name for one in read])} were read from disk {sum(one.loads for one in read)} "
             f"times; host copies take {amount(host['physical_bytes'])} of {amount(limit)}",
             "host memory has no room for their copies",
             "raise runtime.host_memory_bytes or the container's limit",

@@ -1,0 +1,191 @@
+"""Prints what devices hold and do, for people: their memory, load and placement."""
+
+from collections.abc import Sequence
+
+from rsrv.cli.output import print_pairs, print_table, saved, word
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.text import amount, duration, percent, some
+
+
+def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
+    """Return the bytes of weights, and what sharing saves of them."""
+    return amount(memory.physical_bytes) + saved(memory.physical_bytes, memory.logical_bytes)
+
+
+def memory_page(answer: pb.GetMemoryResponse) -> None:
+    """Print the memory of each device and of its host copies: the budget's arithmetic, models, shared tensors, and what is free."""
+    for at, one in enumerate(answer.devices):
+        print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
+        print_pairs([(f"  {name}", text) for name, text in _budget(one)])
+        shared_with = shared_with_each(one)
+        if one.models:
+            print()
+            print_table(
+                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON DEVICE", "HOST COPY"),
+                (
+                    (
+                        model.name,
+                        amount(model.device_bytes),
+                        amount(model.own_bytes),
+                        amount(shared_bytes(model)),
+                        some(shared_with.get(model.name, [])),
+                        amount(model.state_bytes) if model.state_bytes else "-",
+                        word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
+                        amount(model.host_bytes) if model.host_bytes else "-",
+                    )
+                    for model in one.models
+                ),
+            )
+        if one.shared:
+            print()
+            print_table(
+                ("SHARED", "MODELS", "NAMES", "ON DEVICE"),
+                (
+                    (
+                        amount(group.bytes),
+                        str(len(group.models)),
+                        some(list(group.models)),
+                        "yes" if group.on_device else "no",
+                    )
+                    for group in sorted(one.shared, key=lambda group: -group.bytes)
+                ),
+            )
+
+
+def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
+    """Return how the device's memory is divided, line by line, and the host's."""
+    memory, host = one.memory, one.host
+    pairs = []
+    if memory.HasField("limit_bytes"):
+        pairs += [
+            ("allocator", f"{amount(memory.limit_bytes)} (runtime.memory_fraction of the device)"),
+            ("kept free", f"{amount(memory.limit_bytes // 10)}, a tenth"),
+        ]
+    if one.scratch_bytes:
+        pairs.append(("executions", amount(one.scratch_bytes)))
+    if memory.HasField("budget_bytes"):
+        said = one.HasField("weight_budget_bytes") and one.weight_budget_bytes == memory.budget_bytes
+        why = "runtime.weight_budget_bytes" if said else "the allocator's, less the tenth and executions"
+        pairs.append(("budget", f"{amount(memory.budget_bytes)} for weights: {why}"))
+    weights = weights_text(memory)
+    pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))
+    if memory.HasField("budget_bytes"):
+        pairs.append(("free", f"{amount(max(0, memory.budget_bytes - memory.physical_bytes))} for weights"))
+    if one.kept_bytes:
+        pairs.append(("kept", f"{amount(one.kept_bytes)} of meta models' runs"))
+    if one.HasField("largest_free_bytes") and memory.limit_bytes > one.in_use_bytes:
+        free = memory.limit_bytes - one.in_use_bytes
+        scattered = percent(max(0.0, 1 - one.largest_free_bytes / free))
+        pairs.append(
+            (
+                "fragmentation",
+                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(one.largest_free_bytes)}",
+            )
+        )
+    limit = f" of {amount(one.host_limit_bytes)}" if one.HasField("host_limit_bytes") else ""
+    return [*pairs, ("host", f"{weights_text(host)}{limit}")]
+
+
+def shared_bytes(model: pb.ModelMemory) -> int:
+    """Return the bytes of weights that other models have, too."""
+    return model.device_bytes - model.state_bytes - model.own_bytes
+
+
+def shared_with_each(one: pb.MemoryUse) -> dict[str, list[str]]:
+    """Return the models that share tensors with each model."""
+    found: dict[str, dict[str, None]] = {}
+    for group in one.shared:
+        for name in group.models:
+            found.setdefault(name, {}).update(dict.fromkeys(group.models))
+    return {name: [other for other in others if other != name] for name, others in found.items()}
+
+
+def load_page(answer: pb.GetLoadResponse) -> None:
+    for device in answer.devices:
+        if len(answer.devices) > 1:
+            print(f"{'' if device is answer.devices[0] else chr(10)}device {device.number}: ", end="")
+        _print_load(device)
+
+
+def _print_load(device: pb.DeviceLoad) -> None:
+    if not device.instance:
+        print("the runtime does not answer")
+        return
+    line = f"work for {duration(device.backlog_s)}"
+    if device.HasField("budget_bytes"):
+        line += f"; {amount(device.free_bytes)} of {amount(device.budget_bytes)} for weights are free"
+    print(line)
+    print_table(
+        ("MODEL", "QUEUED", "RUNNING", "WEIGHTS", "SIZE", "COST PER ROW", "COLD REQUESTS", "DEVICE", "ROWS"),
+        (
+            (
+                model.name,
+                str(model.queued),
+                str(model.executing),
+                word(pb.Weights, model.weights),
+                amount(model.bytes),
+                duration(model.cost_s) if model.HasField("cost_s") else "-",
+                str(model.misses),
+                duration(model.device_seconds),
+                str(model.rows),
+            )
+            for model in sorted(device.models, key=lambda model: model.name)
+        ),
+    )
+
+
+def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
+    """Print the devices, the models with the reasons for their places, and the next moves; `dry`: as a dry run has them."""
+    state = (
+        "dry run: nothing is changed"
+        if dry
+        else f"table {answer.generation}"
+        if answer.generation
+        else "no table"
+    )
+    print(f"placement {answer.mode}, {state}")
+    if answer.devices:
+        print()
+        print_table(
+            ("DEVICE", "STATE", "MODELS", "UTILISATION", "BUSY", "WEIGHTS", "BUDGET"),
+            (
+                (
+                    str(one.device),
+                    "alive" if one.alive else "dead",
+                    str(one.models),
+                    percent(one.utilisation),
+                    percent(one.busy),
+                    amount(one.bytes),
+                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+                )
+                for one in answer.devices
+            ),
+        )
+    if answer.models:
+        print()
+        print_table(
+            ("MODEL", "DEVICES", "MOVING TO", "UTILISATION", "SIZE", "REASON"),
+            (
+                (
+                    one.name,
+                    _numbers(one.devices) or "any",
+                    _numbers(one.moving_to) or "-",
+                    percent(one.utilisation),
+                    amount(one.bytes),
+                    one.reason or "-",
+                )
+                for one in answer.models
+            ),
+        )
+    if answer.moves:
+        print("\nmoves:" if dry else "\nthe next packing would move:")
+        print_table(
+            ("MODEL", "FROM", "TO"),
+            ((one.model, _numbers(one.before) or "-", _numbers(one.after) or "-") for one in answer.moves),
+        )
+    for text in answer.warnings:
+        print(f"\n! {text}")
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    return " ".join(map(str, devices))

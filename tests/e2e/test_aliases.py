@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.cli import main as rsrv
 from tests.e2e.calls import Caller, Refused, caller
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
 from tests.e2e.lives import COLUMNS, write_version
@@ -35,8 +36,10 @@ def answer(call: Caller, name: str, **parameters: Any) -> int:
     return int(call(name, {"x": np.zeros((1, COLUMNS), np.float32)}, parameters=parameters)["first"][0, 0])
 
 
-def test_aliases_move_between_models_under_load(server: RunningTriton) -> None:
-    """Requests are split, and a change of rsrv.yaml moves a name without an error; errors name alias and model."""
+def test_aliases_move_between_models_under_load(
+    server: RunningTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests are split; rsrv.yaml and `rsrv alias` move a name without an error; errors name alias and model."""
     found: Counter[int] = Counter()
     over = threading.Event()
 
@@ -59,6 +62,10 @@ def test_aliases_move_between_models_under_load(server: RunningTriton) -> None:
         settings = Path(server.server.model_repository) / "rsrv.yaml"
         settings.write_text(settings.read_text().replace("champion:\n    v1: 1", "champion:\n    v2: 1"))
         wait_until(lambda: found[2] > 20, what="answers of the second model")
+        found.clear()
+        assert rsrv.main(["alias", "champion", "v1", "--server", str(server.http_port)]) == 0
+        assert capsys.readouterr().out == "champion: v1 1\nfraud: v1 0.5, v2 0.5\n"
+        assert answer(call, "champion") == 1
         over.set()
         load.join()
     assert found.keys() == {1, 2}

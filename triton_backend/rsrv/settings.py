@@ -432,7 +432,7 @@ def _are_shares(value: object) -> object:
 
 
 #: models behind an alias: each one's weight among the alias's requests, or `shadow`
-Shares = Annotated[dict[str, float | Literal["shadow"]], BeforeValidator(_are_shares)]
+Shares = Annotated[Mapping[str, float | Literal["shadow"]], BeforeValidator(_are_shares)]
 
 
 #: settings of a model that rsrv.yaml does not name

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rsrv.explain import explain
 from rsrv.settings import (
@@ -14,6 +14,7 @@ from rsrv.settings import (
     SchedulerSection,
     Settings,
     SettingsError,
+    Shares,
     load_settings,
     read_settings,
 )
@@ -213,6 +214,14 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     except ValidationError as error:
         raise _explained(("scheduler",), error, {"scheduler": dict(changes)}) from None
     return settings.model_copy(update={"scheduler": section})
+
+
+def read_shares(name: str, raw: object) -> Shares:
+    """Return the shares of an alias as rsrv.yaml has them. Raises SettingsError."""
+    try:
+        return TypeAdapter(Shares).validate_python(raw)
+    except ValidationError as error:
+        raise _explained(("aliases", name), error, {"aliases": {name: raw}}) from None
 
 
 def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:

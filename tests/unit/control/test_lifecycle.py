@@ -23,6 +23,7 @@ from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.stub_health import stub_processes
 from rsrv.control.triton import TritonError
+from rsrv.settings import Shares
 from rsrv.settings_changes import change_model
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
@@ -129,6 +130,59 @@ def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
         assert lifecycle.failures == {}
 
     story(tmp_path, {"r": {"a": "v1"}}, tell)
+
+
+def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
+    """Each change is one load; a target that changes loads the alias, too; an alias without settings is unloaded."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        steps: list[tuple[Mapping[str, Shares], list[str]]] = [
+            ({"fraud": {"a": 95.0, "b": 5.0}}, ["load fraud", "loaded fraud"]),
+            ({"fraud": {"a": 50.0, "b": 50.0}}, ["load fraud", "loaded fraud"]),
+            ({}, ["unload fraud"]),
+        ]
+        for aliases, log in steps:
+            lifecycle.follow_aliases(aliases)
+            await asyncio.sleep(20)
+            assert world.triton.log == log
+            world.triton.log.clear()
+        assert our_models(world.repository) == {"a", "b"}
+        await lifecycle.change_alias("fraud", {"a": 1.0})
+        assert "fraud" in world.triton.served
+        place(tmp_path / "r" / "a", "v2")
+        await asyncio.sleep(20)
+        assert sorted(world.triton.log[2:]) == ["load a", "load fraud", "loaded a", "loaded fraud"]
+        assert lifecycle.failures == {}
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+
+
+@pytest.mark.parametrize(
+    ("shares", "reason"),
+    [({"c": 1.0}, "an alias of 'c', which is no bundle here"), ({"b": 1.0}, "cannot load")],
+)
+def test_a_change_of_an_alias_that_fails_changes_nothing(tmp_path: Path, shares: Shares, reason: str) -> None:
+    """The error says why, and the alias goes on as it was."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        await lifecycle.change_alias("fraud", {"a": 1.0})
+        before, load = world.triton.texts(), world.triton.load
+
+        async def refuse(name: str) -> None:
+            await asyncio.sleep(1)
+            raise TritonError("cannot load")
+
+        world.triton.load = refuse  # type: ignore[method-assign]
+        with pytest.raises(ReloadError, match=f"^fraud: .*{reason}"):
+            await lifecycle.change_alias("fraud", shares)
+        world.triton.load = load  # type: ignore[method-assign]
+
+        await asyncio.sleep(20)
+        assert lifecycle.aliases == {"fraud": {"a": 1.0}}
+        assert world.triton.texts() == before
+        assert lifecycle.failures == {}
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
 
 def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:

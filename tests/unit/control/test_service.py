@@ -281,6 +281,16 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ("GetRequests", pb.GetRequestsRequest(model="a", request="r"), "name either a model or a request"),
         ("ReloadWeights", pb.ReloadWeightsRequest(), "model is empty"),
         (
+            "SetAlias",
+            pb.SetAliasRequest(alias=pb.Alias(targets=[pb.AliasTarget(model="a")])),
+            "model is empty",
+        ),
+        (
+            "SetAlias",
+            pb.SetAliasRequest(alias=pb.Alias(name="n", targets=[pb.AliasTarget(model="a", weight=0)])),
+            "of which one is positive",
+        ),
+        (
             "SetScheduler",
             pb.SetSchedulerRequest(scheduler=pb.Scheduler(max_queue_depth=3)),
             "max_queue_depth cannot be changed while the server runs",
@@ -404,6 +414,29 @@ async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
         server.runtime.die()
 
         assert (await refusal(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+@looped
+async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_path: Path) -> None:
+    """SetAlias keeps the change for the next control process, and forgets one that fails."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        server.lifecycle.aliases = {"of the file": {"a": 1.0}}
+        server.lifecycle.refusals["bad"] = ReloadError("FAILED_PRECONDITION", "no bundle")
+
+        def change(name: str, *targets: str) -> Any:
+            alias = pb.Alias(name=name, targets=[pb.AliasTarget(model=one, weight=2) for one in targets])
+            return server.control.SetAlias(pb.SetAliasRequest(alias=alias))
+
+        answer = await change("fraud", "a", "b")
+        assert [one.name for one in answer.aliases] == ["fraud", "of the file"]
+        assert await server.control.SetAlias(pb.SetAliasRequest()) == answer
+        await change("of the file")
+        assert (await refusal(change("bad", "a")))[1] == "no bundle"
+        assert (await refusal(change("unknown")))[0] is grpc.StatusCode.NOT_FOUND
+
+        overrides = server.runtimes.overrides
+        assert overrides.aliases == {"fraud": {"a": 2.0, "b": 2.0}, "of the file": None}
+        assert overrides.merged_aliases({"of the file": {"a": 1.0}}) == {"fraud": {"a": 2.0, "b": 2.0}}
 
 
 @looped

@@ -71,6 +71,20 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
 
 
 @looped
+async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
+    """An alias that comes, changes or goes in the file is served so, but for those that operators have changed."""
+    async with scene(tmp_path) as here:
+        here.server.runtimes.overrides.set_aliases({"mine": {"a": 1.0}})
+
+        await here.look("aliases: {fraud: a, mine: b}")
+
+        assert here.server.lifecycle.aliases == {"fraud": {"a": 1.0}, "mine": {"a": 1.0}}
+        assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
+        await here.look("")
+        assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}}
+
+
+@looped
 async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
     """Keys that an operator has set are sent with the operator's values."""
     async with scene(tmp_path) as here:

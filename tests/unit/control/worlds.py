@@ -65,7 +65,9 @@ class FakeTriton:
             raise TritonError(f"failed to load '{name}', failed to poll from model repository")
         if name in self.served and seen <= self.served[name][1]:
             return
-        text = whole(folder / "1" / "bundle")
+        bundle = folder / "1" / "bundle"
+        # An alias has none of its own, and is served by its configuration.
+        text = whole(bundle) if bundle.exists() else (folder / "config.pbtxt").read_text()
         if text == BAD:
             raise TritonError("no module")
         self.served[name] = text, seen

@@ -192,6 +192,13 @@ def parser() -> CommandParser:
     scheduler = command("scheduler", "show or change the scheduler's settings")
     scheduler.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml")
 
+    alias = command("alias", "show the aliases, or lead one to other models")
+    alias.add_argument("name", nargs="?", default="", metavar="ALIAS")
+    alias.add_argument(
+        "targets", nargs="*", default=[], metavar="MODEL[=WEIGHT]", help="the models that share its requests"
+    )
+    alias.add_argument("--remove", action="store_true", help="no client can use the name any more")
+
     pause = command("pause", "stop executing for a while")
     _target(pause)
     pause.add_argument(

@@ -244,6 +244,26 @@ def _scheduler(server: Server) -> int:
     return server.show(answer, pages.scheduler_page)
 
 
+def _alias(server: Server) -> int:
+    name, targets = server.options.name, server.options.targets
+    if not name:
+        return server.show(server.ask("SetAlias", pb.SetAliasRequest()), pages.alias_page)
+    if bool(targets) == server.options.remove:
+        raise CommandLineError("give the models behind the alias, or --remove")
+    alias = pb.Alias(name=name, targets=map(_alias_target, targets))
+    answer = server.wait("SetAlias", pb.SetAliasRequest(alias=alias), f"{name}: loading")
+    return server.show(answer, pages.alias_page)
+
+
+def _alias_target(text: str) -> pb.AliasTarget:
+    """Return a model of MODEL[=WEIGHT]. Raises CommandLineError."""
+    model, _, weight = text.partition("=")
+    try:
+        return pb.AliasTarget(model=model, weight=float(weight or 1))
+    except ValueError:
+        raise CommandLineError(f"{text!r} is not MODEL or MODEL=WEIGHT") from None
+
+
 def _set(changes: pb.Scheduler, text: str) -> None:
     """Set a field from KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
     key, equals, value = text.partition("=")
@@ -352,6 +372,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "placement": _placement,
     "compact": _compact,
     "policy": _policy,
+    "alias": _alias,
     "scheduler": _scheduler,
     "pause": _pause,
     "continue": _continue,

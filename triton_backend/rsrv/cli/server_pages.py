@@ -32,6 +32,15 @@ def doctor_page(answer: pb.DiagnoseResponse) -> None:
         print(f"  do:  {one_line(one.cure)}")
 
 
+def alias_page(answer: pb.SetAliasResponse) -> None:
+    """Print each alias with the models behind it, and their shares of its requests."""
+    for alias in answer.aliases:
+        total = sum(one.weight for one in alias.targets)
+        print(f"{alias.name}: " + ", ".join(f"{one.model} {one.weight / total:.4g}" for one in alias.targets))
+    if not answer.aliases:
+        print("no aliases")
+
+
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
     """Print a line for each of these models, and for each meta model."""
     several = len(answer.devices) > 1

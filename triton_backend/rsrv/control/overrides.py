@@ -36,8 +36,8 @@ class Overrides:
         self._paused: dict[str, str | None] = {}
         #: Models and meta models whose weights were prefetched and not evicted since, with the devices.
         self._prefetched: dict[str, set[int]] = {}
-        #: None: removed.
-        self._aliases: dict[str, Shares | None] = {}
+        #: Shares of aliases; None: removed.
+        self.aliases: dict[str, Shares | None] = {}
         try:
             kept = json.loads(path.read_text())
             self.scheduler = dict(kept["scheduler"])
@@ -45,7 +45,7 @@ class Overrides:
             self._policy = {name: dict(policy) for name, policy in kept["policy"].items()}
             self._paused = dict(kept["paused"])
             self._prefetched = {name: set(devices) for name, devices in kept["prefetched"].items()}
-            self._aliases = dict(kept.get("aliases", {}))
+            self.aliases = dict(kept.get("aliases", {}))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -67,12 +67,11 @@ class Overrides:
 
     def merged_aliases(self, aliases: Mapping[str, Shares]) -> dict[str, Shares]:
         """Return the aliases of rsrv.yaml with the changes of operators."""
-        merged = {**aliases, **self._aliases}
+        merged = {**aliases, **self.aliases}
         return {name: shares for name, shares in merged.items() if shares is not None}
 
-    def aliased(self, name: str, shares: Shares | None) -> None:
-        """Note a change of an alias; None: it was removed."""
-        self._aliases[name] = shares
+    def set_aliases(self, aliases: dict[str, Shares | None]) -> None:
+        self.aliases = aliases
         self._keep()
 
     def configured(self, changes: dict[str, Any]) -> None:
@@ -147,7 +146,7 @@ class Overrides:
             "residency": self._residency,
             "policy": self._policy,
             "paused": self._paused,
-            "aliases": self._aliases,
+            "aliases": self.aliases,
             "prefetched": {name: sorted(devices) for name, devices in self._prefetched.items()},
         }
         try:

@@ -33,7 +33,7 @@ from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import SettingsError
-from rsrv.settings_changes import CHANGEABLE
+from rsrv.settings_changes import CHANGEABLE, read_shares
 from rsrv.text import by_number
 
 #: Seconds between two looks for failures of bundles.
@@ -453,6 +453,39 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._until_tried(model)
         versions = messages.by_name(self._runtimes.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
+
+    @steers
+    async def SetAlias(self, request: pb.SetAliasRequest) -> pb.SetAliasResponse:
+        name, overrides = request.alias.name, self._runtimes.overrides
+        if request.HasField("alias"):
+            raw = {one.model: one.weight for one in request.alias.targets}
+            try:
+                shares = read_shares(_model(name), raw) if raw else None
+            except SettingsError as error:
+                raise InvalidArgument(str(error)) from None
+            if shares is None and name not in self._lifecycle.aliases:
+                raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
+            before = overrides.aliases
+            # First: rsrv.yaml, which is read meanwhile, must not undo the change.
+            overrides.set_aliases({**before, name: shares})
+            try:
+                await self._lifecycle.change_alias(name, shares)
+            except BaseException:
+                overrides.set_aliases(before)
+                raise
+        return pb.SetAliasResponse(
+            aliases=[
+                pb.Alias(
+                    name=alias,
+                    targets=[
+                        pb.AliasTarget(model=model, weight=weight)
+                        for model, weight in shares.items()
+                        if weight != "shadow"
+                    ],
+                )
+                for alias, shares in sorted(self._lifecycle.aliases.items())
+            ]
+        )
 
     async def _until_tried(self, model: str) -> None:
         """Return when no device loads a version of the model; Triton waits only for the first ones that take long."""

@@ -642,6 +642,34 @@ class ReloadWeightsResponse(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ...) -> None: ...
 
+class AliasTarget(_message.Message):
+    __slots__ = ("model", "weight")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weight: float
+    def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class Alias(_message.Message):
+    __slots__ = ("name", "targets")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    targets: _containers.RepeatedCompositeFieldContainer[AliasTarget]
+    def __init__(self, name: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[AliasTarget, _Mapping]]] = ...) -> None: ...
+
+class SetAliasRequest(_message.Message):
+    __slots__ = ("alias",)
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    alias: Alias
+    def __init__(self, alias: _Optional[_Union[Alias, _Mapping]] = ...) -> None: ...
+
+class SetAliasResponse(_message.Message):
+    __slots__ = ("aliases",)
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    aliases: _containers.RepeatedCompositeFieldContainer[Alias]
+    def __init__(self, aliases: _Optional[_Iterable[_Union[Alias, _Mapping]]] = ...) -> None: ...
+
 class RestartRequest(_message.Message):
     __slots__ = ("devices", "drain_s", "force")
     DEVICES_FIELD_NUMBER: _ClassVar[int]

@@ -99,6 +99,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.FromString,
                 _registered_method=True)
+        self.SetAlias = channel.unary_unary(
+                '/rsrv.control.v1.Control/SetAlias',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasResponse.FromString,
+                _registered_method=True)
         self.Restart = channel.unary_unary(
                 '/rsrv.control.v1.Control/Restart',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.RestartRequest.SerializeToString,
@@ -271,6 +276,14 @@ class ControlServicer(object):
     def ReloadWeights(self, request, context):
         """Read a model's bundle now, and serve it. Returns when all devices that can have it serve it, or an error;
         then the version before still serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAlias(self, request, context):
+        """Have a further name lead clients to other models, or remove it. Returns when it does, with all aliases, or an error; then
+        nothing changes. Without a name, the call only returns the aliases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -457,6 +470,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReloadWeights,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'SetAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAlias,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasResponse.SerializeToString,
             ),
             'Restart': grpc.unary_unary_rpc_method_handler(
                     servicer.Restart,
@@ -890,6 +908,33 @@ class Control(object):
             '/rsrv.control.v1.Control/ReloadWeights',
             rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/SetAlias',
+            rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.SetAliasResponse.FromString,
             options,
             channel_credentials,
             insecure,

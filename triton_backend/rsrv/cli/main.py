@@ -33,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rsrv.serve import command
 
         return command.run(options)
+    if options.command == "replay":
+        from rsrv.cli import replay
+
+        return replay.run(options)
     if options.command == "triton":
         return _install_triton(options)
     if options.command == "gpu":
@@ -235,6 +239,25 @@ def parser() -> CommandParser:
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
     _add_serve(commands)
+    help = "send the requests of a trace to a server at their times, and report what came of them"
+    replay = commands.add_parser("replay", help=help, description=help)
+    replay.set_defaults(command="replay", json=False)
+    replay.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record; or t,model,rows,...")
+    replay.add_argument(
+        "--url", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC; default: %(default)s"
+    )
+    replay.add_argument(
+        "--speed", type=_seconds, default=1.0, metavar="F", help="times as fast; default: %(default)g"
+    )
+    replay.add_argument(
+        "--inputs",
+        type=_named_file,
+        action="append",
+        default=[],
+        metavar="MODEL=FILE.npz",
+        help="a row of each input of a model whose shapes or texts cannot be guessed; default: zeros",
+    )
+    replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     help = "install a tritonserver for this user"
     triton = commands.add_parser("triton", help=help, description=help)
     verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
@@ -403,6 +426,13 @@ def _parts(text: str) -> list[str]:
         if word not in PARTS:
             raise argparse.ArgumentTypeError(f"there is no part {word!r}{nearest(word, PARTS)}")
     return words
+
+
+def _named_file(text: str) -> tuple[str, str]:
+    name, _, file = text.partition("=")
+    if not (name and file):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL=FILE.npz")
+    return name, file
 
 
 def _devices(text: str) -> str | list[int | str]:

@@ -152,7 +152,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         problems.append(
             "runtime: cold starts, idle limits and host memory are simulated on one device: leave out `devices` and `gateway`"
         )
-    recorded = [list(_read_trace(one, folder, problems)) for one in arrivals.trace]
+    recorded = [list(read_trace(one, folder, problems)) for one in arrivals.trace]
     for index, request in enumerate(arrivals.requests):
         if request.model not in programs:
             problems.append(f"arrivals.{index}.model: {_no_model(request.model, programs)}")
@@ -336,7 +336,7 @@ def _life(model: ModelKeys, file: File) -> Life:
     return Life((model.start or file.runtime.start) == "lazy", model.start_s, limits)
 
 
-def _read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[RequestKeys]:
+def read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[RequestKeys]:
     """Yield the requests of a trace with scaled times; report the first line that is wrong."""
     about = f"arrivals.trace: {trace.path}"
     try:

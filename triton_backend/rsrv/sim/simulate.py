@@ -4,7 +4,7 @@ At one instant, the gateway probes first, if it is time. Then all arrivals come,
 device gets work; then ends of loads, then ends of executions, then a tick that is due, one device after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -42,6 +42,11 @@ def simulate_fleet(scenario: Scenario) -> FleetRecord:
         SimulationError: the simulator, the scheduler or the gateway is broken.
     """
     return _checked(lambda: _Simulation(scenario).run().fleet())
+
+
+def simulate_requests(scenario: Scenario) -> Sequence[RequestRecord]:
+    """Run a scenario to its end; return its requests. Raises as `simulate`."""
+    return simulate(scenario).requests if scenario.gateway is None else simulate_fleet(scenario).requests
 
 
 def _checked(run: Callable[[], _T]) -> _T:

@@ -1,0 +1,144 @@
+"""The command `rsrv replay`: requests at the times of a trace, and the report beside the simulator's."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+from rsrv.cli import main as cli
+from rsrv.cli.replay import Unsendable, infer_request
+
+SCENARIO = """
+duration: 1
+models: {fast: {cost: {1: 0.002, 4: 0.004}}, late: {cost: {1: 0.002}}, gone: {cost: {1: 0.002}}}
+arrivals: {trace: trace.csv}
+"""
+FP32, STRING = model_config_pb2.TYPE_FP32, model_config_pb2.TYPE_STRING
+
+
+def described(*dims: int, kind: int = FP32, rows: int = 8) -> Any:
+    """Return the configuration of a model with one input."""
+    config = model_config_pb2.ModelConfig(name="m", max_batch_size=rows)
+    config.input.add(name="x", data_type=kind, dims=dims)
+    return config
+
+
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Serves `fast`; `late` misses its deadlines, `broken` fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        if request.name == "gone":
+            context.abort(grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'gone' is not found")
+        config = described(3)
+        config.name = request.name
+        return service_pb2.ModelConfigResponse(config=config)
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        self.asked.append(request)
+        if request.model_name == "late":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
+        if request.model_name == "broken":
+            context.abort(grpc.StatusCode.INTERNAL, "the hook\nfailed")
+        return service_pb2.ModelInferResponse(model_name=request.model_name)
+
+
+@contextmanager
+def serving(triton: Triton) -> Iterator[str]:
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests have their rows, deadlines and priorities; the report has what came of them, and the simulator's figures."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "t,model,rows,deadline_s,priority\n0.2,fast,3,9,2\n0,fast,1,,\n0.1,late,1,0.001,\n0.3,gone,1,,\n"
+    )
+    (tmp_path / "trace.yaml").write_text(SCENARIO)
+    triton = Triton()
+    with serving(triton) as url:
+        assert cli.main(["replay", str(trace), "--url", url, "--speed", "10"]) == 0
+        said = capsys.readouterr()
+        assert cli.main(["replay", str(trace), "--url", url, "--speed", "10", "--json"]) == 0
+
+    first, *_, last = (one for one in triton.asked[:3] if one.model_name == "fast")
+    assert (first.inputs[0].shape, last.inputs[0].shape, last.raw_input_contents[0]) == (
+        [1, 3],
+        [3, 3],
+        bytes(36),
+    )
+    assert not first.parameters
+    assert last.parameters["timeout"].int64_param == 9_000_000
+    assert last.parameters["priority"].uint64_param == 2
+    assert "gone: 1 requests were not sent: Request for unknown model: 'gone' is not found" in said.err
+    lines = said.out.splitlines()
+    assert lines[0].startswith("3 requests: 2 served, 1 expired; goodput 100/s; sent late by")
+    assert [line.split()[:3] for line in lines[3:]] == [
+        ["fast", "2", "100%"],
+        ["late", "1", "0%"],
+        ["all", "3", "66.7%"],
+    ]
+    report = json.loads(capsys.readouterr().out)
+    assert report["simulated"]["models"]["fast"]["latency_p99_s"] == pytest.approx(0.004)
+    assert report["replayed"]["total"]["missed"] == 1
+
+
+def test_errors_are_shown_and_a_missing_server_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each model's first error is shown; a trace that cannot be read, or no server, ends the command."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t,model\n0,broken\n0,broken\n")
+    with serving(Triton()) as url:
+        assert cli.main(["replay", str(trace), "--url", url]) == 0
+    said = capsys.readouterr()
+    assert said.err == "broken: the first error: the hook failed\n"
+    assert "2 requests: 2 failed" in said.out
+
+    assert cli.main(["replay", str(trace), "--url", url]) == 1
+    assert f"rsrv replay: {url}: " in capsys.readouterr().err
+    trace.write_text("t,model,row\n")
+    assert cli.main(["replay", str(trace), "--url", url]) == 1
+    assert "unknown column 'row'; did you mean 'rows'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["replay", str(trace), "--inputs", "m"])
+    assert "'m' is not MODEL=FILE.npz" in capsys.readouterr().err
+
+
+def test_inputs_that_cannot_be_guessed() -> None:
+    """Texts and shapes that vary are taken from a given row, which is repeated; what does not fit is refused."""
+    row = np.array([["a", "bc"]], object)
+    message = infer_request(described(2, kind=STRING), 2, {"x": row})
+    assert (message.inputs[0].datatype, message.inputs[0].shape) == ("BYTES", [2, 2])
+    assert message.raw_input_contents[0] == b"\1\0\0\0a\2\0\0\0bc" * 2
+    assert infer_request(described(-1, 2, rows=0), 5, {"x": np.ones((3, 2), "f4")}).inputs[0].shape == [3, 2]
+
+    with pytest.raises(Unsendable, match=r"give one row of it: --inputs m=FILE\.npz"):
+        infer_request(described(2, kind=STRING), 1, None)
+    with pytest.raises(Unsendable, match="no fixed shape"):
+        infer_request(described(-1), 1, None)
+    with pytest.raises(Unsendable, match="no array 'x'"):
+        infer_request(described(2), 1, {})
+    with pytest.raises(Unsendable, match=r"x is float64 .* must be FP32"):
+        infer_request(described(2), 1, {"x": np.ones((1, 2))})
+    stateful = described(2)
+    stateful.model_transaction_policy.decoupled = True
+    with pytest.raises(Unsendable, match="only models without state"):
+        infer_request(stateful, 1, None)

@@ -1,0 +1,293 @@
+"""The command `rsrv replay`: a trace, sent to a real server as its clients would, beside what the simulator expects of it.
+
+Requests are sent at their times whether earlier ones are answered or not, and their latencies count from these times: a
+server, or a sender, that falls behind cannot hide it.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
+
+from rsrv.command import CommandParser
+from rsrv.progress import steps
+from rsrv.scheduler.events import Outcome, Request
+from rsrv.sim.record import RequestRecord, SimulationError
+from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario, read_trace
+from rsrv.sim.schema import RequestKeys, TraceKeys
+from rsrv.sim.simulate import simulate_requests
+from rsrv.sim.table import aligned
+from rsrv.sim.tally import Tally, in_time, percentile, ratio
+from rsrv.text import duration, one_line, percent, rate
+
+#: seconds until the first request, and after which one without an answer has failed
+_START_S, _LOST_S = 0.1, 120.0
+#: seconds between two lines about the progress, where the output is no terminal
+_LINE_S = 10.0
+#: tag of the error of a request whose deadline has passed; Triton has no code for it
+_EXPIRED = "[rsrv:DEADLINE]"
+_OUTCOMES = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.EXPIRED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.REFUSED,
+    grpc.StatusCode.UNAVAILABLE: Outcome.REFUSED,
+    grpc.StatusCode.CANCELLED: Outcome.CANCELLED,
+}
+
+
+class Unsendable(Exception):
+    """Requests of a model cannot be made; the message says why, and what to do."""
+
+
+class Replayed(NamedTuple):
+    """Requests of a replay, in the order of their times, and what came of them."""
+
+    requests: Sequence[RequestRecord]
+    #: seconds after their times that requests were sent, ascending.
+    late: Sequence[float]
+    #: the first error of each model, missed deadlines aside.
+    errors: Mapping[str, str]
+    #: model -> why its requests were not sent.
+    unsent: Mapping[str, str]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay a trace, and print the report; return the exit status."""
+    parser: CommandParser = options.parser
+    path: Path = options.trace
+    problems: list[str] = []
+    trace = sorted(read_trace(TraceKeys(path=path.name), path.parent, problems), key=lambda one: one.t)
+    if problems:
+        print(f"{parser.prog}: {problems[0]}", file=sys.stderr)
+        return 1
+    try:
+        inputs = {model: dict(np.load(file)) for model, file in options.inputs}
+        replayed = asyncio.run(replay(options.url, trace, options.speed, inputs))
+        expected = _expected(path.with_suffix(".yaml"), options.speed)
+    except grpc.aio.AioRpcError as error:
+        print(
+            f"{parser.prog}: {options.url}: {one_line(error.details() or error.code().name)}", file=sys.stderr
+        )
+        return 1
+    except (OSError, ScenarioError, SimulationError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    asked = Counter(one.model for one in trace)
+    for model, why in replayed.unsent.items():
+        print(f"{model}: {asked[model]} requests were not sent: {why}", file=sys.stderr)
+    for model, why in replayed.errors.items():
+        print(f"{model}: the first error: {why}", file=sys.stderr)
+    print(json.dumps(report(replayed, expected), indent=2) if options.json else page(replayed, expected))
+    return 0 if replayed.requests else 1
+
+
+# --- sending ---------------------------------------------------------------------------------------------
+
+
+async def replay(
+    url: str,
+    trace: Sequence[RequestKeys],
+    speed: float,
+    inputs: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
+) -> Replayed:
+    """Send a trace, ordered by time, until its end or Ctrl-C. Raises AioRpcError if the server does not answer."""
+    async with grpc.aio.insecure_channel(url, [("grpc.max_receive_message_length", -1)]) as channel:
+        triton = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        messages: dict[tuple[str, int], Any] = {}
+        unsent: dict[str, str] = {}
+        for model in dict.fromkeys(one.model for one in trace):
+            try:
+                config = await _config(triton, model)
+                for rows in {one.rows for one in trace if one.model == model}:
+                    messages[model, rows] = infer_request(config, rows, inputs.get(model))
+            except Unsendable as why:
+                unsent[model] = str(why)
+        return await _send(triton, [one for one in trace if one.model not in unsent], speed, messages, unsent)
+
+
+async def _config(triton: Any, model: str) -> Any:
+    try:
+        asked = service_pb2.ModelConfigRequest(name=model)
+        return (await triton.ModelConfig(asked, timeout=_LOST_S, wait_for_ready=False)).config
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in str(error.details()):
+            raise
+        raise Unsendable(one_line(error.details() or error.code().name)) from None
+
+
+def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, Any]] | None) -> Any:
+    """Return a request of so many rows: of zeros, or of a row that is given by input. Raises Unsendable."""
+    if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
+        raise Unsendable("its requests depend on each other; only models without state are replayed")
+    message = service_pb2.ModelInferRequest(model_name=config.name)
+    for tensor in config.input:
+        datatype = (
+            model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_").replace("STRING", "BYTES")
+        )
+        if given is not None:
+            array = given.get(tensor.name)
+            if array is None:
+                raise Unsendable(f"its file of --inputs has no array {tensor.name!r}")
+            if np_to_triton_dtype(array.dtype) != datatype:
+                raise Unsendable(
+                    f"{tensor.name} is {array.dtype} in its file of --inputs, and must be {datatype}"
+                )
+        elif datatype == "BYTES" or min(tensor.dims, default=1) < 0:
+            raise Unsendable(
+                f"its input {tensor.name} has no fixed shape and type; give one row of it: --inputs {config.name}=FILE.npz"
+            )
+        else:
+            shape = [1, *tensor.dims] if config.max_batch_size else list(tensor.dims)
+            array = np.zeros(shape, triton_to_np_dtype(datatype) or np.uint16)  # BF16 has as many bits
+        if config.max_batch_size:
+            array = np.repeat(array[:1], rows, axis=0)
+        message.inputs.add(name=tensor.name, datatype=datatype, shape=array.shape)
+        raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
+        message.raw_input_contents.append(raw)
+    return message
+
+
+async def _send(
+    triton: Any,
+    trace: Sequence[RequestKeys],
+    speed: float,
+    messages: Mapping[tuple[str, int], Any],
+    unsent: Mapping[str, str],
+) -> Replayed:
+    loop = asyncio.get_running_loop()
+    requests: list[RequestRecord] = []
+    late: list[float] = []
+    errors: dict[str, str] = {}
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(record: RequestRecord, message: Any) -> None:
+        try:
+            await triton.ModelInfer(message, timeout=_LOST_S)
+            record.outcome = Outcome.ANSWERED
+        except grpc.aio.AioRpcError as error:
+            why = one_line(error.details() or error.code().name)
+            record.outcome = (
+                Outcome.EXPIRED if _EXPIRED in why else _OUTCOMES.get(error.code(), Outcome.FAILED)
+            )
+            if record.outcome is not Outcome.EXPIRED:
+                errors.setdefault(record.request.model, why)
+        record.ended = loop.time() - began
+
+    began = loop.time() + _START_S
+    with steps("requests sent", len(trace), every=_LINE_S) as progress:
+        try:
+            for number, one in enumerate(trace, 1):
+                t = one.t / speed
+                # Also if it is late, so that the requests before get on their way.
+                await asyncio.sleep(max(0.0, began + t - loop.time()))
+                late.append(loop.time() - began - t)
+                deadline = None if one.deadline_s is None else t + one.deadline_s
+                request = Request(number, one.model, one.variant, one.rows, deadline, one.priority)
+                record = RequestRecord(request, t, hit=False, started=t)
+                requests.append(record)
+                task = loop.create_task(ask(record, _dated(messages[one.model, one.rows], one)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                progress.step(one.model)
+        except asyncio.CancelledError:
+            pass  # Ctrl-C: the requests so far are a replay, too
+        await asyncio.gather(*tasks)
+    return Replayed(requests, sorted(late), errors, unsent)
+
+
+def _dated(message: Any, one: RequestKeys) -> Any:
+    """Return a message with the deadline and the priority of a request, which Triton takes as parameters."""
+    if one.deadline_s is None and not one.priority:
+        return message
+    dated = service_pb2.ModelInferRequest()
+    dated.CopyFrom(message)
+    if one.deadline_s is not None:
+        dated.parameters["timeout"].int64_param = max(1, round(one.deadline_s * 1e6))
+    if one.priority:
+        dated.parameters["priority"].uint64_param = one.priority
+    return dated
+
+
+# --- the report ------------------------------------------------------------------------------------------
+
+
+def _expected(path: Path, speed: float) -> Sequence[RequestRecord] | None:
+    """Simulate the scenario of a trace at this speed; None without one."""
+    if not path.exists():
+        return None
+    return simulate_requests(at_speed(load_scenario(path), speed))
+
+
+def at_speed(scenario: Scenario, speed: float) -> Scenario:
+    """Return a scenario whose traces come so many times as fast."""
+    recorded = [[one.model_copy(update={"t": one.t / speed}) for one in trace] for trace in scenario.recorded]
+    length = scenario.duration
+    return replace(scenario, recorded=recorded, duration=None if length is None else length / speed)
+
+
+def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Return the figures of some requests; times in seconds."""
+    tally = Tally()
+    for one in requests:
+        tally.add(one)
+    good = sum(in_time(one, inf) for one in requests)
+    window = max((one.arrived for one in requests), default=0.0)
+    times = {key: value for key, value in tally.times().items() if key.startswith("latency")}
+    sums = {"requests": tally.arrived, **tally.ended(), "missed": tally.arrived - good}
+    return {**sums, "goodput": ratio(good, window), "goodput_ratio": ratio(good, tally.arrived), **times}
+
+
+def report(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> dict[str, Any]:
+    """Return the figures in total and by model, and those of the simulator, if there are any."""
+    said: dict[str, Any] = {"replayed": _by_model(replayed.requests)}
+    said["replayed"]["late_p99_s"] = percentile(replayed.late, 0.99)
+    return said if expected is None else {**said, "simulated": _by_model(expected)}
+
+
+def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    by_model: dict[str, list[RequestRecord]] = {}
+    for one in requests:
+        by_model.setdefault(one.request.model, []).append(one)
+    return {
+        "total": figures(requests),
+        "models": {name: figures(mine) for name, mine in sorted(by_model.items())},
+    }
+
+
+def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
+    """Return a table: each model by its requests, the busiest first, and all."""
+    said = report(replayed, expected)
+    found, beside = said["replayed"], said.get("simulated")
+    total = found["total"]
+    ends = ", ".join(
+        f"{total[end]} {end}" for end in ("served", "expired", "refused", "cancelled", "failed") if total[end]
+    )
+    head = ["model", "requests", "in time", "p50", "p99"]
+    head += [] if beside is None else ["simulated: in time", "p50", "p99"]
+    names = sorted(found["models"], key=lambda name: (-found["models"][name]["requests"], name))
+    rows = [
+        [name, str(one["requests"]), *_cells(one), *([] if beside is None else _cells(other))]
+        for name, one, other in (
+            *((name, found["models"][name], (beside or found)["models"].get(name)) for name in names),
+            ("all", total, (beside or found)["total"]),
+        )
+    ]
+    goodput, late = rate(total["goodput"]), duration(found["late_p99_s"])
+    first = f"{total['requests']} requests: {ends or 'none'}; goodput {goodput}; sent late by {late} at p99"
+    return f"{first}\n\n{aligned([head, *rows])}"
+
+
+def _cells(of: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if of is None:
+        return ("-", "-", "-")
+    return percent(of["goodput_ratio"]), duration(of["latency_p50_s"]), duration(of["latency_p99_s"])

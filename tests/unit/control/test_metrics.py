@@ -72,6 +72,7 @@ SAID: dict[str, Any] = {
             "load": measured(SECONDS, 0.2),
             "batch_rows": measured(ROWS, 1, 4),
             "batch_padding": measured(PADDING, 0, 3),
+            "aliases": {"champion": {"ok": 4}},
             "sequences": {"idle": 3},
             "generations": {
                 "active": 2,
@@ -155,6 +156,8 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_batch_rows_bucket", (device, ("le", "2.0"), model)] == 1
     assert found["rsrv_weight_loads_total", (device, model)] == 1
     assert found["rsrv_deadline_missed_total", (device, model, ("stage", "load"))] == 2
+    by_alias = (("alias", "champion"), device, model, ("status", "ok"))
+    assert found["rsrv_alias_responses_total", by_alias] == 4
     assert found["rsrv_sequences", (device, model, ("state", "idle"))] == 3
     assert found["rsrv_generations", (device, model)] == 2
     assert found["rsrv_tokens_total", (device, model, ("of", "answer"))] == 30

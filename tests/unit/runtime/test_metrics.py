@@ -210,6 +210,20 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
         engine.close()
 
 
+def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """They count for the model, too, and of several reports the sums are shown."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    engine.meters.alias = "champion"
+    with reporting(engine, FakeMirror()):
+        ask(engine, FakeRequest({"x": rows(1)}))
+        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 1}})
+        ask(engine, FakeRequest({"x": rows(1)}))
+        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 2}})
+
+    assert metrics(runtime)["models"]["a"]["responses"] == {"ok": 2}
+    engine.close()
+
+
 def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
     """The mirror follows a runtime, its end and the next one, and is cleared at the end."""
     first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rsrv.stub.alias import Alias, Split, TargetResponses
+from rsrv.stub.metrics import Meters
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
 
@@ -101,6 +102,15 @@ def test_an_alias_that_ends_closes_all_targets() -> None:
 
     assert ready == [True, False]
     assert all(one.closed for one in targets.values())
+
+
+def test_reports_name_the_alias() -> None:
+    """The runtime learns by which name the requests came; a model's own stub says nothing."""
+    meters = Meters()
+    plain = meters.take()
+    meters.alias = "fraud"
+
+    assert meters.take() == plain | {"alias": "fraud"}
 
 
 def test_errors_name_the_alias_and_the_target() -> None:

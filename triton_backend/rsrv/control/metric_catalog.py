@@ -34,6 +34,12 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "(wrong shapes, hooks that raised); without calls of meta models.",
     ),
     MetricFamily(
+        "rsrv_alias_responses_total",
+        "counter",
+        ("alias", "model", "device", "status"),
+        "Those of them that clients asked for by the name of an alias, by the model that answered.",
+    ),
+    MetricFamily(
         "rsrv_request_seconds",
         "histogram",
         ("model", "device"),

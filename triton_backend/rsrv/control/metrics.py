@@ -149,6 +149,8 @@ def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, 
     page.put("rsrv_weight_loads_total", where, loads)
     page.put_each("rsrv_weight_evictions_total", where, model["evictions"])
     page.put("rsrv_weight_misses_total", where, model["misses"])
+    for alias, responses in model.get("aliases", {}).items():
+        page.put_each("rsrv_alias_responses_total", (alias, *where), responses)
     page.put_each("rsrv_sequences", where, model.get("sequences", {}))
     if generations := model.get("generations"):
         page.put("rsrv_generations", where, generations["active"])

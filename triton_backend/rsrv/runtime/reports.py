@@ -38,6 +38,8 @@ class StubCounters:
     requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: answers to clients, by status in lower case
     responses: dict[str, int] = field(default_factory=dict)
+    #: of these, those by the name of an alias
+    aliases: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 class StubMetrics:
@@ -64,6 +66,8 @@ class StubMetrics:
             raise ProtocolError("a REPORT of hooks that the model does not have")
         mine = self._models.setdefault(name, StubCounters())
         mine.requests.add(requests)
+        if alias := report.get("alias"):
+            mine.aliases.setdefault(str(alias), Counter()).update(responses)
         for status, count in responses.items():
             mine.responses[status] = mine.responses.get(status, 0) + count
         for (model, hook), seconds in hooks.items():
@@ -553,6 +557,7 @@ def _stub_metrics(reported: StubCounters | None) -> dict[str, Any]:
         "hooks": {hook: seconds.to_json() for hook, seconds in counters.hooks.items()},
         "request": counters.requests.to_json(),
         "responses": counters.responses,
+        "aliases": counters.aliases,
     }
 
 

@@ -38,6 +38,8 @@ class Meters:
     def __init__(self) -> None:
         self.some = threading.Event()
         self.spans = Spans(self.some.set)
+        #: by whose name the requests came; empty: the model's own
+        self.alias = ""
         self._lock = threading.Lock()
         self._clear()
 
@@ -83,7 +85,8 @@ class Meters:
         by_model: dict[str, dict[str, list[float]]] = {}
         for (model, hook), seconds in hooks.items():
             by_model.setdefault(model, {})[hook] = seconds.to_json()
-        return {
+        alias = {"alias": self.alias} if self.alias else {}
+        return alias | {
             "requests": requests.to_json(),
             "responses": {status.name.lower(): responses[status] for status in Status if responses[status]},
             "hooks": by_model,

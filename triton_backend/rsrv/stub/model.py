@@ -84,19 +84,23 @@ def serve_model(
     def make(device: int) -> ModelReplica:
         with setup.session(process, device) as session:
             facts = process.begin(session).models[0].generate
+            replica: Engine | GenerationEngine
             if facts is not None:
                 made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
-                return GenerationEngine(tensors, process.responses, made, session, process)
-            return Engine(
-                tensors,
-                process.responses,
-                hooks(),
-                setup.outputs,
-                setup.batched,
-                session,
-                process=process,
-                internal="rsrv_internal" in setup.config["parameters"],
-            )
+                replica = GenerationEngine(tensors, process.responses, made, session, process)
+            else:
+                replica = Engine(
+                    tensors,
+                    process.responses,
+                    hooks(),
+                    setup.outputs,
+                    setup.batched,
+                    session,
+                    process=process,
+                    internal="rsrv_internal" in setup.config["parameters"],
+                )
+            replica.meters.alias = setup.alias
+            return replica
 
     return setup.serve(make, process, pb_utils)
 

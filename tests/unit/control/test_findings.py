@@ -140,9 +140,20 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         ),
         ("over_pinned", "warning", "120 MB of weights are pinned, 100 MB fit", server(counts({}, pinned_bytes=120 * MB))),
         (
-            "weights_too_big",
+            "model_failed",
             "critical",
-            "a: weights of 10 MB never fit 8 MB",
+            "a cannot be served",
+            server(
+                counts({}),
+                entries={"a@1": entry("a", state="failed", error="torn")},
+                failures={"a": BundleFailure("torn", 1000.0)},
+                cold=frozenset("a"),
+            ),
+        ),
+        (
+            "weights_too_big",
+            "warning",
+            "a: weights of 10 MB do not fit 8 MB",
             server(counts({"a": model(0)}, budget_bytes=8 * MB)),
         ),
         (

@@ -41,10 +41,14 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
 
 
 def _model_failed(case: Case) -> Iterator[ServerFinding]:
-    # A cold model serves with its next request.
-    ready = {one["name"] for one in case.now.entries.values() if one["state"] == "ready"} | case.now.cold
+    entries = case.now.entries.values()
+    named = {
+        state: {one["name"] for one in entries if one["state"] == state} for state in ("ready", "failed")
+    }
+    # A cold model serves with its next request, unless the latest one could not start it.
+    ready = named["ready"] | case.now.cold - named["failed"]
     texts = {name: one.text for name, one in case.now.failures.items()}
-    for one in case.now.entries.values():
+    for one in entries:
         if one["state"] == "failed" and one["name"] not in ready:
             texts.setdefault(one["name"], one["error"] or "")
     since = {name: one.since for name, one in case.now.failures.items()}
@@ -216,9 +220,9 @@ def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         size = max(facts[name].device_bytes for name in names)
         yield ServerFinding(
             "weights_too_big",
-            "critical",
-            f"{some(sorted(names, key=by_number))}: weights of {amount(size)} never fit {amount(budget)}",
-            "runtime.weight_budget_bytes, or the device's memory less what executions need",
+            "warning",
+            f"{some(sorted(names, key=by_number))}: weights of {amount(size)} do not fit {amount(budget)}",
+            "such a model is served alone, beyond the budget, and each of its loads evicts all others",
             f"a budget of at least {size} bytes, a larger device, or weights of a smaller dtype",
         )
 

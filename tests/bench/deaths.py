@@ -105,7 +105,7 @@ def main() -> None:
                 folder, *paths[:count], settings=f"stub: {{front: {options.front}, retry_s: 60}}"
             )
             log = WORK / "deaths.log"
-            with running_triton(repository, log, timeout=300, spare=True) as server:
+            with running_triton(repository, log, timeout=300, spare=True, expected=None) as server:
                 rounds = []
                 for _ in range(options.rounds):
                     time.sleep(options.pause)

@@ -250,6 +250,7 @@ class House:
                 extra_args=EXPLICIT,
                 env=self._env,
                 spare=True,
+                expected=None,
                 make=partial(self._server, inside=inside, exit_timeout_s=3, **self._ports),
             )
         )

@@ -51,7 +51,8 @@ def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     }
     small = (fewer.get(name, example_bundles / name) for name in SMALL)
     repository = make_repository(folder, *small, bundles.ensure(), settings=bundles.SETTINGS)
-    with running_triton(repository, folder / "server.log") as running:
+    expected = ("requests_fail", "queue_full")  # of `hooked` and `short_queue`
+    with running_triton(repository, folder / "server.log", expected=expected) as running:
         yield running
 
 
@@ -63,13 +64,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def start_triton(tmp_path: Path) -> Iterator[StartTriton]:
+def start_triton(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartTriton]:
     """Start servers of the test's own, which it may kill; they end with the test."""
     numbers = count(1)
+    # Long tests overload servers, and break them.
+    expected = () if request.node.get_closest_marker("long") is None else None
     with ExitStack() as servers:
 
         def start(model_repository: Path, **options: object) -> RunningTriton:
             log_path = tmp_path / f"server{next(numbers)}.log"
+            options = {"expected": expected, **options}
             return servers.enter_context(running_triton(model_repository, log_path, **options))  # type: ignore[arg-type]
 
         yield start

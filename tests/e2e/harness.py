@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import grpc
 import psutil
 import tritonclient.grpc
 import tritonclient.http
 
 from local_triton import TritonServer
+from rsrv.control import find
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
 from rsrv_gen import cli as rsrv_gen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -85,6 +89,18 @@ class RunningTriton:
                 found.append(child.pid)
         return found
 
+    def urgent_findings(self) -> dict[str, str]:
+        """Return the evidence of the last minute's warnings and critical findings, by name; of none without a control process."""
+        address = next((one.address for one in find.running() if one.server_pid == self.pid), None)
+        if address is None:
+            return {}
+        try:
+            with grpc.insecure_channel(address) as channel:
+                answer = control_pb2_grpc.ControlStub(channel).Diagnose(pb.DiagnoseRequest(), timeout=5)
+        except grpc.RpcError:
+            return {}
+        return {one.name: one.evidence for one in answer.findings if one.severity != pb.SEVERITY_NOTE}
+
 
 class StartTriton(Protocol):
     """The `start_triton` fixture: start a server that ends with the test."""
@@ -99,6 +115,7 @@ class StartTriton(Protocol):
         wait_ready: bool = True,
         timeout: float = 120,
         spare: bool = False,
+        expected: Collection[str] | None = (),
     ) -> RunningTriton: ...
 
 
@@ -117,11 +134,13 @@ def running_triton(
     wait_ready: bool = True,
     timeout: float = 120,
     spare: bool = False,
+    expected: Collection[str] | None = (),
     make: Callable[..., TritonServer] = TritonServer,
 ) -> Iterator[RunningTriton]:
     """Run a server on `model_repository` for the length of the block, and remove everything of it.
 
-    `spare`: have a spare runtime, which costs 1.5 s of CPU time, for a test in which a runtime ends.
+    `spare`: have a spare runtime, which costs 1.5 s of CPU time, for a test in which a runtime ends. `expected`: the urgent
+    findings that the tests may cause, None: any. Another one fails, because `rsrv doctor` must raise no false alarm.
     """
     server = make(
         model_repository,
@@ -145,6 +164,7 @@ def running_triton(
             running = RunningTriton(server)
             try:
                 yield running
+                found = {} if expected is None else running.urgent_findings()
             finally:
                 running.grpc.close()
                 running.http.close()
@@ -152,6 +172,8 @@ def running_triton(
                 server.kill()
     finally:
         _running.remove(server)
+    alarms = {name: evidence for name, evidence in found.items() if name not in (expected or ())}
+    assert not alarms, f"rsrv doctor would raise an alarm that no test caused: {alarms}"
 
 
 def crashed_by_a_cancellation(server: RunningTriton) -> bool:

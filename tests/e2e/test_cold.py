@@ -25,7 +25,8 @@ def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_p
         module.unlink()  # it may be a link
         module.write_bytes(b"nonsense")
     # Starts take the time of compilations.
-    server = start_triton(repository, env={"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")})
+    cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    server = start_triton(repository, env=cache, expected=["model_failed"])
     assert read_status(server.pid)["models"] == {}
 
     with caller(server) as call:

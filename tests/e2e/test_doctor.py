@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,8 @@ import pytest
 from rsrv.cli import main as cli
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
-from tests.e2e.calls import Refused, caller
-from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
+from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, StartTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
 #: Bytes of `exact`, of which two fit beside the pinned models.
@@ -34,6 +35,14 @@ models:
   cats: {{residency: device}}
 """
 HOOKS = "def preprocess(inputs):\n    raise ValueError('broken')\n"
+#: Of the second server: `large` never fits, and neither do the others all at once.
+FAULTY_SETTINGS = f"""
+runtime: {{weight_budget_bytes: {2 * _BYTES}}}
+lifecycle: {{look_s: 0.1}}
+models:
+  steady: {{max_queue_depth: 1}}
+"""
+SLOW_HOOKS = "import time\n\n\ndef preprocess(inputs):\n    time.sleep(0.03)\n    return inputs\n"
 #: Seconds until a look of a busy machine is sure to have the figures.
 _SOON_S = 90.0
 
@@ -63,8 +72,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
         kernel = {"kernel": bundles.exact_kernel() + number}
         bundles.with_weights(bundles.ensure() / "exact", folder / "bundles" / name, kernel)
     repository = make_repository(folder, settings=SETTINGS)
-    with running_triton(repository, folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
+    flags = [*EXPLICIT, HURRY]
+    with running_triton(repository, folder / "server.log", extra_args=flags, expected=None) as running:
         yield running
+
+
+def operate(server: RunningTriton, *command: str) -> None:
+    assert cli.main([*command, "--server", str(server.grpc_port)]) == 0
 
 
 def doctor(server: RunningTriton) -> tuple[dict[str, str], int]:
@@ -120,3 +134,51 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
     with asked(server, {"tickets": (16, 4), "defects": (1, 1)}):
         wait_until(lambda: doctor(server)[0].get("starved") == "warning", 2 * _SOON_S)
     assert doctor(server)[0].keys() <= {*found, "weights_thrash", "padding", "requests_fail", "starved"}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, start_triton: StartTriton) -> RunningTriton:
+    """A server whose device has room for two models of a kind, and not for `large`."""
+    for number, name in enumerate(("first", "second", "third", "changed", "slow")):
+        kernel = {"kernel": bundles.exact_kernel() + number}
+        bundles.with_weights(bundles.ensure() / "exact", tmp_path / "bundles" / name, kernel)
+    (tmp_path / "bundles" / "slow" / "model.py").write_text(SLOW_HOOKS)
+    export(tmp_path / "bundles", "large", [1], 1)
+    shutil.copytree(bundles.ensure() / "steady", tmp_path / "bundles" / "steady")
+    repository = make_repository(tmp_path, settings=FAULTY_SETTINGS)
+    return start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
+
+
+def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_path: Path) -> None:
+    """Clients and operators make nine troubles at one server: each is found, and no other."""
+    x = {"x": np.zeros((1, 64), np.float32)}
+
+    def often(call: Caller, model: str, inputs: Mapping[str, np.ndarray], **options: object) -> None:
+        for _ in range(25):
+            outcome(lambda: call(model, inputs, **options))
+
+    with caller(faulty) as call:
+        often(call, "first", x, parameters={"rsrv_deadline_unix_ns": 1})
+        often(call, "third", x, parameters={"rsrv_priority": -1})
+        often(call, "slow", x)
+        operate(faulty, "pause", "second", "--mode", "reject")
+        often(call, "second", x)
+    at_once(faulty, 10, lambda call, _: outcome(lambda: call("steady", {"x": np.zeros((1, 4), np.uint32)})))
+    for name in ("first", "second", "third"):
+        operate(faulty, "residency", name, "device")
+    (tmp_path / "bundles" / "changed" / "manifest.yaml").write_text("name: 3")
+    (tmp_path / "gen" / "rsrv.yaml").write_text("models: 3")
+
+    expected = {
+        "bad_requests": "note",
+        "bundle_refused": "warning",
+        "deadlines_arrival": "warning",
+        "over_pinned": "warning",
+        "paused": "warning",
+        "queue_full": "warning",
+        "settings_refused": "warning",
+        "slow_hooks": "note",
+        "weights_too_big": "warning",
+    }
+    wait_until(lambda: doctor(faulty)[0].keys() >= expected.keys())
+    assert doctor(faulty)[0] == expected

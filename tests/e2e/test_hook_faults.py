@@ -107,7 +107,8 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ru
     repository = make_repository(folder, settings=SETTINGS)
 
     def start(number: int) -> AbstractContextManager[RunningTriton]:
-        return running_triton(repository, folder / f"server{number}.log", extra_args=EXPLICIT)
+        log, expected = folder / f"server{number}.log", ["requests_fail"]
+        return running_triton(repository, log, extra_args=EXPLICIT, expected=expected)
 
     with replaced_after(aborted_by_a_lock, start) as living:
         yield living

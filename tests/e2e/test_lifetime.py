@@ -390,7 +390,8 @@ def broken(
     gen = make_repository(folder, options=["--link", "copy"])
     for damage in DAMAGES:
         damage(gen / damage.__name__ / "1" / "bundle")
-    with running_triton(gen, folder / "server.log", exit_on_error=False) as running:
+    expected = ["model_failed"]
+    with running_triton(gen, folder / "server.log", exit_on_error=False, expected=expected) as running:
         yield running
 
 

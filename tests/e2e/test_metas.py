@@ -114,7 +114,8 @@ def server(
     write_bundles(folder / "bundles")
     repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
     plain_model(repository, "plain", PLAIN)
-    with running_triton(repository, folder / "server.log") as running:
+    expected = ("requests_fail", "deadlines_gate")
+    with running_triton(repository, folder / "server.log", expected=expected) as running:
         yield running
 
 

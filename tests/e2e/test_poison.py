@@ -30,7 +30,12 @@ CLIENTS = 16
 def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
     made = {path.name: path for path in bundles.ensure().iterdir()}
     env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "RSRV_STUB__RETRY_S": "60"}
-    return start_triton(make_repository(tmp_path, made["sudden"], made["exact"]), env=env, spare=True)
+    return start_triton(
+        make_repository(tmp_path, made["sudden"], made["exact"]),
+        env=env,
+        spare=True,
+        expected=["runtime_restarts"],
+    )
 
 
 def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:

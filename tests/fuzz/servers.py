@@ -114,7 +114,7 @@ class _Life:
         self.over = False
         with self._stack:
             self._server = self._stack.enter_context(
-                running_triton(repository, folder / "server.log", extra_args=_FLAGS)
+                running_triton(repository, folder / "server.log", extra_args=_FLAGS, expected=None)
             )
             gateway = self._gateway = self._stack.enter_context(
                 running_gateway(folder, [entry(self._server, "a")], max_message_bytes=_MESSAGE)
